@@ -1,0 +1,37 @@
+# `make` says what there is. Each target creates what it needs, .venv included.
+
+PYTHON ?= python3
+# For a machine whose package index has CUDA builds only: make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_FLAGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := $(wildcard autoshard passes tests examples benchmarks)
+
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
+	@$(BIN)/python examples/train_gpt.py
+
+test: lint ## lint, then all tests, the slow ones last
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m slow
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+clean: ## remove everything that make and the tools created
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[test,examples]"
+	@touch $@

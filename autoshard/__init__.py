@@ -1,0 +1,45 @@
+"""Train a model written for one device on a mesh of many: same numbers, no change to the model.
+
+    from autoshard import autoshard, plan, Mesh, Options
+"""
+
+from __future__ import annotations
+
+from autoshard.api import autoshard, plan
+from autoshard.options import Options
+from autoshard.plan import ShardingPlan
+from autoshard.runtime import ShardedModule
+from passes.errors import (
+    AutoshardError,
+    CaptureError,
+    CompilerError,
+    ConstraintError,
+    DistributedError,
+    InputError,
+    MeshError,
+    RecipeError,
+    UnknownOpError,
+    UserError,
+)
+from passes.ir.mesh import Mesh
+from passes.rules.rule import rule
+
+__all__ = [
+    "AutoshardError",
+    "CaptureError",
+    "CompilerError",
+    "ConstraintError",
+    "DistributedError",
+    "InputError",
+    "Mesh",
+    "MeshError",
+    "Options",
+    "RecipeError",
+    "ShardedModule",
+    "ShardingPlan",
+    "UnknownOpError",
+    "UserError",
+    "autoshard",
+    "plan",
+    "rule",
+]

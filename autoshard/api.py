@@ -1,0 +1,196 @@
+"""What a user calls: `autoshard` (a function and a class decorator) and `plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.constraints import check_options, recipes_of
+from autoshard.execution import LocalProgram
+from autoshard.global_call import Splits, global_call
+from autoshard.options import Options
+from autoshard.plan import ShardingPlan
+from autoshard.planner import Planned, make_plan
+from autoshard.runtime import Request, ShardedModule, shard_module
+from autoshard.topology import mesh_of
+from passes.errors import MeshError, UserError
+from passes.ir.layout import Layout, Shard
+from passes.ir.mesh import Mesh
+from passes.recipes.data import DATA_RECIPES
+
+Model = TypeVar("Model", bound=nn.Module)
+ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> ShardingPlan:
+    """How `model` would be distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
+
+    `args` and `kwargs` are the arguments of one call with the global batch; they, and the model's parameters,
+    may be on meta. The plan is for training where gradients are enabled and something needs one.
+    Raises a UserError that says what to change where the model, mesh or options cannot work.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
+    training = torch.is_grad_enabled()
+    return make_plan(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training).plan
+
+
+@overload
+def autoshard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> ShardedModule: ...
+
+
+@overload
+def autoshard(
+    model: None = None,
+    mesh: DeviceMesh | None = None,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> Callable[[ModelClass], ModelClass]: ...
+
+
+def autoshard(
+    model: nn.Module | None = None,
+    mesh: DeviceMesh | None = None,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> ShardedModule | Callable[[ModelClass], ModelClass]:
+    """Distribute `model`, written for one device, on `mesh`; all ranks of the mesh call it together.
+
+    Returns a module of the user's class (and a `ShardedModule`) whose parameters are DTensors; `model` is left as
+    it is. A call takes this rank's part of each input and returns this rank's part of each output; a scalar loss
+    is that of the global batch, and gradients are those of one device.
+
+    `args` and `kwargs` are the arguments of one call with the global batch: the model is then captured and
+    compiled now, otherwise at its first call. Without `model`, returns a class decorator.
+    Raises a UserError that says what to change where the model, mesh, options or arguments cannot work.
+    """
+    if mesh is None:
+        raise MeshError("autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class")
+    chosen = options or Options()
+    if model is None:
+        return _decorator(mesh, args, kwargs, chosen)
+    return _distribute(model, mesh, args, kwargs, chosen)
+
+
+def _distribute(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+) -> ShardedModule:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"autoshard takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(
+            f"autoshard runs on a DeviceMesh, not on {device_mesh!r}: use init_device_mesh(...); "
+            "to plan without devices, call autoshard.plan"
+        )
+    planner = _Planner(device_mesh, mesh_of(device_mesh), options)
+    if args is None and kwargs is None:
+        return shard_module(model, device_mesh, planner, mode=options.compile)
+    gradients = torch.is_grad_enabled()
+    return shard_module(
+        model,
+        device_mesh,
+        planner,
+        mode=options.compile,
+        program=lambda: planner.plan(model, args or (), kwargs or {}, gradients),
+        gradients=gradients,
+    )
+
+
+class _Planner:
+    """Plans a sharded module's programs: one per mode that it is called in."""
+
+    def __init__(self, device_mesh: DeviceMesh, mesh: Mesh, options: Options) -> None:
+        check_options(options, mesh)
+        self.device, self.mesh, self.options = device_mesh.device_type, mesh, options
+
+    def __call__(self, request: Request) -> LocalProgram:
+        """The program for a call with this rank's part of each input."""
+        recipes = recipes_of(self.options.recipe, self.mesh)
+        data_axes = tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
+        splits = Splits(self.mesh, data_axes, self.options.inputs)
+        args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
+        return self.plan(request.module, args, kwargs, request.gradients, request.parameters)
+
+    def plan(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        training: bool,
+        stored: Mapping[str, Layout] | None = None,
+    ) -> LocalProgram:
+        """The program for a call with the whole of each input."""
+        planned = make_plan(
+            module, args, kwargs, self.mesh, self.options, training=training, stored=stored, device=self.device
+        )
+        return self._program(planned)
+
+    def _program(self, planned: Planned) -> LocalProgram:
+        signature, plan = planned.captured.signature, planned.plan
+        parameters = {name: value.layout for name, value in plan.parameters.items()}
+        outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
+        return LocalProgram(
+            graph=planned.graph,
+            signature=signature,
+            inputs=tuple(plan.inputs[spec.path].layout for spec in signature.inputs),
+            outputs=outputs,
+            parameters=parameters | {alias: parameters[name] for alias, name in planned.captured.tied.items()},
+            constants=planned.captured.constants,
+            tangent_scale=tuple(self._scale(layout) for layout in outputs),
+            plan=plan,
+        )
+
+    def _scale(self, layout: Layout) -> float:
+        """A loss computed from this rank's part stands for the mean over ranks, unless it is said to be summed."""
+        if self.options.loss == "sum":
+            return 1.0
+        pairs = zip(self.mesh.sizes, layout.placements, strict=True)
+        return 1.0 / math.prod(size for size, placement in pairs if isinstance(placement, Shard))
+
+
+def _decorator(
+    mesh: DeviceMesh, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, options: Options
+) -> Callable[[ModelClass], ModelClass]:
+    def decorate(kind: ModelClass) -> ModelClass:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise UserError(f"@autoshard(mesh=...) decorates an nn.Module class, not {kind!r}")
+        meta = type(kind)
+
+        class Distributing(meta):  # type: ignore[misc, valid-type]
+            """Calling the class makes an instance as ever, and distributes it."""
+
+            def __call__(cls, *made_of: Any, **named: Any) -> Any:
+                return _distribute(super().__call__(*made_of, **named), mesh, args, kwargs, options)
+
+        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        decorated: ModelClass = Distributing(kind.__name__, (kind,), body)
+        return decorated
+
+    return decorate

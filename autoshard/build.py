@@ -1,0 +1,45 @@
+"""From a plan to compiled code, by all ranks of a mesh together: if one fails, all say so."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoshard.compile import Mode, Program, Split, compile_split, split_program
+from autoshard.execution import LocalProgram
+from autoshard.groups import MeshGroups, add_groups, axes_used
+from autoshard.guards import check_same_program, exchange, together
+
+
+@dataclass(frozen=True)
+class Built:
+    local: LocalProgram
+    program: Program
+    groups: MeshGroups
+
+
+def build_program(plan: Callable[[], LocalProgram], groups: MeshGroups, *, mode: Mode) -> Built:
+    """Plan, partition and compile, and register the groups of the program's collectives.
+
+    Raises what `plan` raises; DistributedError where another rank failed or has another program.
+    """
+
+    def planned() -> tuple[LocalProgram, Split]:
+        local = plan()
+        return local, split_program(local.graph, mode=mode)
+
+    local, split = together(groups, "planning", planned)
+    graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
+    check_same_program(groups, graphs)
+    groups = add_groups(groups, axes_used(graphs, groups.mesh))
+    return Built(local, _compile_by_host(split, groups, mode=mode), groups)
+
+
+def _compile_by_host(split: Split, groups: MeshGroups, *, mode: Mode) -> Program:
+    """One rank of each host compiles first; the others then find its code in Inductor's cache."""
+    hosts = exchange(groups, socket.gethostname())
+    mine = groups.mesh.ranks.index(groups.rank)
+    leads = hosts.index(hosts[mine]) == mine
+    first = together(groups, "compiling", lambda: compile_split(split, mode=mode) if leads else None)
+    return together(groups, "compiling", lambda: first or compile_split(split, mode=mode))

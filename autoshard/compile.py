@@ -1,0 +1,202 @@
+"""A LOCAL graph as code: partitioned into forward and backward, each compiled by Inductor or run as FX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes._torch import (
+    OpOverload,
+    box,
+    inductor_compile,
+    min_cut_partition,
+    run_joint_graph_passes,
+    tag_recompute,
+)
+from passes.errors import CompilerError
+from passes.ir.graph import (
+    Input,
+    InputRole,
+    Output,
+    OutputRole,
+    input_of,
+    is_recompute,
+    operands,
+    outputs_of,
+    placeholders,
+    returned,
+    set_recompute,
+    value_of,
+)
+
+Mode = Literal["inductor", "eager"]
+Code = Callable[[list[torch.Tensor]], Sequence[Any]]
+
+STATIC_ROLES = (InputRole.PARAMETER, InputRole.BUFFER)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A program before it is compiled: what a rank can do before it knows that the others got as far."""
+
+    forward: GraphModule
+    backward: GraphModule | None  # None: forward only
+    inputs: tuple[Input, ...]  # of the forward, in order
+    outputs: tuple[Output, ...]  # of the forward, in order: OUTPUT, then BUFFER
+    tangents: tuple[Input, ...]  # of the backward, in order, behind the saved tensors
+    gradients: tuple[Output, ...]  # of the backward, in order
+    input_values: tuple[Any, ...]  # fake
+    tangent_values: tuple[torch.Tensor, ...]  # fake
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program. Tensors are per-device; every list given is emptied, so that inputs can die early."""
+
+    split: Split
+    _forward: Code
+    _backward: Code | None
+
+    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, new values of buffers, and tensors saved for the backward.
+
+        `inputs` are in the order of `split.inputs`; the results in that of `split.outputs`.
+        """
+        results = list(self._forward(inputs))
+        count = len(self.split.outputs)
+        buffers = sum(output.role is OutputRole.BUFFER for output in self.split.outputs)
+        return results[: count - buffers], results[count - buffers : count], results[count:]
+
+    def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients in the order of `split.gradients`; `tangents` in the order of `split.tangents`."""
+        if self._backward is None:
+            raise CompilerError("this program was captured without gradients")
+        arguments = [*saved, *tangents]
+        saved.clear()
+        tangents.clear()
+        return list(self._backward(arguments))
+
+
+def compile_program(gm: GraphModule, *, mode: Mode) -> Program:
+    """Partition and compile a LOCAL graph; `gm` is left as it is."""
+    return compile_split(split_program(gm, mode=mode), mode=mode)
+
+
+def split_program(gm: GraphModule, *, mode: Mode) -> Split:
+    """Partition a LOCAL graph into forward and backward.
+
+    A gathered parameter (`is_recompute`), and what is computed from such alone, is gathered again in the
+    backward, right before its use; what other collectives give is saved.
+    """
+    outputs = outputs_of(gm.graph)
+    gradients = tuple(output for output in outputs if output.role is OutputRole.GRADIENT)
+    count = len(outputs) - len(gradients)
+    joint = _with_partitioner_names(gm)
+    forward_inputs = tuple(n for n in placeholders(joint.graph) if input_of(n).role is not InputRole.TANGENT)
+    tangents = placeholders(joint.graph, InputRole.TANGENT)
+    _tag_gathers(joint.graph)
+    if mode == "inductor":
+        run_joint_graph_passes(joint)
+    forward, backward = joint, None
+    if gradients:
+        static = [i for i, node in enumerate(forward_inputs) if input_of(node).role in STATIC_ROLES]
+        forward, backward = min_cut_partition(joint, num_forward_outputs=count, static_inputs=static)
+    return Split(
+        forward,
+        backward,
+        tuple(input_of(node) for node in forward_inputs),
+        outputs[:count],
+        tuple(input_of(node) for node in tangents) if gradients else (),
+        gradients,
+        tuple(value_of(node) for node in forward_inputs),
+        tuple(value_of(node) for node in tangents) if gradients else (),
+    )
+
+
+def _with_partitioner_names(gm: GraphModule) -> GraphModule:
+    """A copy whose placeholders the partitioner can tell apart: primals first, then tangents."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    ordered = sorted(placeholders(gm.graph), key=lambda node: input_of(node).role is InputRole.TANGENT)
+    for number, node in enumerate(ordered, start=1):
+        kind = "tangents" if input_of(node).role is InputRole.TANGENT else "primals"
+        copies[node] = graph.placeholder(f"{kind}_{number}")
+        copies[node].meta = dict(node.meta)
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(gm, graph)
+
+
+def _tag_gathers(graph: Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        sources = operands(node)
+        if not is_recompute(node) and any(is_recompute(s) for s in sources):
+            set_recompute(node, node.op != "output" and all(is_recompute(s) or _is_static(s) for s in sources))
+        if is_recompute(node):
+            tag_recompute(node)
+
+
+def _is_static(node: Node) -> bool:
+    return node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER
+
+
+def compile_split(split: Split, *, mode: Mode) -> Program:
+    """Code for both halves."""
+    if mode == "eager":
+        return Program(split, box(split.forward), None if split.backward is None else box(split.backward))
+    keep_order = _has_collectives(split.forward) or (split.backward is not None and _has_collectives(split.backward))
+    static = [i for i, given in enumerate(split.inputs) if given.role in STATIC_ROLES]
+    forward = inductor_compile(
+        split.forward,
+        split.input_values,
+        static_inputs=static,
+        visible_outputs=_nodes_among(split.forward, len(split.outputs)),
+        is_backward=False,
+        is_inference=split.backward is None,
+        keep_order=keep_order,
+    )
+    if split.backward is None:
+        return Program(split, forward.run, None)
+    saved_strides = forward.output_strides[len(split.outputs) :]
+    backward = inductor_compile(
+        split.backward,
+        _backward_values(split, saved_strides),
+        static_inputs=range(len(placeholders_of(split.backward)) - len(split.tangents)),
+        visible_outputs=_nodes_among(split.backward, len(split.gradients)),
+        is_backward=True,
+        is_inference=False,
+        keep_order=keep_order,
+    )
+    return Program(split, forward.run, backward.run)
+
+
+def placeholders_of(gm: GraphModule) -> tuple[Node, ...]:
+    return tuple(gm.graph.find_nodes(op="placeholder"))
+
+
+def _backward_values(split: Split, saved_strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
+    """Fake inputs of the backward, with the strides that the compiled forward gives its saved tensors."""
+    assert split.backward is not None
+    values = [value_of(node) for node in placeholders_of(split.backward)]
+    for position, stride in enumerate(saved_strides):
+        value = values[position]
+        if stride is not None and tuple(value.stride()) != stride:
+            values[position] = value.as_strided(value.shape, stride)
+    return tuple(values)
+
+
+def _nodes_among(gm: GraphModule, count: int) -> list[int]:
+    return [i for i, value in enumerate(returned(gm.graph)[:count]) if isinstance(value, Node)]
+
+
+def _has_collectives(gm: GraphModule) -> bool:
+    return any(
+        isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" for node in gm.graph.nodes
+    )

@@ -1,0 +1,118 @@
+"""A copy of the user's module whose tensors have no data, to trace instead of the module.
+
+Tracing runs the user's Python: on the copy it cannot change the module's buffers or attributes, and it needs no
+memory, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from passes._torch import is_fake
+from passes.errors import CaptureError
+from passes.ir.graph import Input, InputRole
+
+
+@dataclass(frozen=True)
+class FakeModule:
+    """The copy, and what the module holds, in the order of `named_parameters` and `named_buffers`.
+
+    `tensors` maps what a tensor stands for to the fake that stands for it: parameters, buffers, then tensors
+    that are plain attributes; a tied tensor appears once, under its first name. `attributes` holds the
+    module's own tensor per plain attribute.
+    """
+
+    module: nn.Module
+    tensors: dict[Input, torch.Tensor]
+    tied: dict[str, str]
+    attributes: dict[str, torch.Tensor]
+
+
+def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> FakeModule:
+    """Copy `module` onto fake tensors of `device`; ties between parameters stay ties.
+
+    Floating-point parameters are of `dtype`, if given.
+    """
+    memo: dict[int, Any] = {}
+    tensors: dict[Input, torch.Tensor] = {}
+    first_name: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in memo:
+            tied[fqn] = first_name[id(parameter)]
+            continue
+        _check_parameter(fqn, parameter)
+        with mode:
+            fake = nn.Parameter(_empty_like(parameter, device, dtype), requires_grad=parameter.requires_grad)
+        memo[id(parameter)], first_name[id(parameter)] = fake, fqn
+        tensors[Input(InputRole.PARAMETER, fqn)] = fake
+    for fqn, buffer in module.named_buffers():
+        tensors[Input(InputRole.BUFFER, fqn)] = memo[id(buffer)] = fake_tensor(buffer, mode, device)
+    attributes: dict[str, torch.Tensor] = {}
+    for fqn, tensor in _tensor_attributes(module):
+        if id(tensor) not in memo:
+            tensors[Input(InputRole.BUFFER, fqn)] = memo[id(tensor)] = fake_tensor(tensor, mode, device)
+            attributes[fqn] = tensor
+    return FakeModule(_copy(module, memo), tensors, tied, attributes)
+
+
+def fake_tensor(
+    tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A contiguous leaf without data, of the same shape, dtype and need of a gradient; floating point in `dtype`."""
+    with mode:
+        return _empty_like(tensor, device, dtype).requires_grad_(tensor.requires_grad)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=kept, device=device)
+
+
+def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise CaptureError(
+            f"parameter {fqn} has no shape yet, as its module is lazy; run the module once on one device before"
+        )
+    if type(parameter.data) is not torch.Tensor and not is_fake(parameter):
+        raise CaptureError(
+            f"parameter {fqn} is a {type(parameter.data).__name__}; give the module as it is on one device, "
+            f"with plain tensors as parameters"
+        )
+
+
+def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules hold as plain attributes, in lists, tuples and dicts too."""
+    internal = set(nn.Module().__dict__)
+    for prefix, child in module.named_modules():
+        for name, value in child.__dict__.items():
+            if name not in internal:
+                yield from _tensors_in(f"{prefix}.{name}" if prefix else name, value)
+
+
+def _tensors_in(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors_in(f"{path}.{index}", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(f"{path}.{key}", item)
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied, and a copy without data is what is traced: {error}; "
+            f"keep what cannot be copied (locks, files, process groups) out of the module's attributes"
+        ) from error

@@ -1,0 +1,40 @@
+"""The order of the compiler, one reason per pass."""
+
+from __future__ import annotations
+
+from passes.base import Pass
+from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
+from passes.cancel_reshards import CancelReshards
+from passes.cast_parameters import CastParameters
+from passes.decompose import Decompose
+from passes.insert_reshards import InsertReshards
+from passes.localize import Localize
+from passes.lower_reshards import LowerReshards
+from passes.merge_reductions import MergeReductions
+from passes.normalize import Normalize
+from passes.propagate import Propagate
+from passes.seed import Seed
+
+
+def default_pipeline(
+    seed: Seed | None = None, cast: CastParameters | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[Pass, ...]:
+    """The passes from a captured graph to a per-device program.
+
+    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `bucket_bytes` how much one
+    collective of parameters or gradients may bring; to change the pipeline, take this
+    tuple apart and give it to `Options(pipeline=...)`.
+    """
+    return (
+        Normalize(),  # fewer forms for the same program
+        seed or Seed(),  # what the user and the recipes insist on, as pins
+        cast or CastParameters(),  # stored, computed and reduced dtypes: behind the pins, so that casts precede gathers
+        Propagate(),  # a layout for every value
+        InsertReshards(),  # disagreements become nodes
+        MergeReductions(),  # terms of a sum are added before they are reduced
+        CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums
+        LowerReshards(),  # each as collectives
+        Localize(),  # shapes of one device
+        BucketCollectives(bucket_bytes),  # one message for many parameters
+        Decompose(),  # what the backend wants in pieces
+    )

@@ -1,0 +1,1 @@
+"""A ShardingPlan as people read it."""

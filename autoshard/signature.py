@@ -1,0 +1,209 @@
+"""How a call of the user's model becomes the flat tensors of a graph, and the flat results its output.
+
+A call is known by the paths of its leaves (`tokens`, `batch.labels`, `args.0`), not by how it was written: an
+argument may be given by position or by name, and a dict in any order. Tensors are inputs of the graph; numbers,
+strings and None are constants of the capture.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes._torch import TreeSpec, flatten_pytree, unflatten_pytree
+from passes.errors import CaptureError, InputError
+
+_CONSTANT_TYPES = (
+    type(None),
+    type(...),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor argument as it was captured; the shape is global."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.path}: {format_tensor(self.shape, self.dtype)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call: every leaf by its path, and how to give them to `forward` again."""
+
+    bound: inspect.BoundArguments
+    leaves: dict[str, Any]
+    spec: TreeSpec
+
+    def with_leaves(self, leaves: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`args` and `kwargs` of the same call with other leaves; defaults stay unsaid."""
+        named = unflatten_pytree([leaves[path] for path in self.leaves], self.spec)
+        arguments = dict(self.bound.arguments)
+        for name in arguments:
+            if self.bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                arguments[name] = {key: named[key] for key in arguments[name]}
+            else:
+                arguments[name] = named[name]
+        other = inspect.BoundArguments(self.bound.signature, arguments)
+        return other.args, other.kwargs
+
+
+def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The leaves of a call. Raises TypeError where `forward` would."""
+    bound = signature.bind(*args, **kwargs)
+    named: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(bound.arguments.get(name, {}))
+        elif name in bound.arguments:
+            named[name] = bound.arguments[name]
+        elif isinstance(parameter.default, _CONSTANT_TYPES):
+            named[name] = parameter.default
+    pairs, spec = flatten_pytree(named)
+    leaves = dict(pairs)
+    if len(leaves) != len(pairs):
+        paths = [path for path, _ in pairs]
+        double = next(path for path in paths if paths.count(path) > 1)
+        raise InputError(f"two arguments are both called {double!r}; rename a key, without a dot in it")
+    return Call(bound, leaves, spec)
+
+
+def is_constant(value: object) -> bool:
+    """Whether a leaf can be a constant of a capture."""
+    return isinstance(value, _CONSTANT_TYPES)
+
+
+def same_constant(left: object, right: object) -> bool:
+    """Equality of constants as a trace sees them: 1, 1.0 and True are three, nan is one."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)
+
+
+def format_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """`float32[4, 16]`."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def format_leaf(value: object) -> str:
+    """A leaf of a call as messages show it."""
+    return format_tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The border between the user's calls and the graph.
+
+    `inputs` are in the order of the INPUT placeholders, `outputs` are the paths of the OUTPUT results in order.
+    `constants` are the arguments that are no tensors, by path; `results` holds, per leaf of the model's output,
+    the number of an OUTPUT or, where the leaf is no tensor, its value.
+    """
+
+    forward: inspect.Signature
+    inputs: tuple[InputSpec, ...]
+    constants: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+    results: tuple[tuple[int | None, Any], ...]
+    out_spec: TreeSpec
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
+        """The tensors of a call in the order of `inputs`; their shapes are the caller's to check.
+
+        Raises InputError for a call of another structure or with other constants than captured.
+        """
+        try:
+            leaves = dict(bind_call(self.forward, args, kwargs or {}).leaves)
+        except TypeError as error:
+            raise InputError(f"forward{self.forward} cannot be called like this: {error}") from error
+        tensors = tuple(_tensor(leaves, spec) for spec in self.inputs)
+        for path, value in self.constants:
+            _check_constant(leaves, path, value)
+        if leaves:
+            path, value = next(iter(leaves.items()))
+            raise InputError(
+                f"the call has {path} = {format_leaf(value)}, which the captured call had not; "
+                f"leave it out, or capture the model with it"
+            )
+        return tensors
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """What the model returns, from the values of the OUTPUT results."""
+        assert len(outputs) == len(self.outputs), f"{len(outputs)} values for {len(self.outputs)} outputs"
+        leaves = [value if number is None else outputs[number] for number, value in self.results]
+        return unflatten_pytree(leaves, self.out_spec)
+
+
+def _tensor(leaves: dict[str, Any], spec: InputSpec) -> torch.Tensor:
+    if spec.path not in leaves:
+        raise InputError(f"the call lacks {spec}, which the captured call had; give it, or capture the model without")
+    value = leaves.pop(spec.path)
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"{spec.path} is {value!r}, but the model was captured with {format_tensor(spec.shape, spec.dtype)}; "
+            f"give a tensor, or capture the model with this value"
+        )
+    return value
+
+
+def _check_constant(leaves: dict[str, Any], path: str, value: object) -> None:
+    if path not in leaves:
+        raise InputError(f"the call lacks {path} = {value!r}, which the captured call had")
+    given = leaves.pop(path)
+    if isinstance(given, torch.Tensor):
+        raise InputError(
+            f"{path} is {format_leaf(given)}, but the model was captured with {path} = {value!r}; "
+            f"capture the model with a tensor to make it an input"
+        )
+    if not same_constant(given, value):
+        raise InputError(
+            f"{path} is {given!r}, but the model was captured with {path} = {value!r}, and what is no tensor is a "
+            f"constant of the graph; pass it as a tensor, or capture the model once per value"
+        )
+
+
+def describe_output(
+    output: Any,
+) -> tuple[tuple[tuple[str, torch.Tensor], ...], tuple[tuple[int | None, Any], ...], TreeSpec]:
+    """The tensors of a model's output with their paths, `Signature.results` and `Signature.out_spec`."""
+    pairs, spec = flatten_pytree(output)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    results: list[tuple[int | None, Any]] = []
+    for path, leaf in pairs:
+        if isinstance(leaf, torch.Tensor):
+            results.append((len(tensors), None))
+            tensors.append((path or "output", leaf))
+        elif is_constant(leaf):
+            results.append((None, leaf))
+        else:
+            raise CaptureError(
+                f"the model returns a {type(leaf).__name__}{f' at {path}' if path else ''}, and tensors inside it "
+                f"would be lost; return tensors in tuples, lists, dicts or named tuples, or register the class with "
+                f"torch.export.register_dataclass"
+            )
+    return tuple(tensors), tuple(results), spec

@@ -1,0 +1,307 @@
+"""One collective for many parameters: a message costs latency whatever its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes._torch import OpOverload, fake_mode_of
+from passes.base import Pass, PassContext
+from passes.ir.graph import (
+    InputRole,
+    Stage,
+    add_call,
+    copy_facts,
+    has_layout,
+    input_of,
+    is_recompute,
+    layouts_of,
+    note_of,
+    operands,
+    placeholders,
+    set_layouts,
+    set_note,
+    set_recompute,
+    set_transfer,
+    set_value,
+    tensor_of,
+    transfer_of,
+    value_of,
+    values_in,
+)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+MiB = 1 << 20
+BUCKET_BYTES = 25 * MiB  # what DistributedDataParallel takes by default (bucket_cap_mb)
+
+
+@dataclass(frozen=True)
+class BucketCollectives(Pass):
+    """Join collectives of parameters and of gradients into buckets of at most `limit` bytes (received per rank).
+
+    1. All-gathers whose operands come from parameters alone can start at any time: a bucket stands where the
+       first of its members stood. Those that the backward uses do not share one with those that it does not.
+    2. Reduce-scatters and all-reduces whose results are only returned can end at any time: a bucket stands
+       where the last of its members stood.
+
+    Members are of one kind, group and dtype, neighbours in the program, and as many collectives away from the
+    parameter or the result: a bucket must not wait for itself.
+
+    Before:
+
+        mesh dp=2
+        stage LOCAL
+        %a: f32[3] {dp:S(0)} = parameter("a")
+        %b: f32[2] {dp:S(0)} = parameter("b")
+        %all_gather_into_tensor: f32[6] = _c10d_functional.all_gather_into_tensor(%a, 2, "autoshard:dp=2:dp")
+        %wait_tensor: f32[6] {dp:R} = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+        %all_gather_into_tensor_1: f32[4] = _c10d_functional.all_gather_into_tensor(%b, 2, "autoshard:dp=2:dp")
+        %wait_tensor_1: f32[4] {dp:R} = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)
+        return output("0") %wait_tensor, output("1") %wait_tensor_1
+
+    After:
+
+        mesh dp=2
+        stage LOCAL
+        %a: f32[3] {dp:S(0)} = parameter("a")
+        %b: f32[2] {dp:S(0)} = parameter("b")
+        %cat: f32[5] = cat([%a, %b])
+        %all_gather_into_tensor_2: f32[10] = _c10d_functional.all_gather_into_tensor(%cat, 2, "autoshard:dp=2:dp")
+        %wait_tensor_2: f32[10] = _c10d_functional.wait_tensor(%all_gather_into_tensor_2)
+        %view: f32[2, 5] = view(%wait_tensor_2, [2, 5])
+        %slice_1: f32[2, 3]<5, 1> = slice.Tensor(%view, 1, 0, 3)
+        %clone: f32[2, 3] = clone(%slice_1, memory_format=torch.contiguous_format)
+        %slice_2: f32[2, 2]<5, 1> = slice.Tensor(%view, 1, 3, 5)
+        %clone_1: f32[2, 2] = clone(%slice_2, memory_format=torch.contiguous_format)
+        %view_1: f32[6] {dp:R} = view(%clone, [6])
+        %view_2: f32[4] {dp:R} = view(%clone_1, [4])
+        return output("0") %view_1, output("1") %view_2
+    """
+
+    name: ClassVar[str] = "bucket_collectives"
+    takes: ClassVar[Stage] = Stage.LOCAL
+    gives: ClassVar[Stage] = Stage.LOCAL
+
+    limit: int = BUCKET_BYTES
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        buckets = [bucket for bucket in _buckets(gm, self.limit) if len(bucket) > 1]
+        for bucket in buckets:
+            _join(bucket)
+        return bool(buckets)
+
+
+def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
+    """Collectives that can share a message, in program order."""
+    early, late, backward = _early(gm), _late(gm), _backward(gm)
+    levels = {"all_gather": _levels_behind(gm, early)}
+    levels["reduce_scatter"] = levels["all_reduce"] = _levels_ahead(gm, late)
+    found: list[list[Node]] = []
+    open_: dict[Any, tuple[list[Node], int]] = {}
+    for node in gm.graph.nodes:
+        transfer = transfer_of(node)
+        if transfer is None or len(node.users) != 1 or not _is_movable(node, transfer.kind, early, late):
+            continue
+        level = levels[transfer.kind][node]
+        in_backward = _is_used_in(node, backward)
+        key = (transfer, level, tensor_of(node).dtype, is_recompute(node), in_backward, str(node.args[1:]))
+        size = max(tensor.numel() for tensor in (tensor_of(node), tensor_of(operands(node)[0])))
+        size *= tensor_of(node).element_size()
+        members, filled = open_.get(key, ([], limit))
+        if filled + size > limit:
+            members, filled = [], 0
+            found.append(members)
+        members.append(node)
+        open_[key] = members, filled + size
+    return found
+
+
+def _is_movable(node: Node, kind: str, early: set[Node], late: set[Node]) -> bool:
+    if kind == "all_gather":
+        return node in early
+    return kind in ("reduce_scatter", "all_reduce") and node in late
+
+
+def _early(gm: GraphModule) -> set[Node]:
+    """Values made of parameters alone."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            is_early = input_of(node).role in (InputRole.PARAMETER, InputRole.COORDINATE)
+        else:
+            is_early = node.op == "call_function" and all(value in found for value in node.all_input_nodes)
+        if is_early:
+            found.add(node)
+    return found
+
+
+def _late(gm: GraphModule) -> set[Node]:
+    """Values that become results of the program by moves, casts and collectives alone."""
+    found: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        ends = (user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users)
+        if node.op == "call_function" and all(ends):
+            found.add(node)
+    return found
+
+
+def _levels_behind(gm: GraphModule, early: set[Node]) -> dict[Node, int]:
+    """How many collectives an early value has gone through. Buckets keep to one level: none waits for itself."""
+    found: dict[Node, int] = {}
+    for node in gm.graph.nodes:
+        if node in early:
+            found[node] = max((found[v] + (transfer_of(v) is not None) for v in node.all_input_nodes), default=0)
+    return found
+
+
+def _levels_ahead(gm: GraphModule, late: set[Node]) -> dict[Node, int]:
+    """How many collectives a late value has to go through yet."""
+    found: dict[Node, int] = {}
+    for node in reversed(gm.graph.nodes):
+        if node in late:
+            users = (user for user in node.users if user.op != "output")
+            found[node] = max((found[user] + (transfer_of(user) is not None) for user in users), default=0)
+    return found
+
+
+def _backward(gm: GraphModule) -> set[Node]:
+    found = set(placeholders(gm.graph, InputRole.TANGENT))
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and any(value in found for value in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_used_in(node: Node, nodes: set[Node]) -> bool:
+    """Whether a value, seen through waits, views and casts, has a user among `nodes`."""
+    queue, seen = [node], {node}
+    while queue:
+        for user in queue.pop().users:
+            if user in nodes:
+                return True
+            if len(operands(user)) == 1 and user.op == "call_function" and user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _join(members: list[Node]) -> None:
+    transfer = transfer_of(members[0])
+    assert transfer is not None
+    if transfer.kind == "all_gather":
+        _hoist(members)
+        _Bucket(members, min(members)).all_gather()
+        return
+    bucket = _Bucket(members, max(members).next)
+    waits = [next(iter(member.users)) for member in members]
+    results = bucket.reduce_scatter() if transfer.kind == "reduce_scatter" else bucket.all_reduce()
+    _sink(waits, results)
+
+
+def _hoist(members: list[Node]) -> None:
+    """Move what the members are made of in front of the first of them."""
+    first = min(members)
+    needed: set[Node] = set()
+    queue = list(members)
+    while queue:
+        for value in queue.pop().all_input_nodes:
+            if value not in needed and first < value:
+                needed.add(value)
+                queue.append(value)
+    for node in sorted(needed):
+        first.prepend(node)
+
+
+def _sink(waits: list[Node], results: list[Node]) -> None:
+    """Give the results to the users of the waits, and move those behind the results."""
+    moved: set[Node] = set()
+    queue = [user for wait in waits for user in wait.users]
+    while queue:
+        node = queue.pop()
+        if node.op != "output" and node not in moved:
+            moved.add(node)
+            queue.extend(node.users)
+    _replace(waits, results)
+    last = max(results)
+    behind = last.next
+    for node in sorted(node for node in moved if node < last):
+        behind.prepend(node)
+
+
+def _replace(waits: list[Node], results: list[Node]) -> None:
+    for wait, result in zip(waits, results, strict=True):
+        collective = operands(wait)[0]
+        if has_layout(wait):
+            set_layouts(result, *layouts_of(wait))
+        wait.replace_all_uses_with(result)
+        wait.graph.erase_node(wait)
+        wait.graph.erase_node(collective)
+
+
+class _Bucket:
+    """Adds one collective for `members` in front of `before`."""
+
+    def __init__(self, members: list[Node], before: Node) -> None:
+        self.members, self.graph, self.before = members, members[0].graph, before
+        self.fake_mode = fake_mode_of([value_of(members[0])])
+
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            new = add_call(self.graph, op, args, kwargs)
+        with self.fake_mode:
+            set_value(new, op(*values_in(args), **values_in(kwargs)))
+        copy_facts(self.members[0], new)
+        set_note(new, note_of(self.members[0]))
+        set_recompute(new, is_recompute(self.members[0]))
+        return new
+
+    def view(self, value: Node, shape: list[int]) -> Node:
+        return value if list(tensor_of(value).shape) == shape else self.call(aten.view.default, value, shape)
+
+    def collective(self, value: Node) -> Node:
+        first = self.members[0]
+        transfer = transfer_of(first)
+        assert transfer is not None and isinstance(first.target, OpOverload)
+        new = self.call(first.target, value, *first.args[1:])
+        set_transfer(new, transfer)
+        return self.call(c10d.wait_tensor.default, new)
+
+    def all_gather(self) -> None:
+        sources = [operands(member)[0] for member in self.members]
+        lengths = [tensor_of(source).numel() for source in sources]
+        flat = self.call(aten.cat.default, [self.view(s, [n]) for s, n in zip(sources, lengths, strict=True)])
+        ranks = tensor_of(self.members[0]).numel() // lengths[0]
+        table = self.view(self.collective(flat), [ranks, sum(lengths)])
+        waits = [next(iter(member.users)) for member in self.members]
+        parts = zip(self.columns(table, lengths), waits, strict=True)
+        _replace(waits, [self.view(part, list(tensor_of(wait).shape)) for part, wait in parts])
+
+    def reduce_scatter(self) -> list[Node]:
+        sources = [operands(member)[0] for member in self.members]
+        lengths = [tensor_of(source).shape[1] for source in sources]
+        part = self.collective(self.call(aten.cat.default, sources, 1))
+        return self.restored(self.columns(part, lengths))
+
+    def all_reduce(self) -> list[Node]:
+        sources = [operands(member)[0] for member in self.members]
+        lengths = [tensor_of(source).numel() for source in sources]
+        flat = [self.view(source, [1, length]) for source, length in zip(sources, lengths, strict=True)]
+        return self.restored(self.columns(self.collective(self.call(aten.cat.default, flat, 1)), lengths))
+
+    def restored(self, parts: list[Node]) -> list[Node]:
+        shapes = [list(tensor_of(member).shape) for member in self.members]
+        return [self.view(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def columns(self, table: Node, lengths: list[int]) -> list[Node]:
+        """`table` [ranks, sum of lengths], cut into its members' columns."""
+        parts = []
+        for i, length in enumerate(lengths):
+            start = sum(lengths[:i])
+            part = self.call(aten.slice.Tensor, table, 1, start, start + length)
+            parts.append(self.call(aten.clone.default, part, memory_format=torch.contiguous_format))
+        return parts

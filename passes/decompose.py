@@ -1,0 +1,111 @@
+"""Break up the calls that the backend has no kernel for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import GraphModule, Node
+
+from passes._torch import fake_mode_of, select_decompositions, trace_call
+from passes.base import Pass, PassContext
+from passes.ir.graph import (
+    Stage,
+    copy_facts,
+    has_layout,
+    is_recompute,
+    item_of,
+    layouts_of,
+    note_of,
+    operands,
+    set_layouts,
+    set_note,
+    set_recompute,
+    set_value,
+    tensor_of,
+    value_of,
+)
+
+
+@dataclass(frozen=True)
+class Decompose(Pass):
+    """Replace calls that have a decomposition by it.
+
+    Ops are captured whole where a rule for the whole is simpler (`embedding_dense_backward`), and local forms
+    emit what reads best (`masked_fill`); Inductor wants both in pieces.
+
+    Before:
+
+        mesh tp=2
+        stage LOCAL
+        %x: f32[4, 8] {tp:R} = input("x")
+        %relu: f32[4, 8] {tp:R} = hardtanh(%x, 0.0, 6.0)
+        return output("output") %relu
+
+    After:
+
+        mesh tp=2
+        stage LOCAL
+        %x: f32[4, 8] {tp:R} = input("x")
+        %clamp_min: f32[4, 8] = clamp_min(%x, 0.0)
+        %clamp_max: f32[4, 8] {tp:R} = clamp_max(%clamp_min, 6.0)
+        return output("output") %clamp_max
+    """
+
+    name: ClassVar[str] = "decompose"
+    takes: ClassVar[Stage] = Stage.LOCAL
+    gives: ClassVar[Stage] = Stage.LOCAL
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        table = select_decompositions(whole=frozenset())
+        changed = False
+        for node in list(gm.graph.nodes):
+            if node.op != "call_function" or node.target not in table:
+                continue
+            if _decompose(node, table):
+                changed = True
+            else:  # stays whole: what capture kept, it keeps here
+                del table[node.target]
+        return changed
+
+
+def _decompose(node: Node, table: dict[Any, Any]) -> bool:
+    values = {value: tensor_of(value) for value in operands(node)}
+    with fake_mode_of([value_of(node), *values.values()]):
+        traced = trace_call(node.target, node.args, node.kwargs, values, table)
+    if any(new.target is node.target for new in traced.graph.nodes):
+        return False  # kept as it is for these arguments
+    _inline(node, traced)
+    return True
+
+
+def _inline(node: Node, traced: GraphModule) -> None:
+    given = dict.fromkeys(operands(node))
+    inner: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
+    with node.graph.inserting_before(node):
+        for made in traced.graph.nodes:
+            if made.op == "call_function":
+                inner[made] = node.graph.node_copy(made, inner.__getitem__)
+                copy_facts(node, inner[made])
+                set_value(inner[made], value_of(made))
+                set_note(inner[made], note_of(node))
+                set_recompute(inner[made], is_recompute(node))
+    results = traced.graph.output_node().args[0]
+    if isinstance(results, Node):
+        _replace(node, inner[results])
+        return
+    assert isinstance(results, tuple | list)
+    for user in list(node.users):
+        item = item_of(user)
+        assert item is not None
+        chosen = results[item[1]]
+        assert isinstance(chosen, Node)
+        _replace(user, inner[chosen])
+    node.graph.erase_node(node)
+
+
+def _replace(node: Node, new: Node) -> None:
+    if has_layout(node) and not has_layout(new):
+        set_layouts(new, *layouts_of(node))
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)

@@ -1,0 +1,70 @@
+"""Everything autoshard raises on purpose, and whose fault it is.
+
+    AutoshardError
+    ├── UserError                  the input cannot work; the message says what to change
+    │   ├── MeshError              a mesh, or an axis of it
+    │   ├── RecipeError            a recipe's name, or where it was put
+    │   ├── ConstraintError        a placement or glob in Options(params=, inputs=, outputs=)
+    │   ├── CaptureError           the model cannot be captured as one graph
+    │   ├── InputError             a call does not fit what was captured
+    │   ├── UnknownOpError         an op without a rule, where Options(unknown_ops="error")
+    │   ├── GraphTextError         a dump that does not read back
+    │   └── DistributedError       another rank failed, or the ranks disagree
+    └── CompilerError              autoshard is wrong; the message names pass, node and stage
+        ├── VerifyError            a graph is not valid at its stage
+        └── PassError              a pass failed; lists the passes that ran before it
+"""
+
+from __future__ import annotations
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises on purpose."""
+
+
+class UserError(AutoshardError, ValueError):
+    """What was given cannot work; the message says why and what to change."""
+
+
+class MeshError(UserError):
+    """A mesh that cannot be used, or an axis that it does not have."""
+
+
+class RecipeError(UserError):
+    """An unknown recipe, or one on axes that it cannot serve."""
+
+
+class ConstraintError(UserError):
+    """A constraint that names nothing, or that the mesh cannot honour."""
+
+
+class CaptureError(UserError):
+    """A model that cannot be captured as one graph."""
+
+
+class InputError(UserError):
+    """Arguments of a call that do not fit what was captured."""
+
+
+class UnknownOpError(UserError):
+    """An op without a sharding rule, where Options(unknown_ops="error")."""
+
+
+class GraphTextError(UserError):
+    """Graph text that does not read back."""
+
+
+class DistributedError(UserError):
+    """Another rank failed, or the ranks of a group disagree."""
+
+
+class CompilerError(AutoshardError):
+    """autoshard itself is wrong: please report it with the dump."""
+
+
+class VerifyError(CompilerError):
+    """A graph that is not valid at the stage it claims."""
+
+
+class PassError(CompilerError):
+    """A pass that failed, with the passes that ran before it."""

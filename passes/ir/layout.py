@@ -1,0 +1,272 @@
+"""How a value lives on a mesh: one placement per axis.
+
+A sharded tensor dim is a digit of its index. Write the index `i` of a dim of size N in mixed radix as
+`i = (o * n + c) * m + r` with `o < outer`, `c < n`, `r < m` and `outer * n * m = N`: the axis of size
+`n` holds the elements whose digit `c` is its coordinate. `outer = 1` is the usual contiguous shard.
+One number therefore says what needs three concepts elsewhere:
+
+- the order of two axes on one dim: `{tp:S(0), dp:S(0/2)}` with `tp=2` is tp outside, dp inside;
+- a shard of an inner factor of a merged dim (a strided shard): the sequence of a flattened
+  `[B*S, D]` is `S(0/B)`;
+- a shard of a fused projection: q, k and v of a `[3*D, D]` weight, each sharded, is `S(0/3)`.
+
+Every reshape keeps digits of the flat index, so a local reshape of a local tensor is always right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from passes.errors import GraphTextError
+from passes.ir.mesh import Mesh
+
+PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis holds the whole value."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank of the axis holds the part of `dim` whose digit after `outer` is its coordinate."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank of the axis holds a term; the value is their reduction by `op`."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement = Replicate | Shard | Partial
+R = Replicate()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The placements of a value, one per mesh axis, in mesh order."""
+
+    placements: tuple[Placement, ...]
+
+    def on(self, axis: int) -> Placement:
+        return self.placements[axis]
+
+    def with_on(self, axis: int, placement: Placement) -> Layout:
+        return Layout(self.placements[:axis] + (placement,) + self.placements[axis + 1 :])
+
+    def axes_on(self, dim: int) -> tuple[int, ...]:
+        """Axes that shard `dim`, outermost digit first."""
+        found = [(p.outer, a) for a, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim]
+        return tuple(axis for _, axis in sorted(found))
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(p == R for p in self.placements)
+
+    @property
+    def has_partial(self) -> bool:
+        return any(isinstance(p, Partial) for p in self.placements)
+
+    def format(self, mesh: Mesh) -> str:
+        """`{dp:S(0), tp:R}`."""
+        return "{" + ", ".join(f"{n}:{p}" for n, p in zip(mesh.names, self.placements, strict=True)) + "}"
+
+
+def replicated(mesh: Mesh) -> Layout:
+    return Layout((R,) * mesh.ndim)
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of `str(placement)`."""
+    text = text.strip()
+    if text == "R":
+        return R
+    if match := re.fullmatch(r"S\((\d+)(?:/(\d+))?\)", text):
+        return Shard(int(match[1]), int(match[2] or 1))
+    if (match := re.fullmatch(r"P\((\w+)\)", text)) and match[1] in PARTIAL_OPS:
+        return Partial(match[1])
+    raise GraphTextError(f"cannot read placement {text!r}; write R, S(dim), S(dim/outer) or P(sum)")
+
+
+def parse_layout(text: str, mesh: Mesh) -> Layout:
+    """Inverse of `Layout.format`; an axis that is not named is replicated."""
+    placements: list[Placement] = [R] * mesh.ndim
+    for part in text.strip().removeprefix("{").removesuffix("}").split(","):
+        axis, _, placement = part.partition(":")
+        if axis.strip():
+            placements[mesh.index(axis.strip())] = parse_placement(placement)
+    return Layout(tuple(placements))
+
+
+def fits(placement: Placement, shape: Sequence[int], size: int) -> bool:
+    """Whether `placement` on an axis of `size` splits `shape` evenly."""
+    if not isinstance(placement, Shard):
+        return True
+    return placement.dim < len(shape) and shape[placement.dim] % (placement.outer * size) == 0
+
+
+def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether all axes split `shape` into equal parts, with digits that do not overlap."""
+    return all(_dim_is_even(layout, dim, shape[dim], mesh) for dim in range(len(shape))) and not any(
+        isinstance(p, Shard) and p.dim >= len(shape) for p in layout.placements
+    )
+
+
+def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    """As `is_even`, but the innermost digit of a dim may be padded: how parameters are stored."""
+    for dim, size in enumerate(shape):
+        axes = layout.axes_on(dim)
+        if not axes:
+            continue
+        inner = axes[-1]
+        outside = layout.with_on(inner, R)
+        placement = layout.on(inner)
+        assert isinstance(placement, Shard)
+        if not _dim_is_even(outside, dim, size, mesh) or size % placement.outer:
+            return False
+        if any(placement.outer % _end(layout, a, mesh) for a in axes[:-1]):
+            return False
+    return True
+
+
+def _dim_is_even(layout: Layout, dim: int, size: int, mesh: Mesh) -> bool:
+    end = 1
+    for axis in layout.axes_on(dim):
+        placement = layout.on(axis)
+        assert isinstance(placement, Shard)
+        if placement.outer % end:
+            return False
+        end = placement.outer * mesh.sizes[axis]
+    return size % end == 0
+
+
+def _end(layout: Layout, axis: int, mesh: Mesh) -> int:
+    placement = layout.on(axis)
+    assert isinstance(placement, Shard)
+    return placement.outer * mesh.sizes[axis]
+
+
+def local_shape(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """Shape of one rank's part, padding included."""
+    local = []
+    for dim, size in enumerate(shape):
+        axes = layout.axes_on(dim)
+        even = math.prod(mesh.sizes[a] for a in axes)
+        if axes and size % _end(layout, axes[-1], mesh):
+            placement = layout.on(axes[-1])
+            assert isinstance(placement, Shard)
+            before = math.prod(mesh.sizes[a] for a in axes[:-1])
+            local.append(placement.outer // before * -(-(size // placement.outer) // mesh.sizes[axes[-1]]))
+        else:
+            local.append(size // even)
+    return tuple(local)
+
+
+def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """One rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
+    reduction's identity elsewhere (for max and min: the value itself everywhere)."""
+    for dim in range(tensor.dim()):
+        for axis in reversed(layout.axes_on(dim)):
+            placement = layout.on(axis)
+            assert isinstance(placement, Shard)
+            tensor = take_digit(tensor, placement, mesh.sizes[axis], coordinate[axis])
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and placement.op == "sum" and coordinate[axis]:
+            tensor = torch.zeros_like(tensor)
+    return tensor
+
+
+def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
+    """The elements of `tensor` whose digit is `coordinate`; a dim that does not divide is padded with zeros.
+
+    Digits outside this one must still be whole in `tensor`: take inner digits first.
+    """
+    dim, outer = placement.dim, placement.outer
+    length = tensor.shape[dim] // outer
+    part = -(-length // size)
+    split = _split(tensor, dim, outer)
+    if part * size != length:
+        pad = [0, 0] * (split.dim() - dim - 2) + [0, part * size - length]
+        split = torch.nn.functional.pad(split, pad)
+    return split.narrow(dim + 1, coordinate * part, part).flatten(dim, dim + 1)
+
+
+def assemble(parts: Sequence[torch.Tensor], shape: Sequence[int], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The global tensor of shape `shape` from every rank's part, in the order of `mesh.ranks`."""
+    grid = dict(zip(mesh.coordinates(), parts, strict=True))
+    placements = list(layout.placements)
+    order = [a for a, p in enumerate(placements) if not isinstance(p, Shard)]
+    order += [a for dim in range(len(shape)) for a in layout.axes_on(dim)]
+    # Partial and replicated axes first, then outer digits before inner ones.
+    for axis in order:
+        placement = placements[axis]
+        merged: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for coordinate, part in grid.items():
+            key = coordinate[:axis] + (0,) + coordinate[axis + 1 :]
+            merged.setdefault(key, []).append(part)
+        grid = {key: _merge(group, placement) for key, group in merged.items()}
+    whole = grid[(0,) * mesh.ndim]
+    return _unpad(whole, shape, layout)
+
+
+def _merge(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
+    if isinstance(placement, Replicate):
+        return group[0]
+    stacked = torch.stack(group)
+    if isinstance(placement, Partial):
+        return reduce_terms(stacked, placement.op)
+    # Outer digits were merged before, so `outer` of the part is whole.
+    outer = placement.outer
+    part = torch.stack([_split(t, placement.dim, outer) for t in group])
+    return part.movedim(0, placement.dim + 1).flatten(placement.dim, placement.dim + 2)
+
+
+def reduce_terms(stacked: torch.Tensor, op: str) -> torch.Tensor:
+    """The value of a partial one, from its terms along dim 0."""
+    match op:
+        case "sum":
+            return stacked.sum(0).to(stacked.dtype)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+        case "product":
+            return stacked.prod(0).to(stacked.dtype)
+        case _:
+            return stacked.mean(0)
+
+
+def _split(tensor: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """View `dim` as `[outer, rest]`."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+
+
+def _unpad(whole: torch.Tensor, shape: Sequence[int], layout: Layout) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        if whole.shape[dim] == size:
+            continue
+        placement = layout.on(layout.axes_on(dim)[-1])
+        assert isinstance(placement, Shard)
+        split = _split(whole, dim, placement.outer)
+        whole = split.narrow(dim + 1, 0, size // placement.outer).flatten(dim, dim + 1)
+    return whole

@@ -1,0 +1,123 @@
+"""A mesh of ranks with named axes; no process group, no device.
+
+Ranks are laid out row-major: the last axis varies fastest, as in `DeviceMesh`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from itertools import product
+
+from passes.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes and their sizes: `Mesh("dp=2,tp=4")` or `Mesh.of(dp=2, tp=4)`.
+
+    `ranks` are the global ranks in row-major order, `0 .. size-1` where not given.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __init__(
+        self,
+        names: str | tuple[str, ...],
+        sizes: tuple[int, ...] | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        if isinstance(names, str):
+            if sizes is not None:
+                raise MeshError("give a mesh as 'dp=2,tp=4', or as names and sizes, not both")
+            names, sizes = _parse_axes(names)
+        if sizes is None or len(names) != len(sizes):
+            raise MeshError(f"mesh axes {names} need as many sizes, got {sizes}")
+        if len(set(names)) != len(names):
+            raise MeshError(f"mesh axes {names} are not distinct; rename one of them")
+        for name, size in zip(names, sizes, strict=True):
+            if not name.isidentifier():
+                raise MeshError(f"mesh axis {name!r} is not a name; use letters, digits and '_'")
+            if size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size}; it must be 1 or more")
+        size = math.prod(sizes)
+        ranks = tuple(range(size)) if ranks is None else tuple(ranks)
+        if len(ranks) != size:
+            raise MeshError(f"a mesh of {size} places needs {size} ranks, got {len(ranks)}")
+        object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "sizes", tuple(sizes))
+        object.__setattr__(self, "ranks", ranks)
+
+    @staticmethod
+    def of(**axes: int) -> Mesh:
+        """`Mesh.of(dp=2, tp=4)`."""
+        return Mesh(tuple(axes), tuple(axes.values()))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.names)
+
+    def index(self, axis: str) -> int:
+        """Position of `axis`. Raises MeshError where the mesh has no such axis."""
+        if axis not in self.names:
+            raise MeshError(f"unknown mesh axis {axis!r}; this mesh has {self}: name one of these")
+        return self.names.index(axis)
+
+    def axis_size(self, axis: str) -> int:
+        return self.sizes[self.index(axis)]
+
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Coordinates of every place, in the order of `ranks`."""
+        return tuple(product(*(range(size) for size in self.sizes)))
+
+    def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Places (indices into `ranks`) that differ only on `axes`, one tuple per group.
+
+        Inside a group the order is row-major over `axes` in mesh order.
+        """
+        moving = tuple(sorted(self.index(axis) for axis in axes))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place, coordinate in enumerate(self.coordinates()):
+            key = tuple(c for i, c in enumerate(coordinate) if i not in moving)
+            groups.setdefault(key, []).append(place)
+        return tuple(tuple(group) for group in groups.values())
+
+    def group_name(self, axes: tuple[str, ...]) -> str:
+        """The name a group over `axes` has on every rank, whichever group the rank is in.
+
+        It is the same on all ranks, so that graphs are; it names the mesh, so that two meshes
+        in one process do not share groups.
+        """
+        where = f"{self}"
+        if self.ranks != tuple(range(self.size)):
+            where += "@" + hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
+        return f"autoshard:{where}:{'.'.join(axes)}"
+
+    def axes_of_group(self, name: str) -> tuple[str, ...]:
+        """Inverse of `group_name`."""
+        axes = tuple(name.rsplit(":", 1)[-1].split("."))
+        for axis in axes:
+            self.index(axis)
+        return axes
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def _parse_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    names, sizes = [], []
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not size.strip().isdigit():
+            raise MeshError(f"cannot read {part!r} in mesh {text!r}; write it as 'dp=2,tp=4'")
+        names.append(name.strip())
+        sizes.append(int(size))
+    return tuple(names), tuple(sizes)

@@ -1,0 +1,130 @@
+"""Facts that a plan is made of, read off a graph: values and their layouts, collectives and who caused them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from passes.ir.collective import is_collective, step_axes, step_kind
+from passes.ir.graph import (
+    InputRole,
+    Origin,
+    OutputRole,
+    has_layout,
+    input_of,
+    is_recompute,
+    is_tensor,
+    layout_of,
+    needs_of,
+    note_of,
+    origin_of,
+    output_node,
+    outputs_of,
+    placeholders,
+    returned,
+    tensor_of,
+)
+from passes.ir.layout import Layout, local_shape
+from passes.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Value:
+    """A parameter, input or output: its global shape, dtype (`"f32"`) and layout."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return local_shape(self.layout, self.shape, mesh)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program, and who caused it."""
+
+    id: str  # the name of its node
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+    axes: tuple[str, ...]
+    bytes: int  # received per rank, by the bandwidth-optimal (ring) algorithm
+    backward: bool
+    recomputed: bool  # runs once more in the backward, for a value that is not kept
+    origin: Origin  # the line of the user's code that needed it
+    reason: str
+
+
+def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives of a COLLECTIVE graph, in program order."""
+    behind = _depends_on_tangents(gm)
+    return tuple(
+        _collective(
+            node, mesh, backward=node in behind, recomputed=is_recompute(node) and node not in behind and bool(behind)
+        )
+        for node in gm.graph.nodes
+        if is_collective(node)
+    )
+
+
+def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> Collective:
+    tensor = tensor_of(node)
+    before, after = (
+        math.prod(local_shape(layout, tensor.shape, mesh)) * tensor.element_size()
+        for layout in (needs_of(node)[0], layout_of(node))
+    )
+    ranks = math.prod(mesh.axis_size(axis) for axis in step_axes(node))
+    received = {
+        "all_gather": after - before,
+        "reduce_scatter": before - after,
+        "all_reduce": 2 * before * (ranks - 1) // ranks,
+        "all_to_all": before * (ranks - 1) // ranks,
+    }
+    return Collective(
+        id=node.name,
+        kind=step_kind(node),
+        axes=step_axes(node),
+        bytes=received[step_kind(node)],
+        backward=backward,
+        recomputed=recomputed,
+        origin=origin_of(node),
+        reason=note_of(node),
+    )
+
+
+def _depends_on_tangents(gm: GraphModule) -> set[Node]:
+    behind = set(placeholders(gm.graph, InputRole.TANGENT))
+    for node in gm.graph.nodes:
+        if any(value in behind for value in node.all_input_nodes):
+            behind.add(node)
+    return behind
+
+
+def inputs_of(gm: GraphModule, role: InputRole) -> dict[str, Value]:
+    """Placeholders of one role by name; shapes must be global still."""
+    return {input_of(n).name: _value(input_of(n).name, n, layout_of(n)) for n in placeholders(gm.graph, role)}
+
+
+def results_by_name(gm: GraphModule, role: OutputRole) -> dict[str, Value]:
+    """What the program returns in one role, by name; shapes must be global still."""
+    needs = iter(needs_of(output_node(gm.graph)))
+    found = {}
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        if not isinstance(value, Node) or not is_tensor(value):
+            continue
+        layout = next(needs)
+        if output.role is role:
+            found[output.name] = _value(output.name, value, layout)
+    return found
+
+
+def layouts_by_name(gm: GraphModule) -> dict[str, Layout]:
+    """The layout of every value with one tensor result, by node name."""
+    return {node.name: layout_of(node) for node in gm.graph.nodes if has_layout(node) and is_tensor(node)}
+
+
+def _value(name: str, node: Node, layout: Layout) -> Value:
+    tensor = tensor_of(node)
+    return Value(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), layout)

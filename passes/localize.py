@@ -1,0 +1,336 @@
+"""Rewrite the program of the whole mesh into the program of one device, the same text for every rank."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes._torch import OpOverload, fake_mode_of
+from passes.base import Pass, PassContext
+from passes.ir.collective import is_step, step_axes, step_kind
+from passes.ir.graph import (
+    Input,
+    InputRole,
+    Stage,
+    Transfer,
+    add_call,
+    copy_facts,
+    draw_of,
+    has_layout,
+    is_recompute,
+    is_tensor,
+    layout_of,
+    layouts_of,
+    needs_of,
+    note_of,
+    operands,
+    results_of,
+    set_input,
+    set_layouts,
+    set_note,
+    set_recompute,
+    set_transfer,
+    set_value,
+    tensor_of,
+    value_of,
+    values_in,
+)
+from passes.ir.layout import Layout, Shard, local_shape, replicated
+from passes.ir.mesh import Mesh
+from passes.rules.rule import Call, LocalCall, call_of, rule_of
+from passes.rules.steps import StepCall, step_form
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Localize(Pass):
+    """Make every call on per-device tensors.
+
+    1. Placeholders get the shape of one rank's part.
+    2. A step of a reshard becomes a functional collective and its wait, between views.
+    3. An op whose rule has a local form (shape arguments, masked lookups, random numbers) becomes that;
+       every other op stays as it is.
+
+    What depends on the rank comes in as `coordinate` placeholders, so the graph is equal on all ranks.
+
+    Before:
+
+        mesh tp=2
+        stage COLLECTIVE
+        %x: f32[4, 8] {tp:S(0)} = input("x")
+        %relu: f32[4, 8] {tp:S(0)} = relu(%x)
+        %all_gather: f32[4, 8] {tp:R} = all_gather(%relu, ["tp"])
+        return output("output") %all_gather
+
+    After:
+
+        mesh tp=2
+        stage LOCAL
+        %x: f32[2, 8] {tp:S(0)} = input("x")
+        %relu: f32[2, 8] {tp:S(0)} = relu(%x)
+        %all_gather_into_tensor: f32[4, 8] = _c10d_functional.all_gather_into_tensor(%relu, 2, "autoshard:tp=2:tp")
+        %wait_tensor: f32[4, 8] {tp:R} = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+        return output("output") %wait_tensor
+    """
+
+    name: ClassVar[str] = "localize"
+    takes: ClassVar[Stage] = Stage.COLLECTIVE
+    gives: ClassVar[Stage] = Stage.LOCAL
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        emitter = _Emitter(gm, ctx.mesh)
+        for node in list(gm.graph.nodes):
+            if node.op == "placeholder":
+                emitter.placeholder(node)
+            elif node.op == "call_function":
+                emitter.call(node)
+        return True
+
+
+class _Emitter:
+    """Adds per-device calls in front of the node at hand, and finds their values on fake tensors."""
+
+    def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
+        self.graph, self.mesh = gm.graph, mesh
+        self.fake_mode = fake_mode_of([value_of(n) for n in gm.graph.nodes if "val" in n.meta])
+        self.at: Node = next(iter(gm.graph.nodes))
+        self.shapes: dict[Node, tuple[int, ...]] = {}  # global shapes of nodes already localized
+        self.calls = {n: call_of(n) for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
+        self.inputs: dict[Input, Node] = {}
+        self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
+        self.randoms = 0
+        self.made: dict[Any, tuple[Any, ...]] = {}  # call -> shape, strides, dtype and device of its value
+
+    def placeholder(self, node: Node) -> None:
+        held = value_of(node)
+        if isinstance(held, torch.Tensor):
+            self.shapes[node] = tuple(held.shape)
+            set_value(node, self._empty(local_shape(layout_of(node), held.shape, self.mesh), held))
+
+    def _empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        with self.fake_mode:
+            made = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        if tuple(shape) == tuple(like.shape) and not like.is_contiguous():
+            with self.fake_mode:
+                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return made
+
+    def call(self, node: Node) -> None:
+        self.at = node
+        results = results_of(node)
+        if results:
+            self.shapes[node] = tuple(results[0].shape)
+        if is_step(node):
+            self._replace(node, self._step(node))
+        elif node.target is operator.getitem or not isinstance(node.target, OpOverload):
+            set_value(node, self._run(node.target, node.args, node.kwargs))
+        else:
+            self._op(node)
+
+    def _op(self, node: Node) -> None:
+        rule = rule_of(node.target)
+        sharded = any(not layout.is_replicated for layout in (*layouts_of(node), *needs_of(node)))
+        if rule is None or rule.local is None or not (sharded or self._is_random(node)):
+            self._refresh(node)
+            return
+        self._replace(node, rule.local(_LocalCall(self, node)))
+
+    def _is_random(self, node: Node) -> bool:
+        assert isinstance(node.target, OpOverload)
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+
+    def _refresh(self, node: Node) -> None:
+        """Keep the call, on per-device operands."""
+        if node.target is aten.view.default:
+            new = self.emit(aten.view.default, *node.args)
+            self._replace(node, new)
+            return
+        set_value(node, self._run(node.target, node.args, node.kwargs))
+
+    def _replace(self, node: Node, new: Node) -> None:
+        if new is node:
+            return
+        if not has_layout(new):
+            set_layouts(new, *layouts_of(node))
+        self.shapes[new] = self.shapes[node]
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+    def _step(self, node: Node) -> Node:
+        value = operands(node)[0]
+        axes = tuple(self.mesh.index(axis) for axis in step_axes(node))
+        shape = self.shapes[node]
+        return step_form(node.target)(StepCall(self, self.mesh, value, shape, needs_of(node)[0], layout_of(node), axes))
+
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call in front of the node at hand. A view that strides forbid is made on a copy."""
+        if op is aten.view.default:
+            source, shape = self._unviewed(args[0]), args[1]
+            held = tensor_of(source)
+            if tuple(shape) == tuple(held.shape):
+                return source
+            if not _is_viewable(held, shape):
+                source = self._add(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+            args = (source, shape)
+        return self._add(op, args, kwargs)
+
+    def _unviewed(self, source: Node) -> Node:
+        """What a view of a view is a view of; a view made for nothing else goes."""
+        if source.target is not aten.view.default or has_layout(source):
+            return source
+        inner = _as_node(source.args[0])
+        if not source.users:
+            self.graph.erase_node(source)
+        return inner
+
+    def _add(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        with self.graph.inserting_before(self.at):
+            new = add_call(self.graph, op, args, kwargs)
+        copy_facts(self.at, new)
+        set_value(new, self._run(op, args, kwargs))
+        set_note(new, note_of(self.at))
+        set_recompute(new, is_recompute(self.at))
+        if op.namespace == "_c10d_functional" and op is not torch.ops._c10d_functional.wait_tensor.default:
+            set_transfer(new, Transfer(step_kind(self.at), step_axes(self.at)))
+        return new
+
+    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call's value. Equal calls, as repeated layers make them, are run once."""
+        key = (target, _described(args), _described(kwargs)) if _makes_tensor(target) else None
+        with self.fake_mode:
+            if key in self.made:
+                shape, stride, dtype, device = self.made[key]
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            value = target(*values_in(args), **values_in(kwargs))
+        if key is not None:
+            self.made[key] = (value.shape, value.stride(), value.dtype, value.device)
+        return value
+
+    def coordinate(self, axis: int) -> Node:
+        """This rank's place on a mesh axis: i64[1]."""
+        return self._input(Input(InputRole.COORDINATE, self.mesh.names[axis]), (1,))
+
+    def seed(self) -> Node:
+        """The step's seed: i64[]."""
+        return self._input(Input(InputRole.SEED, "step"), ())
+
+    def _input(self, what: Input, shape: tuple[int, ...]) -> Node:
+        if what not in self.inputs:
+            with self.graph.inserting_after(*self.last_placeholder):
+                new = self.graph.placeholder(f"{what.role.value}_{what.name}")
+            set_input(new, what)
+            set_layouts(new, replicated(self.mesh))
+            device = next((tensor_of(n).device for n in self.shapes if is_tensor(n)), torch.device("cpu"))
+            with self.fake_mode:
+                set_value(new, torch.empty(shape, dtype=torch.int64, device=device))
+            self.shapes[new] = shape
+            self.last_placeholder = [new]
+            self.inputs[what] = new
+        return self.inputs[what]
+
+    def next_random(self) -> int:
+        self.randoms += 1
+        return self.randoms - 1
+
+
+class _LocalCall(LocalCall):
+    """What the local form of a rule sees of the node at hand."""
+
+    def __init__(self, emitter: _Emitter, node: Node) -> None:
+        self._emitter, self._node = emitter, node
+        self.mesh = emitter.mesh
+        self.call: Call = emitter.calls[node]
+        self.args, self.kwargs = tuple(node.args), dict(node.kwargs)
+        self.operands = operands(node)
+
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self._emitter.emit(op, *args, **kwargs)
+
+    def local_shape(self, result: int = 0) -> tuple[int, ...]:
+        return local_shape(self.result_layout(result), self.call.results[result].shape, self.mesh)
+
+    def operand_layout(self, operand: int) -> Layout:
+        return needs_of(self._node)[operand]
+
+    def result_layout(self, result: int = 0) -> Layout:
+        return layouts_of(self._node)[result]
+
+    def coordinate(self, axis: int) -> Node:
+        return self._emitter.coordinate(axis)
+
+    def positions(self, layout: Layout, dim: int, size: int) -> Node:
+        axes = layout.axes_on(dim)
+        device = next(iter(self._emitter.shapes)).meta["val"].device
+        local = size // math.prod(self.mesh.sizes[axis] for axis in axes)
+        index = self.emit(
+            torch.ops.prims.iota.default, local, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+        )
+        return self._insert_digits(index, layout, axes, size) if axes else index
+
+    def _insert_digits(self, index: Node, layout: Layout, axes: tuple[int, ...], size: int) -> Node:
+        """Put the axes' digits between the digits that are left in a per-device index."""
+        rest, weight = index, 1
+        total: Node | None = None
+        for axis in reversed(axes):
+            placement = layout.on(axis)
+            assert isinstance(placement, Shard)
+            length = size // (placement.outer * self.mesh.sizes[axis]) // weight
+            terms = (
+                self.emit(aten.mul.Tensor, self.emit(aten.remainder.Scalar, rest, length), weight),
+                self.emit(aten.mul.Tensor, self.coordinate(axis), weight * length),
+            )
+            rest = self.emit(aten.div.Tensor_mode, rest, length, rounding_mode="floor")
+            for term in terms:
+                total = term if total is None else self.emit(aten.add.Tensor, total, term)
+            weight *= length * self.mesh.sizes[axis]
+        assert total is not None
+        return self.emit(aten.add.Tensor, total, self.emit(aten.mul.Tensor, rest, weight))
+
+    def seed(self) -> Node:
+        return self._emitter.seed()
+
+    def number(self) -> int:
+        draw = draw_of(self._node)
+        return self._emitter.next_random() if draw is None else draw
+
+
+def _makes_tensor(target: Any) -> bool:
+    """Whether the op returns one tensor that shares no memory with its operands."""
+    if not isinstance(target, OpOverload):
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is None and str(returns[0].type) == "Tensor"
+
+
+def _described(value: Any) -> Any:
+    """Arguments as a key: operands by type."""
+    if isinstance(value, Node):
+        held = value_of(value)
+        if isinstance(held, torch.Tensor):
+            return "tensor", tuple(held.shape), held.stride(), held.dtype
+        return "value", str(held)
+    if isinstance(value, tuple | list):
+        return tuple(_described(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _described(item)) for name, item in value.items())
+    return type(value).__name__, value
+
+
+def _as_node(value: Any) -> Node:
+    assert isinstance(value, Node)
+    return value
+
+
+def _is_viewable(held: torch.Tensor, shape: Sequence[int]) -> bool:
+    try:
+        held.view(tuple(shape))
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,114 @@
+"""What looks at graphs around passes: verification, dumps, times, op counts. No pass knows of them."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch.fx import GraphModule
+
+from passes._torch import trace_artifact
+from passes.base import Observer, Pass, PassContext
+from passes.errors import VerifyError
+from passes.ir.text import format_graph, format_target
+from passes.verify import verify
+
+
+@dataclass(frozen=True)
+class Verifier(Observer):
+    """Checks the graph in front of the first pass and behind every one."""
+
+    ran: list[str] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        if not self.ran:
+            verify(gm, ctx.mesh)
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        try:
+            verify(gm, ctx.mesh)
+        except VerifyError as error:
+            ran = ", ".join(self.ran) or "none"
+            raise VerifyError(f"behind pass {pass_.name!r}: {error}\n  passes run before it: {ran}") from error
+        self.ran.append(pass_.name)
+
+
+@dataclass(frozen=True)
+class Dumper(Observer):
+    """Writes the graph as text: `00_capture.txt`, then `01_normalize.txt`, ... for each pass that changed it.
+
+    The number is the pass's place in the pipeline, so a missing one is a pass that changed nothing. With
+    `mode="diff"`, files behind the first hold what changed since the last one. With `rank`, files go into the
+    folder `rank<n>`. The same text goes to PyTorch's structured trace. `folder=None` writes to that alone.
+    """
+
+    folder: Path | None
+    mode: Literal["full", "diff"] = "full"
+    rank: int | None = None
+    dumped: list[str] = field(default_factory=list)  # the text after each pass so far
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        if not self.dumped:
+            self._dump("capture", format_graph(gm, ctx.mesh))
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        if changed:
+            self._dump(pass_.name, format_graph(gm, ctx.mesh))
+        else:
+            self.dumped.append(self.dumped[-1])
+
+    def _dump(self, name: str, text: str) -> None:
+        file = f"{len(self.dumped):02d}_{name}"
+        content = text
+        if self.mode == "diff" and self.dumped:
+            content = _diff(self.dumped[-1], text)
+        self.dumped.append(text)
+        trace_artifact(f"autoshard_{file}", content)
+        if self.folder is not None:
+            folder = self.folder if self.rank is None else self.folder / f"rank{self.rank}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{file}.txt").write_text(content, encoding="utf-8")
+
+
+def _diff(old: str, new: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=2, lineterm="")
+    return "".join(f"{line}\n" for line in list(lines)[2:])
+
+
+@dataclass(frozen=True)
+class Timer(Observer):
+    """Seconds that each pass took, in the order of the pipeline; a pass that runs twice is added up."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: list[float] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        self.started.append(time.perf_counter())
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        self.seconds[pass_.name] = self.seconds.get(pass_.name, 0.0) + time.perf_counter() - self.started.pop()
+
+
+@dataclass(frozen=True)
+class OpDiff(Observer):
+    """How many calls of each op every pass added (+) and removed (-)."""
+
+    changes: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    counted: list[Counter[str]] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        self.counted.append(_count(gm))
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        old, new = self.counted.pop(), _count(gm)
+        change = {op: new[op] - old[op] for op in sorted(old | new)}
+        self.changes[pass_.name] = {op: count for op, count in change.items() if count}
+
+
+def _count(gm: GraphModule) -> Counter[str]:
+    return Counter(format_target(node.target) for node in gm.graph.nodes if node.op == "call_function")

@@ -1,0 +1,49 @@
+"""Which values of a graph are a parameter in another shape, order or dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.ir.graph import InputRole, input_of, is_reshard, operands
+from passes.ir.layout import Placement, Shard
+from passes.rules.rule import call_of, row_giving, rule_of
+
+aten = torch.ops.aten
+
+_MOVES = (
+    aten.permute.default,
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+)
+
+
+def weights_of(graph: Graph) -> dict[Node, Node]:
+    """Value -> the parameter placeholder that it is a moved or cast form of (placeholders included)."""
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
+            found[node] = node
+        elif (node.target in _MOVES or is_reshard(node)) and operands(node)[0] in found:
+            found[node] = found[operands(node)[0]]
+    return found
+
+
+def on_parameter(value: Node, placement: Placement, weights: dict[Node, Node], size: int) -> Placement | None:
+    """The placement of the parameter that gives `value` this `placement`; None where no such one exists."""
+    while value is not weights[value]:
+        source = operands(value)[0]
+        if not is_reshard(value):
+            rule = rule_of(value.target)
+            space = rule.space(call_of(value)) if rule is not None else None
+            row = row_giving(space, 0, placement, size) if space is not None else None
+            if row is None or not isinstance(row.operands[0], Shard):
+                return None
+            placement = row.operands[0]
+        value = source
+    return placement

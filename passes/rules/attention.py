@@ -1,0 +1,183 @@
+"""Scaled dot product attention, forward and backward, in every form that ATen gives it.
+
+All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions
+`s`, key positions `t`, and head dims. Batch and heads are independent. Query positions are too, unless the
+mask is causal by position; the gradients of keys and values are sums over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from passes.rules.rule import Call, Dims, Linear, Space, Tensor, register
+
+aten = torch.ops.aten
+
+_QUERY: Dims = (("b",), ("k", "g"), ("s",), ("e",))
+_KEY: Dims = (("b",), ("k",), ("t",), ("e",))
+_VALUE: Dims = (("b",), ("k",), ("t",), ("v",))
+_OUT: Dims = (("b",), ("k", "g"), ("s",), ("v",))
+_WEIGHTS: Dims = (("b",), ("k", "g"), ("s",), ("t",))
+_BLOCKED = frozenset({"t", "e", "v"})
+
+EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to it (kAlignLSE in kernel_forward.h)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Sizes of a call's factors, and where they stand in its named tensors."""
+
+    sizes: dict[str, int]
+    named: dict[str, Dims]
+    blocked: set[str]
+
+    def of(self, name: str, tensor: Tensor) -> Dims:
+        """Factors of an operand. One that is not of the kernel's index space (seeds, offsets) is whole."""
+        if name in ("attn_mask", "attn_bias"):
+            return self._mask(tensor)
+        return self.named[name] if name in self.named else self.whole(tensor)
+
+    def whole(self, tensor: Tensor) -> Dims:
+        for size in tensor.shape:
+            self.sizes[f"whole{size}"] = size
+            self.blocked.add(f"whole{size}")
+        return tuple((f"whole{size}",) for size in tensor.shape)
+
+    def _mask(self, tensor: Tensor) -> Dims:
+        """A mask broadcasts with the attention weights."""
+        dims = _WEIGHTS[4 - tensor.ndim :]
+        return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
+
+
+def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
+    query, key, value = (call.arg(name) for name in ("query", "key", "value"))
+    if any(tensor.ndim != 4 for tensor in (query, key, value)) or query.shape[1] % key.shape[1]:
+        return None
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != query.shape[0]:
+        return None
+    names = ("b", "k", "g", "s", "t", "e", "v")
+    heads = key.shape[1], query.shape[1] // key.shape[1]
+    lengths = (query.shape[0], *heads, query.shape[2], key.shape[2], query.shape[3], value.shape[3])
+    sizes = dict(zip(names, lengths, strict=True))
+    named = {"query": _QUERY, "key": _KEY, "value": _VALUE, "out": _OUT, "grad_out": _OUT, "grad_out_": _OUT}
+    blocked = set(_BLOCKED)
+    if call.arg("is_causal"):
+        blocked.add("s")  # query i sees keys up to i: the kernel counts from its first row
+    if call.arg("dropout_p"):
+        blocked |= set(names)  # the kernel draws by the position in what it is given
+    factors = _Factors(sizes, named, blocked)
+    if logsumexp is not None:
+        named["logsumexp"] = _logsumexp(factors, logsumexp)
+    return factors
+
+
+def _logsumexp(factors: _Factors, tensor: Tensor) -> Dims:
+    """`[b, h, s]`, with a fourth dim of 1 in cuDNN's; other lengths than `s` are padded: `s` is whole then."""
+    length = tensor.shape[2]
+    row: tuple[str, ...] = ("s",)
+    if length != factors.sizes["s"]:
+        factors.blocked.add("s")
+        (row,) = factors.whole(Tensor((length,), tensor.dtype))
+    return (("b",), ("k", "g"), row, *((),) * (tensor.ndim - 3))
+
+
+def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tuple[Linear, ...]) -> Space:
+    extra = range(len(results), len(call.results))
+    dims = (*results, *(factors.whole(call.results[i]) for i in extra))
+    operands = tuple(factors.of(name, tensor) for name, tensor in _named_operands(call))
+    return Space(
+        factors.sizes,
+        operands,
+        dims,
+        frozenset(factors.blocked),
+        linear=() if call.arg("dropout_p") else linear,
+        replicated_results=frozenset(extra),
+    )
+
+
+def _named_operands(call: Call) -> list[tuple[str, Tensor]]:
+    positional = [parameter.name for parameter in call.op._schema.arguments][: len(call.args)]
+    given: list[tuple[str, Any]] = [*zip(positional, call.args, strict=True), *call.kwargs.items()]
+    return [(name, value) for name, value in given if isinstance(value, Tensor)]
+
+
+def _forward(call: Call) -> Space | None:
+    """`(out, logsumexp, seeds and sizes ...)`."""
+    factors = _factors(call, call.results[1])
+    if factors is None or _returns_debug_mask(call):
+        return None
+    return _space(call, factors, (_OUT, factors.named["logsumexp"]), ())
+
+
+def _returns_debug_mask(call: Call) -> bool:
+    return any(p.name == "return_debug_mask" for p in call.op._schema.arguments) and bool(call.arg("return_debug_mask"))
+
+
+def _math(call: Call) -> Space | None:
+    """`(out, weights)`, in plain operations."""
+    factors = _factors(call, None)
+    if factors is None or call.arg("dropout_mask") is not None:
+        return None
+    return _space(call, factors, (_OUT, _WEIGHTS), ())
+
+
+def _backward(call: Call) -> Space | None:
+    """`(grad_query, grad_key, grad_value)`, and the mask's gradient where it is asked for."""
+    factors = _factors(call, call.arg("logsumexp"))
+    if factors is None:
+        return None
+    results = [_QUERY, _KEY, _VALUE]
+    if len(call.results) == 4:
+        results.append(factors.of("attn_bias", call.results[3]))
+    # All gradients are linear in that of the output: rowsum(grad_out * out), which they share, is.
+    return _space(call, factors, tuple(results), (Linear((0,)),))
+
+
+def _tiled(space_of: Callable[[Call], Space | None]) -> Callable[[Call], Space | None]:
+    """A kernel that has no groups, and pads its logsumexp: only whole tiles of query positions can be told apart."""
+
+    def space(call: Call) -> Space | None:
+        plain = space_of(call)
+        if plain is not None and plain.sizes["g"] > 1:
+            return None
+        if plain is None or "s" in plain.blocked:
+            return plain
+        if plain.sizes["s"] % EFFICIENT_TILE:
+            return replace(plain, blocked=plain.blocked | {"s"})
+        sizes = {**plain.sizes, "s": plain.sizes["s"] // EFFICIENT_TILE, "row": EFFICIENT_TILE}
+        return replace(
+            plain,
+            sizes=sizes,
+            operands=tuple(_split_rows(dims) for dims in plain.operands),
+            results=tuple(_split_rows(dims) for dims in plain.results),
+            blocked=plain.blocked | {"row"},
+        )
+
+    return space
+
+
+def _split_rows(dims: Dims) -> Dims:
+    return tuple(("s", "row") if factors == ("s",) else factors for factors in dims)
+
+
+register(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    space=_forward,
+)
+register(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+    space=_backward,
+)
+register(aten._scaled_dot_product_efficient_attention.default, space=_tiled(_forward))
+register(aten._scaled_dot_product_efficient_attention_backward.default, space=_tiled(_backward))
+register(aten._scaled_dot_product_attention_math.default, space=_math)

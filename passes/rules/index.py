@@ -1,0 +1,314 @@
+"""Embedding and advanced indexing: lookups in, and writes to, the indexed dims.
+
+An indexed dim may be sharded. A lookup gives what this rank's part holds and zero elsewhere, which is
+`P(sum)`; a write keeps what falls into this rank's part. Dims that are not indexed, and the dims of the
+indices, are carried into the result. Adding at indices sums over the indices' dims: sharding them makes
+the result `P(sum)`, and so the tensor that is added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes.ir.graph import tensor_of
+from passes.rules.masked import (
+    is_split,
+    masked_index,
+    moved,
+    unchanged,
+    unsqueezed,
+    with_spare_slot,
+    without_spare_slot,
+    wrapped,
+    zero_where,
+)
+from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """Factors of `value[indices]`."""
+
+    sizes: dict[str, int]
+    value: Dims
+    indices: tuple[Dims, ...]  # of the index tensors, without the Nones
+    result: Dims
+    result_shape: tuple[int, ...]
+
+    @property
+    def index_factors(self) -> tuple[str, ...]:
+        return tuple(factor for factor in self.sizes if factor.startswith("i"))
+
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        return tuple(factor for factor in self.sizes if factor.startswith("v"))
+
+    def broadcast(self, tensor: Tensor) -> Dims:
+        """Factors of an operand that broadcasts with the result."""
+        return _broadcast(tensor, self.result, self.result_shape)
+
+
+def _lookup(value: Tensor, indices: Sequence[Tensor | None]) -> _Lookup | None:
+    """None where an index is a mask of booleans: what it picks depends on data."""
+    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if not found or any(index.dtype in (torch.bool, torch.uint8) for _, index in found):
+        return None
+    indexed = {dim for dim, _ in found}
+    shape = _broadcast_shape([index.shape for _, index in found])
+    dims = tuple((f"i{i}",) for i in range(len(shape)))
+    carried = [dim for dim in range(value.ndim) if dim not in indexed]
+    first = _index_position(sorted(indexed))
+    before = [dim for dim in carried if dim < first]
+    after = [dim for dim in carried if dim >= first]
+    named = tuple((f"v{dim}" if dim in indexed else f"c{dim}",) for dim in range(value.ndim))
+    result = (*(named[d] for d in before), *dims, *(named[d] for d in after))
+    result_shape = (*(value.shape[d] for d in before), *shape, *(value.shape[d] for d in after))
+    sizes = {names[0]: size for names, size in zip((*named, *dims), (*value.shape, *shape), strict=True)}
+    return _Lookup(sizes, named, tuple(_broadcast(i, dims, shape) for _, i in found), result, result_shape)
+
+
+def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    ndim = max(len(shape) for shape in shapes)
+    padded = [(1,) * (ndim - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+
+
+def _index_position(indexed: list[int]) -> int:
+    """Dim of the result where the indices' dims stand: in place of adjacent ones, else in front (as in NumPy)."""
+    adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
+    return indexed[0] if adjacent else 0
+
+
+def _broadcast(tensor: Tensor, dims: Dims, shape: tuple[int, ...]) -> Dims:
+    skip = len(shape) - tensor.ndim
+    if skip < 0:
+        return ((),) * -skip + _broadcast(Tensor(tensor.shape[-skip:], tensor.dtype), dims, shape)
+    return tuple(dims[skip + d] if size == shape[skip + d] else () for d, size in enumerate(tensor.shape))
+
+
+@dataclass(frozen=True)
+class _Local:
+    """Indices into this rank's part, and where it does not hold what they name: in the shape that the
+    indices broadcast to, and lined up with the result. None where no indexed dim is sharded."""
+
+    indices: list[Node | None]
+    missed: Node | None
+    outside: Node | None
+
+
+def _local_indices(call: LocalCall, indices: Sequence[Node | None]) -> _Local:
+    layout, shape = call.operand_layout(0), call.call.operands[0].shape
+    local, missed = list(indices), None
+    for dim, index in enumerate(indices):
+        if index is None or not is_split(layout, dim):
+            continue
+        found, mask = masked_index(call, wrapped(call, index, shape[dim]), layout, dim, shape[dim])
+        local[dim] = found
+        missed = mask if missed is None else call.emit(aten.bitwise_or.Tensor, missed, mask)
+    if missed is None:
+        return _Local(local, None, None)
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    first = _index_position(indexed)
+    after = sum(1 for dim in range(first, len(shape)) if dim not in indexed)
+    return _Local(local, missed, unsqueezed(call, missed, after))
+
+
+def _inside(call: LocalCall, mask: Node, outside: Node | None) -> Node:
+    """`mask`, where this rank holds what is indexed."""
+    if outside is None:
+        return mask
+    return call.emit(aten.bitwise_and.Tensor, mask, call.emit(aten.bitwise_not.default, outside))
+
+
+# Embedding
+
+
+def _embedding(call: Call) -> Space | None:
+    weight, index = call.args[:2]
+    found = _lookup(weight, (index,))
+    if found is None:
+        return None
+    return _moving(found, (found.value, *found.indices), call.result)
+
+
+def _embedding_local(call: LocalCall) -> Node:
+    layout = call.operand_layout(0)
+    if not is_split(layout, 0):
+        return unchanged(call)
+    index, outside = masked_index(call, call.args[1], layout, 0, call.call.args[0].shape[0])
+    found = call.emit(aten.embedding.default, call.args[0], index)
+    return zero_where(call, found, unsqueezed(call, outside, 1))
+
+
+def _embedding_backward(call: Call) -> Space | None:
+    grad, index = call.args[:2]
+    found = _lookup(call.result, (index,))
+    if found is None:
+        return None
+    # Frequencies are counted over all indices and rows at once.
+    blocked = (*found.index_factors, "v0") if call.arg("scale_grad_by_freq") else ()
+    operands = (found.broadcast(grad), *found.indices)
+    return Space(found.sizes, operands, (found.value,), frozenset(blocked), linear=(Linear((0,)),))
+
+
+def _embedding_backward_local(call: LocalCall) -> Node:
+    grad, index, size, padding = call.args[:4]
+    layout = call.result_layout()
+    if not is_split(layout, 0):
+        return unchanged(call)
+    local, outside = masked_index(call, index, layout, 0, size)
+    padded = call.emit(aten.eq.Scalar, index, padding)
+    dropped = unsqueezed(call, call.emit(aten.bitwise_or.Tensor, outside, padded), 1)
+    rows = call.local_shape()[0]
+    return call.emit(call.call.op, zero_where(call, grad, dropped), local, rows, -1, call.call.args[4])
+
+
+register(aten.embedding.default, space=_embedding, local=_embedding_local)
+register(aten.embedding_dense_backward.default, space=_embedding_backward, local=_embedding_backward_local)
+
+
+# Lookups: x[indices]
+
+
+def _moving(found: _Lookup, operands: tuple[Dims, ...], result: Tensor) -> Space:
+    """The space of a lookup in operand 0. Booleans have no sum, so that what is looked up stays whole."""
+    blocked = frozenset(found.looked_up) if result.dtype == torch.bool else frozenset()
+    linear = (Linear((0,), moved(result.dtype)),)
+    return Space(found.sizes, operands, (found.result,), blocked, linear=linear)
+
+
+def _index(call: Call) -> Space | None:
+    found = _lookup(call.args[0], call.args[1])
+    if found is None:
+        return None
+    return _moving(found, (found.value, *found.indices), call.result)
+
+
+def _index_local(call: LocalCall) -> Node:
+    local = _local_indices(call, call.args[1])
+    found = call.emit(call.call.op, call.args[0], local.indices)
+    return found if local.outside is None else zero_where(call, found, local.outside)
+
+
+def _masked_index(call: Call) -> Space | None:
+    value, mask, indices, fill = call.args
+    found = _lookup(value, indices)
+    if found is None:
+        return None
+    operands = (found.value, found.broadcast(mask), *found.indices)
+    if fill == 0:
+        return _moving(found, operands, call.result)
+    # The sum over the ranks would add up their fills.
+    return Space(found.sizes, operands, (found.result,), frozenset(found.looked_up))
+
+
+def _masked_index_local(call: LocalCall) -> Node:
+    value, mask, indices, fill = call.args
+    local = _local_indices(call, indices)
+    return call.emit(call.call.op, value, _inside(call, mask, local.outside), local.indices, fill)
+
+
+def _index_select(call: Call) -> Space | None:
+    value, dim, index = call.args
+    if not value.ndim or not index.ndim:
+        return None
+    found = _lookup(value, _at(dim % value.ndim, index))
+    if found is None:
+        return None
+    return _moving(found, (found.value, *found.indices), call.result)
+
+
+def _index_select_local(call: LocalCall) -> Node:
+    value, dim, index = call.args
+    shape = call.call.args[0].shape
+    dim %= len(shape)
+    layout = call.operand_layout(0)
+    if not is_split(layout, dim):
+        return unchanged(call)
+    local, outside = masked_index(call, index, layout, dim, shape[dim])
+    found = call.emit(call.call.op, value, dim, local)
+    return zero_where(call, found, unsqueezed(call, outside, len(shape) - dim - 1))
+
+
+def _at(dim: int, index: Any) -> tuple[Any, ...]:
+    return (None,) * dim + (index,)
+
+
+def _bucketize(call: Call) -> Space:
+    """Every element is looked up by itself, in all boundaries."""
+    shape, boundaries = call.result.shape, call.arg("boundaries").shape
+    dims = tuple((f"d{dim}",) for dim in range(len(shape)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(shape)} | {"boundary": boundaries[0]}
+    return Space(sizes, (dims, (("boundary",),)), (dims,), frozenset({"boundary"}))
+
+
+register(aten.bucketize.Tensor, space=_bucketize)
+register(aten.index.Tensor, aten._unsafe_index.Tensor, space=_index, local=_index_local)
+register(aten._unsafe_masked_index.default, space=_masked_index, local=_masked_index_local)
+register(aten.index_select.default, space=_index_select, local=_index_select_local)
+
+
+# Writes: x[indices] = values, x[indices] += values
+
+
+def _index_put(call: Call) -> Space | None:
+    value, indices, values = call.args[:3]
+    found = _lookup(value, indices)
+    if found is None:
+        return None
+    operands = (found.value, *found.indices, found.broadcast(values))
+    last = len(operands) - 1
+    if call.arg("accumulate"):
+        return _adding(found, operands, (0, last))
+    blocked = frozenset(found.index_factors)
+    linear = (Linear((0, last), moved(call.result.dtype)),)
+    return Space(found.sizes, operands, (found.value,), blocked, linear=linear)
+
+
+def _adding(found: _Lookup, operands: tuple[Dims, ...], linear: tuple[int, ...]) -> Space:
+    accumulator = dict.fromkeys(found.index_factors, (0,))
+    return Space(found.sizes, operands, (found.value,), linear=(Linear(linear),), partial_operands=accumulator)
+
+
+def _index_put_local(call: LocalCall) -> Node:
+    value, indices, values = call.args[:3]
+    accumulate = call.call.arg("accumulate")
+    local = _local_indices(call, indices)
+    if local.missed is None or local.outside is None:
+        return unchanged(call)
+    if accumulate:
+        kept = zero_where(call, values, local.outside)
+        return call.emit(call.call.op, value, local.indices, kept, accumulate)
+    # What this rank does not hold is written to a slot that is cut off again.
+    layout = call.operand_layout(0)
+    dim = next(d for d, index in enumerate(indices) if index is not None and is_split(layout, d))
+    slot = tensor_of(value).shape[dim]
+    local.indices[dim] = call.emit(aten.masked_fill.Scalar, local.indices[dim], local.missed, slot)
+    written = call.emit(call.call.op, with_spare_slot(call, value, dim), local.indices, values, accumulate)
+    return without_spare_slot(call, written, dim)
+
+
+def _masked_index_put(call: Call) -> Space | None:
+    value, mask, indices, values = call.args
+    found = _lookup(value, indices)
+    if found is None:
+        return None
+    operands = (found.value, found.broadcast(mask), *found.indices, found.broadcast(values))
+    return _adding(found, operands, (0, len(operands) - 1))
+
+
+def _masked_index_put_local(call: LocalCall) -> Node:
+    value, mask, indices, values = call.args
+    local = _local_indices(call, indices)
+    return call.emit(call.call.op, value, _inside(call, mask, local.outside), local.indices, values)
+
+
+register(aten.index_put.default, aten._unsafe_index_put.default, space=_index_put, local=_index_put_local)
+register(aten._unsafe_masked_index_put_accumulate.default, space=_masked_index_put, local=_masked_index_put_local)

@@ -1,0 +1,99 @@
+"""Pooling and resampling of images: batch and channels are carried, positions stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import Node
+
+from passes._torch import low_memory_max_pool
+from passes.rules.factors import Dim, Factors
+from passes.rules.rule import Call, Linear, LocalCall, Space, register
+
+aten = torch.ops.aten
+
+
+def _per_channel(positions: int, *, linear: bool) -> Callable[[Call], Space | None]:
+    """An op on the last `positions` dims of each image and channel; linear in its first operand or not at all."""
+
+    def space(call: Call) -> Space | None:
+        tensors = (*call.operands, *call.results)
+        if any(tensor.ndim != tensors[0].ndim for tensor in tensors):
+            return None
+        factors = Factors()
+        dims = [_dims(factors, tensor.shape, positions, f"t{i}_") for i, tensor in enumerate(tensors)]
+        split = len(call.operands)
+        return factors.space(dims[:split], dims[split:], linear=(Linear((0,)),) if linear else ())
+
+    return space
+
+
+def _dims(factors: Factors, shape: Sequence[int], positions: int, prefix: str) -> list[Dim]:
+    first = len(shape) - positions
+    carried = factors.dims(shape[:first], prefix="c")
+    return carried + factors.dims(shape[first:], blocked=range(positions), prefix=prefix)
+
+
+def _resize_backward_local(call: LocalCall) -> Node:
+    """The input's size is an argument: that of this rank's part."""
+    place = [parameter.name for parameter in call.call.op._schema.arguments].index("input_size")
+    sizes = list(call.local_shape())
+    return call.emit(call.call.op, *call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
+
+
+_POOL, _POOL_INDICES = low_memory_max_pool()
+
+register(
+    aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, _POOL, space=_per_channel(2, linear=False)
+)
+register(_POOL_INDICES, space=_per_channel(2, linear=False))
+register(
+    aten.max_pool2d_with_indices_backward.default,
+    aten.adaptive_max_pool2d_backward.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bicubic2d.vec,
+    space=_per_channel(2, linear=True),
+)
+register(
+    aten.max_pool3d_with_indices.default,
+    space=_per_channel(3, linear=False),
+)
+register(
+    aten.max_pool3d_with_indices_backward.default,
+    aten.avg_pool3d.default,
+    aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool3d_backward.default,
+    aten.upsample_nearest3d.default,
+    aten.upsample_trilinear3d.default,
+    space=_per_channel(3, linear=True),
+)
+register(aten.upsample_nearest1d.default, aten.upsample_linear1d.default, space=_per_channel(1, linear=True))
+register(
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_linear1d_backward.default,
+    space=_per_channel(1, linear=True),
+    local=_resize_backward_local,
+)
+register(
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default,
+    space=_per_channel(2, linear=True),
+    local=_resize_backward_local,
+)
+register(
+    aten.upsample_nearest3d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+    space=_per_channel(3, linear=True),
+    local=_resize_backward_local,
+)

@@ -1,0 +1,370 @@
+"""Sharding rules: an op's index space, and the rows that follow from it.
+
+A rule says which factors index the operands and results of a call. From that follow its rows, each a
+way to run the op on ONE mesh axis without communication:
+
+- sharding a factor shards every operand and result that has it; an operand without it is replicated,
+  a result without it is partial (the factor is summed over);
+- an op that is linear in some operands maps partial values to partial values.
+
+A layout on several axes is one row per axis, so a rule never grows with the mesh.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes._torch import OpOverload
+from passes.ir.graph import results_of, value_of
+from passes.ir.layout import Layout, Partial, Placement, R, Shard
+from passes.ir.mesh import Mesh
+
+Dims = tuple[tuple[str, ...], ...]  # per dim, its factors, outermost first; () for a dim of size 1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape and dtype of an operand or result, global."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op with its arguments, `Tensor` standing for each tensor."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Tensor, ...]
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Tensor arguments in order of appearance in args, then kwargs."""
+        found: list[Tensor] = []
+        _collect((self.args, self.kwargs), found)
+        return tuple(found)
+
+    @property
+    def result(self) -> Tensor:
+        return self.results[0]
+
+    def arg(self, name: str) -> Any:
+        """An argument by its name in the schema, its default where it was not given."""
+        for i, parameter in enumerate(self.op._schema.arguments):
+            if parameter.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                return self.args[i] if i < len(self.args) and not parameter.kwarg_only else parameter.default_value
+        raise KeyError(f"{self.op} has no argument {name!r}")
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+
+
+def call_of(node: Node) -> Call:
+    """The call that `node` makes, in global shapes."""
+    assert isinstance(node.target, OpOverload)
+    results = tuple(Tensor(tuple(t.shape), t.dtype) for t in results_of(node))
+    return Call(node.target, _abstract(node.args), _abstract(node.kwargs), results)
+
+
+def _abstract(value: Any) -> Any:
+    if isinstance(value, Node):
+        held = value_of(value)
+        return Tensor(tuple(held.shape), held.dtype) if isinstance(held, torch.Tensor) else held
+    if isinstance(value, tuple | list):
+        return tuple(_abstract(item) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _abstract(item) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The op is jointly linear in these operands (all others replicated): partial in, partial out.
+
+    `ops` are the reductions that pass: `("sum",)` for a linear op, all of them for one that only
+    moves elements. All results become partial. No operands: the result is a term by itself, as zeros
+    are of a sum.
+    """
+
+    operands: tuple[int, ...]
+    ops: tuple[str, ...] = ("sum",)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The index space of a call: factors, where they stand, and what may be done with them."""
+
+    sizes: Mapping[str, int]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    blocked: frozenset[str] = frozenset()  # factors that the op needs whole
+    reductions: Mapping[str, str] = field(default_factory=dict)  # factor -> op, where it is not "sum"
+    linear: tuple[Linear, ...] = ()
+    partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
+    replicated_results: frozenset[int] = frozenset()  # results equal on all ranks whatever is sharded
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run an op on one axis without communication."""
+
+    label: str  # the factor sharded, "P(...)" for a linear row, "R"
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} -> {', '.join(map(str, self.results))}"
+
+
+def replicated_row(operands: int, results: int) -> Row:
+    """Every rank computes everything."""
+    return Row("R", (R,) * operands, (R,) * results)
+
+
+def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
+    """The row that shards `factor` at digit `outer` over `size` ranks; None where the op has none."""
+    if factor in space.blocked or space.sizes[factor] % (outer * size):
+        return None
+    operands: list[Placement] = []
+    accumulators = space.partial_operands.get(factor, ())
+    for i, dims in enumerate(space.operands):
+        at = _place(space, dims, factor, outer)
+        operands.append(at if at is not None else Partial() if i in accumulators else R)
+    results: list[Placement] = []
+    for i, dims in enumerate(space.results):
+        at = _place(space, dims, factor, outer)
+        whole = R if i in space.replicated_results else Partial(space.reductions.get(factor, "sum"))
+        results.append(at if at is not None else whole)
+    return Row(factor, tuple(operands), tuple(results))
+
+
+def linear_row(space: Space, linear: Linear, op: str) -> Row:
+    """The row that maps partial operands of one linear group to partial results."""
+    operands = tuple(Partial(op) if i in linear.operands else R for i in range(len(space.operands)))
+    return Row(f"P({op})", operands, (Partial(op),) * len(space.results))
+
+
+def _place(space: Space, dims: Dims, factor: str, outer: int) -> Shard | None:
+    for dim, factors in enumerate(dims):
+        if factor in factors:
+            before = math.prod(space.sizes[f] for f in factors[: factors.index(factor)])
+            return Shard(dim, before * outer)
+    return None
+
+
+def factor_at(space: Space, dims: Dims, placement: Shard, size: int) -> tuple[str, int] | None:
+    """The factor, and the digit in it, that `placement` on an axis of `size` shards; None where the
+    digit lies across two factors."""
+    if placement.dim >= len(dims):
+        return None
+    before = 1
+    for factor in dims[placement.dim]:
+        length = space.sizes[factor]
+        if placement.outer % before == 0 and (before * length) % (placement.outer * size) == 0:
+            return factor, placement.outer // before
+        before *= length
+    return None
+
+
+def rows(space: Space, size: int) -> tuple[Row, ...]:
+    """All rows with a contiguous digit of each factor, on an axis of `size`."""
+    found = [replicated_row(len(space.operands), len(space.results))]
+    for factor in space.sizes:
+        row = factor_row(space, factor, 1, size)
+        if row is not None and row not in found:
+            found.append(row)
+    for linear in space.linear:
+        found += [row for op in linear.ops if (row := linear_row(space, linear, op)) not in found]
+    return tuple(found)
+
+
+def row_sharding(space: Space, operand: int, placement: Placement, size: int) -> Row | None:
+    """The row in which `operand` has `placement`."""
+    if isinstance(placement, Shard):
+        at = factor_at(space, space.operands[operand], placement, size)
+        return factor_row(space, *at, size) if at is not None else None
+    if isinstance(placement, Partial):
+        for linear in space.linear:
+            if operand in linear.operands and placement.op in linear.ops:
+                return linear_row(space, linear, placement.op)
+    return None
+
+
+def row_giving(space: Space, result: int, placement: Placement, size: int) -> Row | None:
+    """The row in which `result` has the sharding `placement`, or, for a call without operands, is partial."""
+    if isinstance(placement, Partial):
+        free = (linear for linear in space.linear if not linear.operands and placement.op in linear.ops)
+        return next((linear_row(space, linear, placement.op) for linear in free), None)
+    if not isinstance(placement, Shard):
+        return None
+    at = factor_at(space, space.results[result], placement, size)
+    return factor_row(space, *at, size) if at is not None else None
+
+
+class LocalCall(abc.ABC):
+    """What the local form of a rule sees: a call to be made on per-device tensors.
+
+    `args`, `kwargs` and `operands` hold per-device nodes. `emit` adds an op in front of the node that
+    is replaced; a local form returns the node that gives the result (or the tuple of results).
+    """
+
+    call: Call  # global shapes
+    mesh: Mesh
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Node, ...]
+
+    @abc.abstractmethod
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call; its value is computed from its operands' per-device values."""
+
+    @abc.abstractmethod
+    def local_shape(self, result: int = 0) -> tuple[int, ...]:
+        """Per-device shape of a result."""
+
+    @abc.abstractmethod
+    def operand_layout(self, operand: int) -> Layout:
+        """Layout of a tensor operand."""
+
+    @abc.abstractmethod
+    def result_layout(self, result: int = 0) -> Layout:
+        """Layout of a result."""
+
+    @abc.abstractmethod
+    def positions(self, layout: Layout, dim: int, size: int) -> Node:
+        """Global index of each per-device index of a dim of global `size`: i64[local size]."""
+
+    @abc.abstractmethod
+    def coordinate(self, axis: int) -> Node:
+        """This rank's place on an axis: i64[1]."""
+
+    @abc.abstractmethod
+    def seed(self) -> Node:
+        """The step's seed: i64[], equal on all ranks."""
+
+    @abc.abstractmethod
+    def number(self) -> int:
+        """Ordinal of the call among the graph's random ops, equal on all ranks."""
+
+
+def remade(call: LocalCall, **changes: Any) -> Node:
+    """The call itself on per-device operands, with some arguments (by name) changed."""
+    positional = [p.name for p in call.call.op._schema.arguments if not p.kwarg_only][: len(call.args)]
+    args = [changes.pop(name, value) for name, value in zip(positional, call.args, strict=True)]
+    return call.emit(call.call.op, *args, **{**call.kwargs, **changes})
+
+
+SpaceOf = Callable[[Call], Space | None]
+LocalForm = Callable[[LocalCall], Node]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The index space of an op's calls (None: no rows but the replicated one), and how a call is made
+    on per-device tensors where that differs from the call itself."""
+
+    space: SpaceOf
+    local: LocalForm | None = None
+
+
+_RULES: dict[OpOverload, Rule] = {}
+_TAGGED: dict[torch.Tag, Rule] = {}
+
+
+def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -> None:
+    """Give `ops` a rule; a later registration replaces an earlier one."""
+    for op in ops:
+        _RULES[op] = Rule(space, local)
+
+
+def register_tag(tag: torch.Tag, *, space: SpaceOf) -> None:
+    """Give a rule to every functional op with `tag` that has none of its own, custom ops included."""
+    _TAGGED[tag] = Rule(space)
+
+
+def registered() -> tuple[OpOverload, ...]:
+    """The ops with a rule of their own."""
+    return tuple(_RULES)
+
+
+def rule(*ops: OpOverload, local: LocalForm | None = None, linear: bool = True) -> Callable[[str], None]:
+    """Give `ops` a rule as a factor string: `rule(aten.mm.default)("m k, k n -> m n")`.
+
+    Operands are separated by commas, dims by spaces. `(b s)` is a dim merged of two factors, `1` a dim of
+    size 1, `s!` a factor that the op needs whole. A factor missing in a result is summed over. With
+    `linear`, the op is linear in each operand by itself, as an einsum is.
+    """
+
+    def with_factors(text: str) -> None:
+        register(*ops, space=_einsum(text, linear=linear), local=local)
+
+    return with_factors
+
+
+def rule_of(op: object) -> Rule | None:
+    """The rule of an op, None where it has none."""
+    if not isinstance(op, OpOverload):
+        return None
+    if op in _RULES or op._schema.is_mutable:
+        return _RULES.get(op)
+    return next((rule for tag, rule in _TAGGED.items() if tag in op.tags), None)
+
+
+def _einsum(text: str, *, linear: bool) -> SpaceOf:
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise ValueError(f"a rule reads 'm k, k n -> m n'; {text!r} has no '->'")
+    blocked = frozenset(word[:-1] for word in re.findall(r"\w+!", text))
+    operands, results = (_parse_dims(side) for side in (left, right))
+
+    def space(call: Call) -> Space | None:
+        tensors = call.operands
+        if len(tensors) != len(operands):
+            return None
+        sizes: dict[str, int] = {}
+        for tensor, dims in zip((*tensors, *call.results), (*operands, *results), strict=True):
+            if tensor.ndim != len(dims):
+                return None
+            for length, factors in zip(tensor.shape, dims, strict=True):
+                if len(factors) == 1:
+                    sizes[factors[0]] = length
+        groups = tuple(Linear((i,)) for i in range(len(tensors))) if linear else ()
+        return Space(sizes, operands, results, blocked, linear=groups)
+
+    return space
+
+
+def _parse_dims(side: str) -> tuple[Dims, ...]:
+    tensors: list[Dims] = []
+    for part in side.split(","):
+        dims: list[tuple[str, ...]] = []
+        for merged, single in re.findall(r"\(([^)]*)\)|(\w+)!?", part):
+            words = merged.replace("!", "").split() if merged else [single]
+            dims.append(tuple(word for word in words if word != "1"))
+        tensors.append(tuple(dims))
+    return tuple(tensors)

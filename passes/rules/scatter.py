@@ -1,0 +1,180 @@
+"""Gather and scatter along one dim: an index per element of the result, or of what is written.
+
+The dim itself may be sharded: a gather gives what this rank's part holds and zero elsewhere, which is
+`P(sum)`; a scatter writes what falls into this rank's part. With the vocabulary sharded, that is
+cross-entropy and its gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from passes.ir.graph import tensor_of
+from passes.rules.masked import (
+    is_split,
+    masked_index,
+    moved,
+    unchanged,
+    with_spare_slot,
+    without_spare_slot,
+    zero_where,
+)
+from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
+
+aten = torch.ops.aten
+
+
+def _factors(call: Call, dim: int, *others: Tensor) -> tuple[dict[str, int], tuple[Dims, ...], set[str]]:
+    """Sizes, factors of the indexed tensor and of `others` (the index first), and factors needed whole.
+
+    Off `dim` a tensor may be longer than its index, which then covers its beginning: such a dim is whole.
+    """
+    value = call.args[0]
+    assert isinstance(value, Tensor)
+    sizes: dict[str, int] = {}
+    blocked: set[str] = set()
+    dims: list[list[tuple[str, ...]]] = [[] for _ in range(1 + len(others))]
+    for d in range(value.ndim):
+        lengths = [value.shape[d], *(other.shape[d] for other in others)]
+        shared = "v" if d == dim else f"c{d}"
+        sizes[shared] = value.shape[d]
+        dims[0].append((shared,))
+        if d == dim or len(set(lengths)) > 1:
+            own = f"i{d}"
+            sizes[own] = lengths[1]
+            even = len(set(lengths[1:])) == 1
+            blocked |= {own} if d != dim or not even else set()
+            blocked |= {shared} if d != dim else set()
+            for tensor, length in zip(dims[1:], lengths[1:], strict=True):
+                tensor.append((own,) if length == lengths[1] else (_whole(sizes, blocked, length),))
+        else:
+            for tensor in dims[1:]:
+                tensor.append((shared,))
+    return sizes, tuple(tuple(each) for each in dims), blocked
+
+
+def _whole(sizes: dict[str, int], blocked: set[str], length: int) -> str:
+    name = f"whole{length}"
+    sizes[name] = length
+    blocked.add(name)
+    return name
+
+
+def _gather(call: Call) -> Space | None:
+    value, dim, index = call.args
+    if not value.ndim or not index.ndim:
+        return None
+    sizes, (indexed, picked), blocked = _factors(call, dim % value.ndim, index)
+    if value.dtype == torch.bool:
+        blocked.add("v")  # booleans have no sum
+    linear = (Linear((0,), moved(value.dtype)),)
+    return Space(sizes, (indexed, picked), (picked,), frozenset(blocked), linear=linear)
+
+
+def _gather_local(call: LocalCall) -> Node:
+    value, dim, index = call.args
+    shape = call.call.args[0].shape
+    dim %= len(shape)
+    layout = call.operand_layout(0)
+    if not is_split(layout, dim):
+        return unchanged(call)
+    local, outside = masked_index(call, index, layout, dim, shape[dim])
+    return zero_where(call, call.emit(aten.gather.default, value, dim, local), outside)
+
+
+register(aten.gather.default, space=_gather, local=_gather_local)
+
+
+def _scatter_value(call: Call) -> Space | None:
+    value, dim, index, written = call.args
+    if not value.ndim or not index.ndim:
+        return None
+    dim %= value.ndim
+    sizes, (indexed, picked), blocked = _factors(call, dim, index)
+    # A sum over the ranks would add up what they write.
+    passing = tuple(op for op in moved(value.dtype) if written == 0 or op in ("max", "min", "avg"))
+    blocked.add(f"i{dim}")
+    return Space(sizes, (indexed, picked), (indexed,), frozenset(blocked), linear=(Linear((0,), passing),))
+
+
+def _scatter_src(call: Call) -> Space | None:
+    value, dim, index, source = call.args
+    if not value.ndim or not index.ndim:
+        return None
+    dim %= value.ndim
+    sizes, (indexed, picked, written), blocked = _factors(call, dim, index, source)
+    blocked.add(f"i{dim}")
+    linear = (Linear((0, 2), moved(value.dtype)),)
+    return Space(sizes, (indexed, picked, written), (indexed,), frozenset(blocked), linear=linear)
+
+
+def _scatter_add(call: Call) -> Space | None:
+    value, dim, index, source = call.args[:4]
+    if not value.ndim or not index.ndim:
+        return None
+    dim %= value.ndim
+    sizes, operands, blocked = _factors(call, dim, index, source)
+    return Space(
+        sizes,
+        operands,
+        operands[:1],
+        frozenset(blocked),
+        linear=(Linear((0, 2)),),
+        partial_operands={f"i{dim}": (0,)},
+    )
+
+
+_PASSING = {"sum": ("sum",), "mean": ("sum",), "amax": ("max",), "amin": ("min",), "prod": ()}
+
+
+def _scatter_reduce(call: Call) -> Space | None:
+    if call.args[4] == "sum" and call.arg("include_self"):
+        return _scatter_add(call)
+    plain = _scatter_src(Call(call.op, call.args[:4], {}, call.results))
+    if plain is None:
+        return None
+    passing = _PASSING[call.args[4]]
+    linear = (Linear((0, 2), passing),) if passing else ()
+    return Space(plain.sizes, plain.operands, plain.results, plain.blocked, linear=linear)
+
+
+def _scatter_local(call: LocalCall) -> Node:
+    value, dim, index = call.args[:3]
+    shape = call.call.args[0].shape
+    dim %= len(shape)
+    layout = call.operand_layout(0)
+    if not is_split(layout, dim):
+        return unchanged(call)
+    if call.call.op is aten.scatter.value and _is_one_per_line(call, dim):
+        return _filled_where_indexed(call, dim)
+    local, outside = masked_index(call, index, layout, dim, shape[dim])
+    # What this rank does not hold is written to a slot that is cut off again.
+    slot = tensor_of(value).shape[dim]
+    local = call.emit(aten.masked_fill.Scalar, local, outside, slot)
+    written = call.emit(call.call.op, with_spare_slot(call, value, dim), dim, local, *call.args[3:], **call.kwargs)
+    return without_spare_slot(call, written, dim)
+
+
+def _is_one_per_line(call: LocalCall, dim: int) -> bool:
+    """Whether the index has one element along `dim` and all of them across: a comparison does it."""
+    value, index = call.call.args[0], call.call.args[2]
+    return all(i == (1 if d == dim else size) for d, (i, size) in enumerate(zip(index.shape, value.shape, strict=True)))
+
+
+def _filled_where_indexed(call: LocalCall, dim: int) -> Node:
+    """The fill of a one-hot, as the pointwise op that it fuses to."""
+    value, _, index, written = call.args
+    shape = call.call.args[0].shape
+    positions = call.positions(call.operand_layout(0), dim, shape[dim])
+    line = [-1 if d == dim else 1 for d in range(len(shape))]
+    hit = call.emit(aten.eq.Tensor, index, call.emit(aten.view.default, positions, line))
+    if not call.call.result.dtype.is_floating_point:
+        written = int(written)
+    return call.emit(aten.masked_fill.Scalar, value, hit, written)
+
+
+register(aten.scatter.value, space=_scatter_value, local=_scatter_local)
+register(aten.scatter.src, space=_scatter_src, local=_scatter_local)
+register(aten.scatter_add.default, space=_scatter_add, local=_scatter_local)
+register(aten.scatter_reduce.two, space=_scatter_reduce, local=_scatter_local)

@@ -1,0 +1,64 @@
+"""Dropout through the whole pipeline: every copy of a random call draws the same numbers, on every mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.options import Options
+from autoshard.planner import make_plan
+from passes.ir.graph import InputRole, input_of, layout_of, outputs_of, placeholders, returned
+from passes.ir.layout import assemble, local_part
+from passes.ir.mesh import Mesh
+from passes.ranks import run_ranks
+
+
+class Noisy(nn.Module):
+    """Two masks, which the backward needs again, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.up(self.dropout(x)).relu())
+        noisy: torch.Tensor = self.down(hidden) + torch.randn_like(x)
+        return noisy.square().mean()
+
+
+def step(model: nn.Module, x: torch.Tensor, mesh: Mesh, options: Options) -> dict[str, torch.Tensor]:
+    """Loss and gradients, from simulated ranks."""
+    gm = make_plan(model, (x,), {}, mesh, options).graph
+    given = {name: value.detach() for name, value in model.named_parameters()} | {"x": x}
+    inputs: list[list[torch.Tensor]] = []
+    for coordinate in mesh.coordinates():
+        inputs.append([])
+        for node in placeholders(gm.graph):
+            what = input_of(node)
+            if what.role is InputRole.COORDINATE:
+                value = torch.tensor([coordinate[mesh.index(what.name)]])
+            elif what.role is InputRole.SEED:
+                value = torch.tensor(17)
+            else:
+                whole = given.get(what.name, torch.ones((), dtype=x.dtype))
+                value = local_part(whole, layout_of(node), mesh, coordinate)
+            inputs[-1].append(value)
+    results = run_ranks(gm, mesh, inputs)
+    found = {}
+    for i, (output, node) in enumerate(zip(outputs_of(gm.graph), returned(gm.graph), strict=True)):
+        shape = given[output.name].shape if output.name in given else ()
+        found[output.name] = assemble([result[i] for result in results], shape, layout_of(node), mesh)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe"), (("dp=4", "ddp"), ("dp=2", "fsdp"), ("dp=2,tp=2", {"dp": "fsdp", "tp": "megatron"}))
+)
+def test_loss_and_gradients_with_dropout_are_those_of_one_device(mesh: str, recipe: str | dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model, x = Noisy().double(), torch.randn(4, 8, 6, dtype=torch.float64)
+    expected = step(model, x, Mesh("dp=1"), Options())
+    actual = step(model, x, Mesh(mesh), Options(recipe=recipe))
+    assert set(actual) == set(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

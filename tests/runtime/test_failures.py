@@ -1,0 +1,113 @@
+"""When one rank fails, the others say so, soon; when ranks disagree, all say so."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import Options, autoshard
+from tests.models import build
+from tests.spawn import Failure, reports_of_ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+EXPECTED_SECONDS = 60.0  # far below the timeout of the groups: nobody waits for that
+
+
+def _train(rank: int, fault: str) -> str:
+    case = build("mlp")
+    if fault == "model" and rank == 1:
+        case.model.spare = torch.nn.Linear(3, 3)
+    if fault == "weights":
+        torch.manual_seed(rank)
+        for parameter in case.model.parameters():
+            torch.nn.init.normal_(parameter)
+    args: tuple[Any, ...] = (1,) if fault == "arguments" and rank == 1 else case.args
+    axis = "tp" if fault == "batch" else "dp"
+    recipe = "megatron" if fault == "batch" else "fsdp"
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model = autoshard(case.model, mesh, args, options=Options(recipe=recipe, compile="eager"))
+    parts = model.shard(*case.args)
+    if rank == 1 and fault == "batch":
+        parts = (parts[0] + 1, parts[1])
+    if rank == 1 and fault == "shape":
+        parts = tuple(part[:5] for part in parts)
+    for step in range(5):
+        if rank == 1 and step == 3 and fault == "raise":
+            raise ValueError("the data loader has no more batches")
+        if rank == 1 and step == 3 and fault == "die":
+            os._exit(3)
+        model(*parts).backward()
+    return "done"
+
+
+def messages(fault: str) -> list[str]:
+    reports = reports_of_ranks(_train, 2, fault, timeout=EXPECTED_SECONDS)
+    return [f"{r.kind}: {r.message}" if isinstance(r, Failure) else r for r in reports]
+
+
+def test_without_a_fault_all_is_well() -> None:
+    assert messages("none") == ["done", "done"]
+
+
+@pytest.mark.parametrize(("fault", "other"), [("raise", "ValueError: the data loader"), ("die", "Exit: exit code 3")])
+def test_a_rank_that_stops_takes_the_others_with_it(fault: str, other: str) -> None:
+    first, second = messages(fault)
+    assert first.startswith(
+        "DistributedError: another rank has stopped or does not answer; look for the first error in the other ranks' "
+        "output. ("
+    )
+    assert second.startswith(other)
+
+
+def test_a_rank_that_cannot_capture_is_named() -> None:
+    first, second = messages("arguments")
+    assert first.startswith("DistributedError: planning failed on rank 1: ")
+    assert not second.startswith("DistributedError")
+    assert first.endswith(second)
+
+
+def test_a_rank_with_a_wrong_batch_is_named() -> None:
+    first, second = messages("shape")
+    assert second == (
+        "InputError: input 'x' is float64[5, 24], but the model was captured with float64[32, 24], of which {dp:S(0)} "
+        "leaves this rank float64[16, 24]; give batches of one shape"
+    )
+    assert first == f"DistributedError: the first call failed on rank 1: {second}"
+
+
+def test_other_models_on_other_ranks_are_found_before_they_hang() -> None:
+    assert (
+        messages("model")
+        == [
+            "DistributedError: rank 0 and rank 1 have different parameters or inputs; build the same model, with the same "
+            "options and example inputs, on each"
+        ]
+        * 2
+    )
+
+
+def test_other_weights_on_other_ranks_are_found_though_each_keeps_a_part() -> None:
+    assert (
+        messages("weights")
+        == [
+            "InputError: parameter 'layers.0.weight' is replicated on axis 'dp', but ranks 0 and 1 gave different values; "
+            "build the model with the same seed on every rank, or load the same state_dict"
+        ]
+        * 2
+    )
+
+
+def test_other_batches_in_a_tensor_parallel_group_are_found() -> None:
+    assert (
+        messages("batch")
+        == [
+            "InputError: input 'x' is replicated on axis 'tp', but ranks 0 and 1 gave different values; give ranks that "
+            "differ only on this axis the same batch, as model.sampler(...) does"
+        ]
+        * 2
+    )

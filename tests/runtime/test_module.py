@@ -1,0 +1,256 @@
+"""A sharded module as its user sees it, on a mesh of one rank: names, gradients, modes, and errors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard import Options, autoshard
+from autoshard.runtime import ShardedModule
+from passes.errors import InputError, UserError
+
+EAGER = Options(recipe="fsdp", compile="eager")
+
+
+class Tied(nn.Module):
+    """A tied weight, a frozen parameter, a buffer that counts, and two outputs of which one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 6)
+        self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.calls.add_(1)
+        logits = self.head(self.dropout(self.embedding(tokens) * self.scale))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "best": logits.argmax(-1)}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(12, (2, 4, 5), generator=generator)
+    return tokens, labels
+
+
+def made(mesh: DeviceMesh, *, training: bool = False, now: bool = False) -> tuple[Tied, Any]:
+    torch.manual_seed(0)
+    model = Tied().train(training)
+    return model, autoshard(model, mesh, batch() if now else None, options=EAGER)
+
+
+def test_it_is_of_the_users_class_and_of_ours(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    assert isinstance(sharded, Tied)
+    assert isinstance(sharded, ShardedModule)
+    assert type(sharded).__name__ == "ShardedTied"
+
+
+def test_names_ties_and_flags_stay(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    assert list(sharded.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in sharded.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert sharded.head.weight is sharded.embedding.weight
+    assert not sharded.scale.requires_grad
+
+
+def test_parameters_are_dtensors_and_buffers_plain(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank, now=True)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+    assert type(sharded.calls) is Tensor
+
+
+def test_the_users_module_is_left_as_it_was(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank, training=True)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+    sharded(*batch())["loss"].backward()
+    optimizer.step()
+    assert type(model) is Tied
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_built_before_the_capture_keeps_working(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+    reference = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        for one, of in ((sharded, optimizer), (model, reference)):
+            of.zero_grad()
+            one(*batch())["loss"].backward()
+            of.step()
+    torch.testing.assert_close(sharded.embedding.weight.full_tensor(), model.embedding.weight)
+
+
+def test_gradients_accumulate_and_calls_may_overlap(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    tokens, labels = batch()
+    for one in (sharded, model):
+        first, second = one(tokens, labels)["loss"], one(labels, tokens)["loss"]
+        second.backward()
+        (2 * first).backward()
+    torch.testing.assert_close(sharded.embedding.weight.grad.full_tensor(), model.embedding.weight.grad)
+    assert sharded.scale.grad is None
+
+
+def test_a_graph_can_be_retained(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    loss = sharded(*batch())["loss"]
+    loss.backward(retain_graph=True)
+    once = sharded.embedding.weight.grad.full_tensor().clone()
+    loss.backward()
+    torch.testing.assert_close(sharded.embedding.weight.grad.full_tensor(), 2 * once)
+
+
+def test_an_output_without_gradient_is_plain(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    out = sharded(*batch())
+    assert out["loss"].requires_grad
+    assert not out["best"].requires_grad
+    assert type(out["loss"]) is Tensor
+
+
+def test_without_gradients_there_is_no_backward(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    with torch.no_grad():
+        out = sharded(*batch())
+        torch.testing.assert_close(out["loss"], model(*batch())["loss"])
+    assert not out["loss"].requires_grad
+    assert sharded(*batch())["loss"].requires_grad
+
+
+def test_buffers_are_written_in_every_mode(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    held = sharded.calls
+    sharded(*batch())
+    with torch.no_grad():
+        sharded(*batch())
+    assert held is sharded.calls
+    assert int(held) == 2
+
+
+def test_random_numbers_differ_between_steps_and_repeat_between_runs(one_rank: DeviceMesh) -> None:
+    runs = []
+    for _ in range(2):
+        _, sharded = made(one_rank, training=True)
+        runs.append([float(sharded(*batch())["loss"]) for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 3
+
+
+def test_train_and_eval_are_programs_of_their_own(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank, training=True)
+    sharded(*batch())
+    sharded.eval()
+    torch.testing.assert_close(sharded(*batch())["loss"], model.eval()(*batch())["loss"])
+
+
+def test_freezing_a_parameter_is_seen(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    sharded(*batch())
+    sharded.scale.requires_grad_(True)
+    sharded(*batch())["loss"].backward()
+    assert sharded.scale.grad is not None
+
+
+def test_a_state_dict_of_one_device_loads(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank, now=True)
+    torch.manual_seed(1)
+    other = Tied()
+    sharded.load_state_dict(other.state_dict())
+    torch.testing.assert_close(sharded.embedding.weight.full_tensor(), other.embedding.weight)
+    sharded.head.load_state_dict({"weight": torch.zeros(12, 6)})
+    assert float(sharded.embedding.weight.full_tensor().abs().sum()) == 0.0
+
+
+def test_a_meta_model_is_materialized_sharded(one_rank: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = Tied().eval()
+    sharded: Any = autoshard(model, one_rank, batch(), options=EAGER)
+    assert sharded.embedding.weight.is_meta
+    sharded.to_empty(device="cpu")
+    values = Tied().state_dict()
+    sharded.load_state_dict(values)
+    expected = Tied().eval()
+    expected.load_state_dict(values)
+    torch.testing.assert_close(sharded(*batch())["loss"], expected(*batch())["loss"])
+
+
+def test_arguments_need_not_be_contiguous(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    tokens, labels = batch()
+    straight = sharded(tokens, labels)["loss"]
+    turned = sharded(tokens.t().contiguous().t(), labels.t().contiguous().t())["loss"]
+    torch.testing.assert_close(straight, turned)
+
+
+def test_a_batch_of_another_shape(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank, now=True)
+    tokens, labels = batch()
+    with pytest.raises(InputError) as error:
+        sharded(tokens[:3], labels[:3])
+    assert str(error.value) == (
+        "input 'tokens' is int64[3, 5], but the model was captured with int64[4, 5], of which {dp:R} leaves this "
+        "rank int64[4, 5]; give batches of one shape"
+    )
+
+
+def test_a_batch_of_another_dtype(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank, now=True)
+    tokens, labels = batch()
+    with pytest.raises(InputError) as error:
+        sharded(tokens.int(), labels)
+    assert str(error.value) == (
+        "input 'tokens' is torch.int32, but the model was captured with torch.int64; convert it: .to(torch.int64)"
+    )
+
+
+def test_a_second_derivative(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    with pytest.raises(UserError) as error:
+        sharded(*batch())["loss"].backward(create_graph=True)
+    assert str(error.value) == (
+        "a sharded model has no second derivative: backward(create_graph=True) would silently leave it out; "
+        "compute what needs it on one device, or inside the model"
+    )
+
+
+def test_a_parameter_changed_before_its_backward(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    loss = sharded(*batch())["loss"]
+    with torch.no_grad():
+        sharded.embedding.weight.mul_(2)
+    with pytest.raises(UserError) as error:
+        loss.backward()
+    assert str(error.value) == (
+        "parameter 'embedding.weight' was changed in place between a forward and its backward, which needs it as it "
+        "was; call backward before optimizer.step()"
+    )
+
+
+def test_shard_before_anything_was_captured(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    with pytest.raises(InputError) as error:
+        sharded.shard(*batch())
+    assert str(error.value) == ("nothing was captured yet: give autoshard(..., args=...) or call the model once before")
+
+
+def test_a_copy_of_a_sharded_module(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank)
+    with pytest.raises(UserError) as error:
+        copy.deepcopy(sharded)
+    assert str(error.value) == (
+        "a sharded module cannot be copied: it holds process groups and compiled code; copy its state_dict(), or "
+        "shard the module that it was made from again"
+    )

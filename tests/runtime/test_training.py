@@ -1,0 +1,175 @@
+"""Training on real ranks with what users bring: optimizers, clipping, checkpoints, and Inductor's cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+from autoshard import Options, autoshard
+from tests.models import Case, build
+from tests.spawn import run_on_ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+FSDP_MEGATRON = {"dp": "fsdp", "tp": "megatron"}
+
+
+def sharded(
+    shape: dict[str, int], recipes: dict[str, str], *, mode: Any = "eager", now: bool = True
+) -> tuple[Case, Any]:
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    case = build("gpt")
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    args = case.args if now else None
+    return case, autoshard(case.model, mesh, args, options=Options(recipe=recipes, compile=mode))
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for n, p in model.named_parameters()}
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def _train(rank: int, foreach: bool) -> dict[str, float]:
+    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+    reference = torch.optim.AdamW(case.model.parameters(), lr=1e-2, foreach=foreach)
+    parts = model.shard(*case.args)
+    worst = {"loss": 0.0, "norm": 0.0}
+    for _ in range(3):
+        loss, expected = model(*parts), case.model(*case.args)
+        loss.backward()
+        expected.backward()
+        norm, expected_norm = (clip_grad_norm_(m.parameters(), 0.1, foreach=foreach) for m in (model, case.model))
+        assert isinstance(norm, DTensor)
+        worst["loss"] = max(worst["loss"], float((loss - expected).abs()))
+        worst["norm"] = max(worst["norm"], float((norm.full_tensor() - expected_norm).abs()))
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    return worst | {"parameters": difference(values_of(model), values_of(case.model))}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adamw_and_clipping_see_one_devices_gradients(foreach: bool) -> None:
+    for worst in run_on_ranks(_train, 4, foreach):
+        assert max(worst.values()) < 1e-10, worst
+
+
+def _stored(rank: int) -> tuple[int, int]:
+    case, model = sharded({"dp": 4}, {"dp": "fsdp"})
+    model(*model.shard(*case.args)).backward()
+    stored = sum(p.to_local().numel() + p.grad.to_local().numel() for p in model.parameters())
+    allowed = sum(2 * (p.numel() // 4 + p[0].numel()) for p in case.model.parameters())
+    return stored, allowed
+
+
+def test_fsdp_stores_its_share_of_parameters_and_gradients() -> None:
+    for stored, allowed in run_on_ranks(_stored, 4):
+        assert stored <= allowed
+
+
+def _checkpoint(rank: int, folder: str) -> dict[str, float]:
+    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(one: Any, of: Any) -> None:
+        of.zero_grad()
+        one(*one.shard(*case.args)).backward()
+        of.step()
+
+    step(model, optimizer)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    found = {"full_state_dict": difference(values_of(model), whole)}
+    parameters, state = get_state_dict(model, optimizer)
+    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=folder)
+
+    _, other = sharded({"a": 4, "b": 1}, {"a": "fsdp", "b": "ddp"})
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    step(other, other_optimizer)
+    step(other, other_optimizer)
+    parameters, state = get_state_dict(other, other_optimizer)
+    dcp.load({"model": parameters, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(other, other_optimizer, model_state_dict=parameters, optim_state_dict=state)
+    found["another mesh"] = difference(values_of(model), values_of(other))
+    step(model, optimizer)
+    step(other, other_optimizer)
+    found["the step after"] = difference(values_of(model), values_of(other))
+
+    dcp.save({"model": other.state_dict()}, checkpoint_id=f"{folder}/back")
+    _, third = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
+    dcp.load({"model": third.state_dict()}, checkpoint_id=f"{folder}/back")
+    found["and back, in place"] = difference(values_of(other), values_of(third))
+    third.load_state_dict(whole)
+    found["whole tensors"] = difference(values_of(third), whole)
+    third.load_state_dict(other.state_dict())
+    found["DTensors of another mesh"] = difference(values_of(other), values_of(third))
+    return found
+
+
+def test_checkpoints_load_on_another_mesh(tmp_path: Path) -> None:
+    for found in run_on_ranks(_checkpoint, 4, str(tmp_path)):
+        assert max(found.values()) < 1e-10, found
+
+
+def _lazy(rank: int) -> float:
+    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON, now=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = list(model.parameters())
+    coordinate = rank // 2
+    parts = tuple(arg.chunk(2)[coordinate] for arg in case.args)
+    model(*parts).backward()
+    assert all(now is before for now, before in zip(model.parameters(), kept, strict=True))
+    assert any(p.placements[1].is_shard() for p in kept)
+    optimizer.step()
+    case.model(*case.args).backward()
+    torch.optim.SGD(case.model.parameters(), lr=0.1).step()
+    return difference(values_of(model), values_of(case.model))
+
+
+def test_parameters_are_cut_in_place_at_the_first_call() -> None:
+    assert max(run_on_ranks(_lazy, 4)) < 1e-10
+
+
+def _samples(rank: int) -> list[int]:
+    _, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
+    numbers: Any = list(range(8))
+    return list(model.sampler(numbers, shuffle=False))
+
+
+def test_the_sampler_splits_samples_over_data_axes_alone() -> None:
+    assert run_on_ranks(_samples, 4) == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+
+
+def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON, mode="inductor")
+    loss = model(*model.shard(*case.args))
+    loss.backward()
+    equal = float((loss - case.model(*case.args)).abs()) < 1e-10
+    return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"], equal
+
+
+def test_one_rank_of_a_host_compiles_and_the_others_find_its_code(tmp_path: Path) -> None:
+    first, *others = run_on_ranks(_compile, 4, str(tmp_path))
+    assert first == (2, 0, True)
+    assert others == [(0, 2, True)] * 3

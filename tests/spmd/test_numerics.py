@@ -1,0 +1,336 @@
+"""A step on a mesh gives the numbers of one device, for every recipe and product of recipes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard import Options
+from passes.ir.graph import Input, InputRole, OutputRole
+from tests.models import GPT, MODELS, Case, Llama, build
+from tests.spmd.decoders import DECODERS
+from tests.spmd.oddities import ODDITIES
+from tests.spmd.oracle import (
+    TOLERANCE,
+    Ranks,
+    Step,
+    check_step,
+    compare,
+    plan_ranks,
+    relative_error,
+    run_on_one_device,
+    run_on_ranks,
+)
+
+Recipe = str | Mapping[str, str | None] | None
+
+FAST: list[tuple[str, Recipe]] = [
+    ("dp=4", "fsdp"),
+    ("tp=4", "megatron"),
+    ("dp=2,tp=2", "fsdp+megatron"),
+    ("tp=2,dp=2", {"tp": "megatron", "dp": "fsdp"}),
+    ("r=2,dp=2,tp=2", {"r": "ddp", "dp": "fsdp", "tp": "megatron"}),
+    ("t=2,u=2", "megatron"),
+]
+SLOW: list[tuple[str, Recipe]] = [
+    ("dp=2", "ddp"),
+    ("dp=8", "ddp"),
+    ("dp=2", "zero2"),
+    ("dp=8", "zero2"),
+    ("dp=2", "fsdp"),
+    ("dp=8", "fsdp"),
+    ("tp=2", "megatron"),
+    ("tp=8", "megatron"),
+    ("a=2,b=2", "ddp"),
+    ("a=4,b=2", "fsdp"),
+    ("a=2,b=2,c=2", "fsdp"),
+    ("a=2,b=2,c=2", {"a": "fsdp", "b": "zero2", "c": "ddp"}),
+    ("a=2,b=4", "hsdp"),
+    ("r=2,s=2,tp=2", {"r": "hsdp", "s": "hsdp", "tp": "megatron"}),
+    ("t=2,u=4", "megatron"),
+    ("t=2,dp=2,u=2", {"t": "megatron", "dp": "fsdp", "u": "megatron"}),
+    ("dp=2,tp=2", "ddp+megatron"),
+    ("dp=2,tp=2", "zero2+megatron"),
+    ("dp=2,tp=4", "fsdp+megatron"),
+    ("dp=4,tp=2", "fsdp+megatron"),
+    ("tp=4,dp=2", {"tp": "megatron", "dp": "zero2"}),
+    ("tp=2,dp=2,r=2", {"tp": "megatron", "dp": "fsdp", "r": "ddp"}),
+    ("dp=1", "fsdp"),
+    ("dp=1,tp=1", "fsdp+megatron"),
+    ("dp=1,tp=2", "fsdp+megatron"),
+    ("dp=2,tp=1", "fsdp+megatron"),
+    ("idle=2,tp=2", {"idle": None, "tp": "megatron"}),
+    ("idle=2", None),
+]
+THREES: list[tuple[str, Recipe]] = [
+    ("dp=3", "ddp"),
+    ("dp=3", "fsdp"),
+    ("tp=3", "megatron"),
+    ("dp=3,tp=2", "fsdp+megatron"),
+    ("tp=3,dp=2", {"tp": "megatron", "dp": "fsdp"}),
+]
+DETERMINISTIC = [name for name in MODELS if name != "gpt_dropout"]
+OTHERS: dict[str, Callable[[], Case]] = {**DECODERS, **ODDITIES}
+
+
+def _id(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "+".join(str(recipe) for recipe in value.values())
+    return str(value)
+
+
+def _other(name: str) -> Case:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return OTHERS[name]()
+
+
+def _in_threes(name: str) -> Case:
+    """Batch, sequence and heads that divide by 3."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"layers": 1, "heads": 6, "seq": 12}
+        model = GPT(dim=48, **sizes) if name == "gpt" else Llama(dim=48, kv_heads=3, hidden=60, **sizes)
+        return Case(model.double(), (torch.randint(96, (6, 12)), torch.randint(96, (6, 12))), {})
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("mesh", "recipe"), FAST, ids=_id)
+def test_a_step_equals_one_device(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(build(name), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("mesh", "recipe"), SLOW, ids=_id)
+def test_a_step_equals_one_device_on_every_mesh(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(build(name), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("mesh", "recipe"), THREES, ids=_id)
+def test_axes_of_three_ranks(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(_in_threes(name), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize(("mesh", "recipe"), FAST, ids=_id)
+def test_a_step_in_float32(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(build(name, dtype=torch.float32), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.parametrize("name", [name for name in DETERMINISTIC if name not in ("gpt", "llama")])
+def test_every_model_of_the_zoo(name: str) -> None:
+    check_step(build(name), "dp=2,tp=2", Options(recipe="fsdp+megatron"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in DETERMINISTIC if name not in ("gpt", "llama")])
+@pytest.mark.parametrize(("mesh", "recipe"), [*FAST, ("dp=4", "ddp"), ("dp=4", "zero2")], ids=_id)
+def test_every_model_of_the_zoo_on_every_mesh(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(build(name), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("mesh", "recipe"), FAST[:4], ids=_id)
+def test_other_models(name: str, mesh: str, recipe: Recipe) -> None:
+    check_step(_other(name), mesh, Options(recipe=recipe))
+
+
+@pytest.mark.parametrize("name", ["gpt_dict", "llama", "conv_net"])
+def test_the_forward_alone(name: str) -> None:
+    case = build(name)
+    ranks = plan_ranks(case, "dp=2,tp=2", Options(recipe="fsdp+megatron"), training=False)
+    compare(ranks.run().step, run_on_one_device(case, training=False), TOLERANCE[torch.float64])
+
+
+def test_evaluation_uses_running_statistics() -> None:
+    case = build("conv_net")
+    case.model.eval()
+    ranks = plan_ranks(case, "dp=4", Options(recipe="fsdp"), training=False)
+    step = ranks.run().step
+    compare(step, run_on_one_device(case, training=False), TOLERANCE[torch.float64])
+    assert not step.buffers
+
+
+# --- placements instead of recipes
+
+
+def test_placements_alone_make_a_tensor_parallel_mlp() -> None:
+    params = {"layers.0.weight": {"tp": Shard(0)}, "layers.0.bias": {"tp": Shard(0)}, "layers.1.weight": {"tp": "S(1)"}}
+    ranks = check_step(build("mlp"), "tp=4", Options(recipe=None, params=params))
+    assert str(ranks.planned.plan.parameters["layers.0.weight"].layout.on(0)) == "S(0)"
+    assert ranks.planned.plan.count("all_gather", backward=False) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(recipe=None, inputs={"tokens": {"dp": Shard(0)}, "labels": {"dp": Shard(0)}}),
+        Options(recipe=None, inputs={"tokens": {"dp": Shard(1)}, "labels": {"dp": Shard(1)}}),
+        Options(recipe=None, inputs={"tokens": {"dp": Shard(0), "tp": Shard(1)}}),
+        Options(recipe=None, inputs={"*": {"dp": Shard(0), "tp": Shard(0)}}),
+        Options(recipe=None, params={"blocks.*.up.*": {"tp": Shard(0)}, "blocks.*.down.weight": {"tp": Shard(1)}}),
+        Options(recipe=None, params={"*.weight": {"dp": "S(0)", "tp": "S(0)"}}),
+        Options(recipe=None, params={"blocks.*.weight": {"tp": Shard(-1)}, "tok.weight": {"dp": Shard(1)}}),
+        Options(recipe="fsdp", params={"tok.weight": {"dp": Replicate()}, "blocks.0.*": {"tp": "R"}}),
+        Options(recipe={"tp": "megatron"}, params={"blocks.*.attn.qkv.weight": {"tp": Shard(1)}}),
+        Options(recipe={"dp": "fsdp", "tp": "megatron"}, params={"blocks.1.up.weight": {"tp": "R"}}),
+        Options(recipe={"dp": "fsdp", "tp": "megatron"}, params={"blocks.*.qkv.*": {"tp": Shard(0)}}),
+        Options(recipe={"dp": "fsdp", "tp": "megatron"}, inputs={"tokens": {"tp": Shard(1)}}),
+    ],
+    ids=lambda options: " ".join(map(str, (options.recipe, options.params or options.inputs))),
+)
+def test_whatever_is_insisted_on_gives_the_same_numbers(options: Options) -> None:
+    case = build("gpt")
+    ranks = check_step(case, "dp=2,tp=2", options)
+    plan = ranks.planned.plan
+    for held, values in ((options.params, plan.parameters), (options.inputs, plan.inputs)):
+        for name, axes in (held or {}).items():
+            for axis, placement in axes.items() if name in values else ():
+                got = str(values[name].layout.on(ranks.mesh.index(axis)))
+                assert isinstance(placement, Shard) == got.startswith("S"), f"{name} is {got} on {axis}"
+
+
+@pytest.mark.parametrize(
+    "placement", [{"dp": "S(0)", "tp": "S(2)"}, {"dp": "R", "tp": "R"}, {"dp": "S(1)"}, {"tp": "S(1)"}]
+)
+def test_outputs_are_laid_out_as_insisted(placement: Mapping[str, str]) -> None:
+    options = Options(recipe="fsdp+megatron", outputs={"logits": placement})
+    ranks = check_step(build("gpt_dict"), "dp=2,tp=2", options)
+    layout = ranks.planned.plan.outputs["logits"].layout
+    assert {axis: str(layout.on(ranks.mesh.index(axis))) for axis in placement} == placement
+
+
+# --- random numbers
+
+
+@pytest.fixture(scope="module")
+def dropped() -> Step:
+    return run_on_ranks(build("gpt_dropout"), "dp=1", Options(recipe="fsdp"))
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [*FAST[1:4], pytest.param(*FAST[4], marks=pytest.mark.slow)], ids=_id)
+def test_dropout_is_the_same_on_every_mesh(mesh: str, recipe: Recipe, dropped: Step) -> None:
+    step = run_on_ranks(build("gpt_dropout"), mesh, Options(recipe=recipe))
+    compare(step, dropped, TOLERANCE[torch.float64])
+
+
+def test_dropout_differs_between_steps_and_from_no_dropout() -> None:
+    ranks = plan_ranks(build("gpt_dropout"), "dp=2", Options(recipe="ddp"))
+    losses = [ranks.run(seed).step.outputs["output"].item() for seed in (1, 2)]
+    losses.append(run_on_one_device(build("gpt")).outputs["output"].item())
+    assert len({round(loss, 9) for loss in losses}) == 3
+
+
+def test_dropout_in_evaluation_does_nothing() -> None:
+    case = build("gpt_dropout")
+    case.model.eval()
+    check_step(case, "dp=2,tp=2", Options(recipe="fsdp+megatron"))
+
+
+# --- training
+
+
+def _train(ranks: Ranks, steps: int) -> list[float]:
+    """AdamW on every rank's own parts: it is elementwise, so no rank needs another's. Gives the losses."""
+    optimizers = []
+    for held in ranks.held:
+        parts = {key.name: part.requires_grad_() for key, part in held.items() if key.role is InputRole.PARAMETER}
+        optimizers.append((torch.optim.AdamW(parts.values(), lr=1e-2), parts))
+    losses = []
+    for _ in range(steps):
+        with torch.no_grad():
+            results = ranks.run()
+        losses.append(results.step.outputs["output"].item())
+        for (optimizer, parts), held, given in zip(optimizers, ranks.held, results.parts, strict=True):
+            for output, part in given.items():
+                if output.role is OutputRole.GRADIENT:
+                    parts[output.name].grad = part
+                elif output.role is OutputRole.BUFFER:
+                    held[Input(InputRole.BUFFER, output.name)] = part
+            optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "recipe"),
+    [
+        ("gpt", "dp=2,tp=2", "fsdp+megatron"),
+        ("llama", "tp=2,dp=2", {"tp": "megatron", "dp": "fsdp"}),
+        ("conv_net", "dp=4", "fsdp"),
+        ("mlp_uneven", "dp=4", "fsdp"),
+        ("irregular", "dp=2,tp=2", "fsdp+megatron"),
+    ],
+    ids=_id,
+)
+def test_ten_steps_of_adamw_stay_equal(name: str, mesh: str, recipe: Recipe) -> None:
+    case = build(name)
+    ranks = plan_ranks(case, mesh, Options(recipe=recipe))
+    losses = _train(ranks, 10)
+    model = copy.deepcopy(case.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss = model(*case.args, **case.kwargs)
+        loss.backward()
+        optimizer.step()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-10), f"step {step}"
+    for parameter in ranks.planned.plan.parameters:
+        got, want = ranks.parameter(parameter).detach(), model.get_parameter(parameter).detach()
+        assert relative_error(got, want) < 1e-9, parameter
+
+
+# --- mixed precision
+
+
+def _cast(case: Case, dtype: torch.dtype) -> Case:
+    """The casts by hand: the model and its floating inputs in the compute dtype."""
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (case.args, case.kwargs)
+    )
+    return Case(copy.deepcopy(case.model).to(dtype), args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe"), [("dp=4", "fsdp"), ("dp=2,tp=2", "fsdp+megatron"), ("dp=2", "ddp")], ids=_id
+)
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_mixed_precision_computes_in_the_lower_dtype(name: str, mesh: str, recipe: Recipe) -> None:
+    """With float64 stored and float32 computed, the casts can be compared to seven digits."""
+    case, policy = build(name), MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    got = plan_ranks(case, mesh, Options(recipe=recipe, mixed_precision=policy)).run().step
+    want = run_on_one_device(_cast(case, torch.float32))
+    assert all(gradient.dtype is torch.float64 for gradient in got.gradients.values())
+    gradients = {name: gradient.double() for name, gradient in want.gradients.items()}
+    compare(got, replace(want, gradients=gradients), TOLERANCE[torch.float32])
+    exact = run_on_one_device(case)
+    worst = max(relative_error(got.gradients[name], exact.gradients[name]) for name in exact.gradients)
+    assert worst > 1e-9, "nothing was computed in float32"
+
+
+@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
+def test_bfloat16_is_near_and_moves_half_the_bytes(reduce: torch.dtype | None) -> None:
+    case = build("gpt", dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    plain = plan_ranks(case, "dp=4", Options(recipe="fsdp"))
+    mixed = plan_ranks(case, "dp=4", Options(recipe="fsdp", mixed_precision=policy))
+    got, want = mixed.run().step, run_on_one_device(_cast(case, torch.bfloat16))
+    assert relative_error(got.outputs["output"], want.outputs["output"]) < 1e-2
+    for name, gradient in got.gradients.items():
+        assert gradient.dtype is torch.float32
+        assert relative_error(gradient, want.gradients[name], 1e-3) < 5e-2, name
+    ratio = 1 if reduce is torch.float32 else 2
+    for kind, times in (("all_gather", 2), ("reduce_scatter", ratio)):
+        sent = [sum(c.bytes for c in r.planned.plan.collectives if c.kind == kind) for r in (plain, mixed)]
+        # The gradients of norms are summed in float32 whatever the dtype, as in PyTorch.
+        assert sent[0] == pytest.approx(times * sent[1], rel=0.01), kind

@@ -1,0 +1,429 @@
+"""What cannot be captured, and calls that do not fit a capture, are refused in words that say what to change.
+
+Each model states its message as its docstring, with the user's line as `<line>`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.capture import capture
+from passes.errors import CaptureError, InputError
+
+SEEN: list[int] = []
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.calls = 0
+        self.log: list[Tensor] = []
+
+
+class Branches(Model):
+    """the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and
+    choose with torch.where(condition, a, b) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # <line>
+            return self.layer(x)
+        return x
+
+
+class Loops(Model):
+    """the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and
+    choose with torch.where(condition, a, b) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.norm() > 1:  # <line>
+            x = x / 2
+        return self.layer(x)
+
+
+class Decides(Model):
+    """the model decides by the value of a tensor, but a graph takes one path for all values; compute both sides and
+    choose with torch.where(condition, a, b) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if bool((x > 0).any()) else x  # <line>
+
+
+class ReadsItem(Model):
+    """the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any
+    number is known; keep it a tensor <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * x.sum().item()  # <line>
+
+
+class ReadsList(Model):
+    """the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any
+    number is known; keep it a tensor <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * x.tolist()[0][0]  # <line>
+
+
+class IndexesByMask(Model):
+    """the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements
+    and blank out with torch.where, a product with the mask, or masked_fill <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[x > 0].sum()  # <line>
+
+
+class Unique(Model):
+    """the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements
+    and blank out with torch.where, a product with the mask, or masked_fill <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() + torch.unique(x).sum()  # <line>
+
+
+class Prints(Model):
+    """the model calls print while it runs, but a graph has tensor operations only; remove the call, or make it only
+    where torch.compiler.is_compiling() is False <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("mean", x.mean())  # <line>
+        return self.layer(x)
+
+
+class Seeds(Model):
+    """the model calls manual_seed while it runs, but a graph has tensor operations only; remove the call, or make it
+    only where torch.compiler.is_compiling() is False <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # <line>
+        return self.layer(x) + torch.rand(4)
+
+
+class Draws(Model):
+    """the model calls Random.random while it runs, but a graph has tensor operations only; remove the call, or make it
+    only where torch.compiler.is_compiling() is False <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.random()  # <line>
+
+
+class Raises(Model):
+    """the model raises ValueError('a batch of 2') for these arguments; call it with arguments that it accepts <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"a batch of {x.shape[0]}")  # <line>
+
+
+class Mismatches(Model):
+    """the model fails for these arguments, as it would on one device: a and b must have same reduction dim, but got
+    [4, 2] X [4, 4]. <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.t())  # <line>
+
+
+class Differentiates(Model):
+    """the model computes gradients in its forward, but the backward is derived from the forward's graph; move it into
+    the training step <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.layer(x).sum()
+        loss.backward()  # <line>
+        return loss
+
+
+class HasBackwardHook(Model):
+    """a module of the model has a backward hook, but the backward is part of the graph; remove the hook and write what
+    it does as a torch.autograd.Function <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # <line>
+
+
+class AssignsBuffer(Model):
+    """the model assigns a buffer while it runs, but a graph computes tensors and changes nothing else; update it in
+    place instead, such as self.average.copy_(value) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(0)  # <line>
+        return self.layer(x)
+
+
+class Counts(Model):
+    """the model changes its own attributes while it runs, but a graph computes tensors and changes nothing else; return
+    the value, or keep it in a buffer that is updated in place <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # <line>
+        return self.layer(x)
+
+
+class Logs(Model):
+    """the model changes log while it runs, but a graph computes tensors and changes nothing else; return the value, or
+    keep it in a buffer that is updated in place <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.log.append(y)  # <line>
+        return y
+
+
+class LogsGlobally(Model):
+    """the model changes SEEN while it runs, but a graph computes tensors and changes nothing else; return the value, or
+    keep it in a buffer that is updated in place <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x.shape[0])  # <line>
+        return self.layer(x)
+
+
+class ChangesInput(Model):
+    """the model changes its input x in place, which no other rank would see; work on a copy: x = x.clone() <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[0].mul_(2)  # <line>
+        return self.layer(x)
+
+
+class ChangesParameter(Model):
+    """the model changes its parameter layer.weight in the forward; change parameters outside of it, in the optimizer or
+    after the step <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-1, 1)  # <line>
+        return self.layer(x)
+
+
+class ChangesAttribute(Model):
+    """the model changes total, which is neither buffer nor parameter; make it a buffer: self.register_buffer('total',
+    ...) <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.sum(0))  # <line>
+        return self.layer(x)
+
+
+class BufferWithGradient(Model):
+    """the model gives its buffer average a value that carries a gradient, so that the next step would reach into this
+    one; detach the value first <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.average.mul_(0.9).add_(y.mean(0))  # <line>
+        return y
+
+
+class HidesParameters(Model):
+    """the model reads layers[0].weight, a tensor that needs a gradient and is no parameter of it; register it with
+    nn.Parameter, and modules in lists with nn.ModuleList <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)  # <line>
+
+
+class HidesParameter(Model):
+    """the model reads weight, a tensor that needs a gradient and is no parameter of it; register it with nn.Parameter,
+    and modules in lists with nn.ModuleList <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.weight  # <line>
+
+
+class KeepsGraph(Model):
+    """cond keeps a graph of its own, which cannot be sharded; write it with plain tensor operations <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))  # <line>
+
+
+@dataclasses.dataclass
+class Result:
+    loss: Tensor
+
+
+class ReturnsObject(Model):
+    """the model returns a Result at 0, and tensors inside it would be lost; return tensors in tuples, lists, dicts or
+    named tuples, or register the class with torch.export.register_dataclass"""
+
+    def forward(self, x: Tensor) -> tuple[Result, Tensor]:
+        return Result(self.layer(x)), x
+
+
+class ReturnsNothing(Model):
+    """the model returns no tensor; return what the training step needs, such as the loss"""
+
+    def forward(self, x: Tensor) -> None:
+        self.layer(x)
+
+
+class HoldsLock(Model):
+    """HoldsLock cannot be copied, and a copy without data is what is traced: cannot pickle '_thread.lock' object; keep
+    what cannot be copied (locks, files, process groups) out of the module's attributes"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class IsLazy(Model):
+    """parameter layer.weight has no shape yet, as its module is lazy; run the module once on one device before"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def models() -> list[type[Model]]:
+    return [value for value in globals().values() if inspect.isclass(value) and issubclass(value, Model)][1:]
+
+
+def expected_message(model: type[Model]) -> str:
+    """The docstring on one line, `<line>` being where the class says so."""
+    lines, first = inspect.getsourcelines(model)
+    message = re.sub(r"\s+", " ", model.__doc__ or "")
+    for number, line in enumerate(lines, first):
+        if line.rstrip().endswith("# <line>"):
+            return message.replace(" <line>", f"\n  {__file__}:{number}: {line.strip()}")
+    assert "<line>" not in message
+    return message
+
+
+@pytest.mark.parametrize("model", models())
+def test_what_cannot_be_captured_says_what_to_change(model: type[Model]) -> None:
+    with pytest.raises(CaptureError) as raised:
+        capture(model(), (torch.ones(2, 4),), training=True)
+    assert str(raised.value) == expected_message(model)
+
+
+@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, HoldsLock])
+def test_the_original_error_is_chained(model: type[Model]) -> None:
+    with pytest.raises(CaptureError) as raised:
+        capture(model(), (torch.ones(2, 4),), training=True)
+    assert raised.value.__cause__ is not None
+
+
+def test_a_failed_capture_leaves_no_trace() -> None:
+    with pytest.raises(CaptureError):
+        capture(ReadsItem(), (torch.ones(2, 4),), training=True)
+    assert torch.is_grad_enabled()
+    assert torch.ones(2).sum().item() == 2
+    assert capture(nn.Linear(4, 4), (torch.ones(2, 4),), training=True).parameters == ("weight", "bias")
+
+
+class Takes(nn.Module):
+    def forward(self, x: Tensor, batch: Any = None, *, scale: float = 1.0, name: str = "a") -> Any:
+        return x * scale if batch is None else x * scale + batch["y"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (),
+            {"scale": 2.0},
+            "Takes.forward(x: 'Tensor', batch: 'Any' = None, *, scale: 'float' = 1.0, name: 'str' = 'a') -> 'Any' "
+            "cannot take (scale=2.0): missing a required argument: 'x'",
+        ),
+        (
+            (torch.ones(2), [torch.ones(3)]),
+            {"scales": 2.0},
+            "Takes.forward(x: 'Tensor', batch: 'Any' = None, *, scale: 'float' = 1.0, name: 'str' = 'a') -> 'Any' "
+            "cannot take (float32[2], list, scales=2.0): got an unexpected keyword argument 'scales'",
+        ),
+        (
+            (Result(torch.ones(2)),),
+            {},
+            "argument x is a Result, which is neither a tensor nor a constant; pass tensors in tuples, lists, dicts or "
+            "named tuples, or register the class with torch.export.register_dataclass",
+        ),
+        (
+            (torch.ones(2), {"y": {"z": 1}, "y.z": 2}),
+            {},
+            "two arguments are both called 'batch.y.z'; rename a key, without a dot in it",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_forward_are_refused(args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises((CaptureError, InputError)) as raised:
+        capture(Takes(), args, kwargs, training=True)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (),
+            {},
+            "forward(x: 'Tensor', batch: 'Any' = None, *, scale: 'float' = 1.0, name: 'str' = 'a') -> 'Any' cannot be "
+            "called like this: missing a required argument: 'x'",
+        ),
+        (
+            (torch.ones(2), {}),
+            {},
+            "the call lacks batch.y: float32[2], which the captured call had; give it, or capture the model without",
+        ),
+        (
+            (torch.ones(2), {"y": 3.0}),
+            {},
+            "batch.y is 3.0, but the model was captured with float32[2]; give a tensor, or capture the model with this "
+            "value",
+        ),
+        (
+            (torch.ones(2), {"y": torch.ones(2), "z": torch.ones(3)}),
+            {},
+            "the call has batch.z = float32[3], which the captured call had not; leave it out, or capture the model with "
+            "it",
+        ),
+        (
+            (torch.ones(2), {"y": torch.ones(2)}),
+            {"scale": 2},
+            "scale is 2, but the model was captured with scale = 1.0, and what is no tensor is a constant of the graph; "
+            "pass it as a tensor, or capture the model once per value",
+        ),
+        (
+            (torch.ones(2), {"y": torch.ones(2)}),
+            {"scale": torch.ones(())},
+            "scale is float32[], but the model was captured with scale = 1.0; capture the model with a tensor to make it "
+            "an input",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_the_capture_are_refused(args: Any, kwargs: Any, message: str) -> None:
+    captured = capture(Takes(), (torch.ones(2), {"y": torch.ones(2)}), training=True)
+    with pytest.raises(InputError) as raised:
+        captured.signature.flatten(args, kwargs)
+    assert str(raised.value) == message

@@ -1,0 +1,348 @@
+"""What a user gets wrong is refused before anything runs, in words that say what to change.
+
+What cannot be captured is in test_capture_errors.py, what a call gets wrong in runtime/test_module.py, and what
+ranks disagree on in runtime/test_failures.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Shard
+
+import autoshard as product
+from autoshard import Mesh, Options, UserError, autoshard, plan, rule
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def planned(mesh: str = "dp=2,tp=2", **options: Any) -> Any:
+    return plan(Tiny(), Mesh(mesh), (torch.randn(4, 6),), options=Options(**options))
+
+
+def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The class and text of the UserError that a call raises; it has to be one that users can import."""
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    name = type(caught.value).__name__
+    assert name in product.__all__, f"{name} cannot be imported from autoshard"
+    return f"{name}: {caught.value}"
+
+
+# --- meshes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ("dp2", "MeshError: cannot read 'dp2' in mesh 'dp2'; write it as 'dp=2,tp=4'"),
+        ("dp=0", "MeshError: mesh axis 'dp' has size 0; it must be 1 or more"),
+        ("dp=2,dp=2", "MeshError: mesh axes ('dp', 'dp') are not distinct; rename one of them"),
+        (4, "MeshError: a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not int"),
+    ],
+)
+def test_a_mesh_that_cannot_be_read(mesh: Any, expected: str) -> None:
+    assert message(plan, Tiny(), mesh, (torch.randn(4, 6),)) == expected
+
+
+def test_a_mesh_larger_than_the_world(one_rank: DeviceMesh) -> None:
+    # init_device_mesh refuses by itself to make one.
+    mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("dp",), _init_backend=False, _rank=0)
+    assert message(autoshard, Tiny(), mesh) == (
+        "MeshError: the mesh has 4 ranks but the world has 1; start 4 processes (torchrun --nproc-per-node 4 "
+        "...), or make the mesh smaller"
+    )
+    with pytest.raises(RuntimeError, match="bigger than default world size 1, but found 4 ranks"):
+        init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+
+
+def test_a_mesh_without_names(one_rank: DeviceMesh) -> None:
+    assert message(autoshard, Tiny(), init_device_mesh("cpu", (1,))).replace(", stride=((),)", "") == (
+        "MeshError: the axes of DeviceMesh((1,), 'cpu') have no names; give them: "
+        "init_device_mesh(device_type, shape, mesh_dim_names=('dp', 'tp'))"
+    )
+
+
+def test_text_where_devices_are_needed() -> None:
+    assert message(autoshard, Tiny(), "dp=2") == (
+        "MeshError: autoshard runs on a DeviceMesh, not on 'dp=2': use init_device_mesh(...); to plan "
+        "without devices, call autoshard.plan"
+    )
+
+
+def test_no_mesh() -> None:
+    assert message(autoshard, Tiny()) == (
+        "MeshError: autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": {"pp": "fsdp"}},
+        {"params": {"up.weight": {"pp": Shard(0)}}},
+        {"inputs": {"x": {"pp": "S(0)"}}},
+        {"outputs": {"output": {"pp": "R"}}},
+    ],
+    ids=str,
+)
+def test_an_unknown_axis(options: dict[str, Any]) -> None:
+    expected = "MeshError: unknown mesh axis 'pp'; this mesh has dp=2,tp=2: name one of these"
+    assert message(planned, **options) == expected
+
+
+def test_options_are_checked_before_the_first_call(one_rank: DeviceMesh) -> None:
+    expected = "MeshError: unknown mesh axis 'tp'; this mesh has dp=1: name one of these"
+    assert message(autoshard, Tiny(), one_rank, options=Options(recipe={"tp": "megatron"})) == expected
+
+
+# --- models
+
+
+def test_what_is_no_module() -> None:
+    assert message(plan, 3, "dp=2") == "UserError: autoshard.plan takes an nn.Module, not int"
+    assert message(autoshard, 3, "dp=2") == "UserError: autoshard takes an nn.Module, not int"
+
+
+def test_a_decorator_on_a_function() -> None:
+    decorate = autoshard(mesh=Mesh("dp=2"))  # type: ignore[call-overload]
+    text = message(decorate, Tiny().forward)
+    assert text.startswith("UserError: @autoshard(mesh=...) decorates an nn.Module class, not <bound method")
+
+
+# --- recipes
+
+
+@pytest.mark.parametrize("recipe", ["fdsp", {"dp": "fdsp"}, "fdsp+megatron"], ids=str)
+def test_an_unknown_recipe(recipe: Any) -> None:
+    assert message(planned, recipe=recipe) == (
+        "RecipeError: unknown recipe 'fdsp'; recipes are ddp, zero2, fsdp, hsdp, megatron, or two of them "
+        "joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?"
+    )
+
+
+def test_a_recipe_that_is_like_none() -> None:
+    assert message(planned, recipe="alpa") == (
+        "RecipeError: unknown recipe 'alpa'; recipes are ddp, zero2, fsdp, hsdp, megatron, or two of them "
+        "joined, such as 'fsdp+megatron'."
+    )
+
+
+def test_a_recipe_of_another_type() -> None:
+    assert message(planned, recipe=3) == (
+        "RecipeError: Options(recipe=3): give a name such as 'fsdp', or a recipe per axis: {'dp': 'fsdp'}"
+    )
+
+
+def test_more_recipes_than_axes() -> None:
+    assert message(planned, "dp=2", recipe="fsdp+megatron") == (
+        "RecipeError: recipe 'fsdp+megatron' needs 2 axes, but the mesh dp=2 has 1; give one recipe per "
+        "axis, such as {'dp': 'fsdp'}"
+    )
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=2", "hsdp"), ("dp=2,tp=2", {"dp": "hsdp", "tp": "megatron"})])
+def test_hsdp_on_one_axis(mesh: str, recipe: Any) -> None:
+    assert message(planned, mesh, recipe=recipe) == (
+        "RecipeError: recipe 'hsdp' is on axis 'dp' only; it needs two: the first replicates parameters, the "
+        "others shard them. Use a mesh such as 'replicate=2,shard=4', or 'fsdp'"
+    )
+
+
+# --- placements
+
+
+def test_a_placement_that_cannot_be_read() -> None:
+    assert message(planned, params={"up.weight": {"dp": "shard 0"}}) == (
+        "ConstraintError: Options(params=...): 'up.weight': cannot read the placement 'shard 0'; use "
+        "Shard(dim) or Replicate(), or write 'S(dim)', 'S(dim/outer)' or 'R'"
+    )
+
+
+@pytest.mark.parametrize("placement", ["P(sum)", Partial()], ids=str)
+@pytest.mark.parametrize(("what", "name"), [("params", "up.weight"), ("inputs", "x"), ("outputs", "output")])
+def test_a_partial_placement(what: str, name: str, placement: Any) -> None:
+    expected = (
+        f"ConstraintError: Options({what}=...): {name!r} cannot be P(sum); use Shard(dim) or Replicate() "
+        "(a value becomes partial by itself where an op makes it so)"
+    )
+    assert message(planned, **{what: {name: {"dp": placement}}}) == expected
+
+
+def test_a_placement_on_no_axis() -> None:
+    assert message(planned, params={"up.weight": "S(0)"}) == (
+        "ConstraintError: Options(params=...): 'up.weight' is given 'S(0)'; say on which axis: {'up.weight': "
+        "{'dp': Shard(0)}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("params", "matches none of the 4 params of the model; names look like 'up.weight', 'down.weight'"),
+        ("inputs", "matches none of the 1 inputs of the model; names look like 'x'"),
+        ("outputs", "matches none of the 1 outputs of the model; names look like 'output'"),
+    ],
+)
+def test_a_glob_that_matches_nothing(what: str, expected: str) -> None:
+    pattern = "lup.*weight"
+    text = message(planned, **{what: {pattern: {"dp": "S(0)"}}})
+    assert text == f"ConstraintError: Options({what}=...): {pattern!r} {expected}"
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_a_value_does_not_have(dim: int) -> None:
+    text = message(planned, params={"up.weight": {"dp": Shard(dim)}})
+    expected = f"'up.weight' of shape [8, 6] has no dim {dim}; its dims are 0 to 1"
+    assert text == f"ConstraintError: Options(params=...): {expected}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "expected"),
+    [
+        (
+            "dp=3",
+            {"dp": Shard(0)},
+            "dim 0 of 'up.weight' has 8 entries, which dp = 3 does not divide; shard another dim, or change the size to "
+            "a multiple of 3",
+        ),
+        (
+            "dp=4,tp=4",
+            {"dp": "S(0)", "tp": "S(0)"},
+            "dim 0 of 'up.weight' has 8 entries, which dp x tp = 16 does not divide; shard another dim, or change the "
+            "size to a multiple of 16",
+        ),
+        (
+            "tp=2",
+            {"tp": "S(0/3)"},
+            "dim 0 of 'up.weight' has 8 entries, which tp = 2 in each of 3 parts does not divide; shard another dim, or "
+            "change the size to a multiple of 6",
+        ),
+    ],
+)
+def test_a_dim_that_the_axis_does_not_divide(mesh: str, axes: dict[str, Any], expected: str) -> None:
+    text = message(planned, mesh, recipe=None, params={"up.weight": axes})
+    assert text == f"ConstraintError: Options(params=...): {expected}"
+
+
+def test_placements_that_cut_through_each_other() -> None:
+    params = {"up.weight": {"dp": "S(0)", "tp": "S(0/1)"}, "down.weight": {"dp": "S(1)", "tp": "S(1/4)"}}
+    assert planned(recipe=None, params=params).parameters["up.weight"].local_shape(Mesh("dp=2,tp=2")) == (2, 6)
+    text = message(planned, "dp=4,tp=2", recipe=None, params={"up.weight": {"dp": "S(0)", "tp": "S(0/2)"}})
+    assert text == (
+        "ConstraintError: Options(params=...): the placements of 'up.weight' cut through each other: {dp:S(0), tp:S(0/2)}; "
+        "leave out the second number, as in 'S(0)', and each axis splits what those before it left over"
+    )
+
+
+def test_a_batch_that_the_axes_do_not_divide() -> None:
+    expected = "which dp x ep = 8 does not divide; give a batch that is a multiple of 8"
+    assert message(planned, "dp=2,ep=4", recipe="fsdp") == f"InputError: input 'x' has a batch of 4, {expected}"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"compile": "jit"}, "UserError: Options(compile='jit'): choose 'inductor' or 'eager'"),
+        ({"unknown_ops": "skip"}, "UserError: Options(unknown_ops='skip'): choose 'replicate' or 'error'"),
+        ({"loss": "max"}, "UserError: Options(loss='max'): choose 'mean' or 'sum'"),
+    ],
+)
+def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> None:
+    assert message(planned, **option) == expected
+
+
+def test_a_stage_that_a_plan_does_not_have() -> None:
+    expected = "the plan has no graph at stage 'final'; stages are CAPTURED, PLACED, EXPLICIT, COLLECTIVE, LOCAL"
+    assert message(planned().graph, "final") == f"UserError: {expected}"
+
+
+# --- ops without a rule
+
+
+@torch.library.custom_op("autoshard_tests::mirrored", mutates_args=())
+def mirrored(x: Tensor) -> Tensor:
+    return x.flip(-1)
+
+
+@torch.library.custom_op("autoshard_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("autoshard_tests::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+OPS = {"mirrored": mirrored, "doubled": doubled, "noisy": noisy}
+for op in OPS.values():
+    op.register_fake(torch.empty_like)
+
+
+class Calls(nn.Module):
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.up = op, nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sum() + OPS[self.op](x)
+
+
+def calling(op: str, **options: Any) -> Any:
+    return plan(Calls(op), "dp=2", (torch.randn(4, 6),), options=Options(recipe="ddp", **options))
+
+
+def _line() -> str:
+    """Where `Calls` calls its op, as messages end."""
+    lines, start = inspect.getsourcelines(Calls.forward)
+    return f"\n  {__file__}:{start + 1}: {lines[1].strip()}"
+
+
+def test_an_op_without_a_rule_on_request() -> None:
+    text = message(calling, "mirrored", unknown_ops="error")
+    assert text == (
+        "UnknownOpError: autoshard_tests.mirrored.default has no sharding rule; register one with "
+        'autoshard.rule(op)(...), such as "b d -> b d", or allow it to run replicated with '
+        f"Options(unknown_ops='replicate'){_line()}"
+    )
+
+
+def test_an_op_without_a_rule_leaves_a_remark() -> None:
+    remarks = [remark for remark in calling("mirrored").remarks if "mirrored" in remark.text]
+    assert [(remark.pass_name, remark.text) for remark in remarks] == [
+        (
+            "propagate",
+            "autoshard_tests.mirrored.default has no sharding rule: runs replicated on dp; "
+            "96 bytes of operands are gathered",
+        )
+    ]
+    assert not remarks[0].routine
+    assert remarks[0].origin.source.strip() in _line()
+
+
+def test_a_rule_can_be_registered() -> None:
+    rule(torch.ops.autoshard_tests.doubled.default)("b d -> b d")
+    made = calling("doubled", unknown_ops="error")
+    assert not any("doubled" in remark.text for remark in made.remarks)
+
+
+def test_an_op_that_draws_random_numbers_needs_a_rule() -> None:
+    text = message(calling, "noisy")
+    assert text == (
+        "UnknownOpError: autoshard_tests.noisy.default draws random numbers and has no sharding rule: each rank would "
+        "draw its own. Draw with torch.rand or torch.randn, or register a rule with autoshard.rule(op)(...)" + _line()
+    )
