@@ -50,9 +50,9 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, seq, head_dim]; cos and sin are [seq, head_dim]."""
+    """Rotary embedding of x [batch, heads, seq, head_dim], in its dtype; cos and sin are [seq, head_dim], in float32."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
 
 class FeedForward(nn.Module):
