@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -203,6 +203,11 @@ def _join(members: list[Node]) -> None:
     _sink(waits, results)
 
 
+def _steps(member: Node) -> tuple[str, ...]:
+    transfer = transfer_of(member)
+    return () if transfer is None else transfer.steps
+
+
 def _hoist(members: list[Node]) -> None:
     """Move what the members are made of in front of the first of them."""
     first = min(members)
@@ -268,7 +273,8 @@ class _Bucket:
         transfer = transfer_of(first)
         assert transfer is not None and isinstance(first.target, OpOverload)
         new = self.call(first.target, value, *first.args[1:])
-        set_transfer(new, transfer)
+        steps = tuple(step for member in self.members for step in _steps(member))
+        set_transfer(new, replace(transfer, steps=steps))
         return self.call(c10d.wait_tensor.default, new)
 
     def all_gather(self) -> None:

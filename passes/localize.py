@@ -198,7 +198,7 @@ class _Emitter:
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
         if op.namespace == "_c10d_functional" and op is not torch.ops._c10d_functional.wait_tensor.default:
-            set_transfer(new, Transfer(step_kind(self.at), step_axes(self.at)))
+            set_transfer(new, Transfer(step_kind(self.at), step_axes(self.at), (self.at.name,)))
         return new
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import enum
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -330,6 +330,17 @@ def copy_facts(source: Node, target: Node) -> None:
             target.meta[key] = source.meta[key]
 
 
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """A graph of its own with the same nodes, names and facts; fake values are shared."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copied = GraphModule(gm, graph)
+    copied.meta = dict(gm.meta)
+    return copied
+
+
 def draw_of(node: Node) -> int | None:
     """Ordinal of a random call in the captured program: its copies draw the same numbers, wherever passes put them."""
     draw = node.meta.get("autoshard_draw")
@@ -355,6 +366,7 @@ class Transfer:
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
     axes: tuple[str, ...]
+    steps: tuple[str, ...] = field(default=(), compare=False)  # the collectives of the plan that it runs, by id
 
 
 def transfer_of(node: Node) -> Transfer | None:
