@@ -1,0 +1,74 @@
+"""One device's training step as tasks on streams and buffers in memory: what is simulated, scheduled and reported.
+
+A program knows no tensors and no graph. Its tasks stand in the order in which the host issues them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.ir.mesh import Mesh
+
+COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that one task writes and others read; views of it are no buffers.
+
+    `kind` is one of
+    - parameter, buffer, optimizer: the model's state; there from the start to the end
+    - input: the batch; there from the start to the end, as the caller holds it
+    - gradient, output: there from when it is made to the end
+    - gathered: made of parameters alone (an all-gather's result and copies of it)
+    - activation: made by the forward, read by the backward
+    - temporary: all others
+    """
+
+    name: str
+    nbytes: int
+    kind: str
+    fqn: str = ""  # a parameter's own (also for its gradient and optimizer state), or the module that made it
+    node: str = ""  # name of the graph's node that makes it
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel (a fused region counts as one), one collective, or one parameter's update.
+
+    Collectives run on the stream of their link, all others on the compute stream. A task that reads a collective's
+    result waits for it: there are no waits in a program.
+    """
+
+    name: str
+    kind: str  # "compute", "optimizer", or that of a collective: "all_gather", "reduce_scatter", ...
+    stream: str  # "compute", "inside" or "across"
+    seconds: float
+    inputs: tuple[str, ...] = ()  # names of buffers
+    outputs: tuple[str, ...] = ()  # names of buffers, each made by this task alone
+    workspace: int = 0  # bytes that it needs while it runs, beside its inputs and outputs
+    in_place: bool = False  # an output takes the memory of an input of its size that no later task reads
+    axes: tuple[str, ...] = ()  # of a collective
+    dtype: str = ""  # of a collective: "f32"
+    nbytes: int = 0  # of a collective: of its larger side, per rank; else bytes read and written
+    flops: float = 0.0
+    fqn: str = ""  # the module that it comes from
+    nodes: tuple[str, ...] = ()  # names of the graph's nodes that it runs
+    backward: bool = False
+    prefetchable: bool = False  # reads what parameters alone give: it may start at any time
+    deferrable: bool = False  # only gradients come of it: it may end at any time
+
+    @property
+    def is_collective(self) -> bool:
+        return self.stream != COMPUTE
+
+
+@dataclass(frozen=True)
+class Program:
+    """Tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
+
+    tasks: tuple[Task, ...]
+    buffers: tuple[Buffer, ...]
+    mesh: Mesh
