@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.report.table import format_plan
+from autoshard.settings import Settings
 from passes.base import Remark
 from passes.errors import UserError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Value
+from passes.ir.plan import Collective, Cost, Search, Value
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What every value's layout is and which collectives run.
+    """What every value's layout is, which collectives run, and what a step costs.
 
-    `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...).
+    `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). Without hardware
+    there is no `cost`; without a search (a recipe was asked for) no `search`.
     """
 
     mesh: Mesh
@@ -29,6 +31,9 @@ class ShardingPlan:
     collectives: tuple[Collective, ...]
     remarks: tuple[Remark, ...]
     graphs: Mapping[str, str]
+    settings: Settings
+    cost: Cost | None = None
+    search: Search | None = None
 
     def __str__(self) -> str:
         return format_plan(self)

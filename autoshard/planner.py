@@ -20,6 +20,7 @@ from autoshard.constraints import check_options, insisted, recipes_of
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
+from autoshard.settings import Settings, settings_of
 from passes.base import Observer, Pass, PassContext
 from passes.cast_parameters import CastParameters
 from passes.errors import InputError
@@ -84,7 +85,7 @@ def make_plan(
     passes = _configured(pipeline, seed, _cast(module, args, kwargs, captured, options))
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
     PassManager(passes, observers).run(gm, ctx)
-    plan = recorder.plan(ctx, recipes, text)
+    plan = recorder.plan(ctx, recipes, text, settings_of(options, training=training, device=device))
     return Planned(plan, captured, gm, seconds | timer.seconds)
 
 
@@ -178,7 +179,9 @@ class _Recorder(Observer):
                 "collectives": collectives_of(gm, ctx.mesh),
             }
 
-    def plan(self, ctx: PassContext, recipes: tuple[str | None, ...], captured: str) -> ShardingPlan:
+    def plan(self, ctx: PassContext, recipes: tuple[str | None, ...], captured: str, settings: Settings) -> ShardingPlan:
         remarks = tuple(dict.fromkeys(ctx.remarks))
         graphs = {"CAPTURED": captured} | self.graphs
-        return ShardingPlan(mesh=ctx.mesh, recipes=recipes, remarks=remarks, graphs=graphs, **self.facts)
+        return ShardingPlan(
+            mesh=ctx.mesh, recipes=recipes, remarks=remarks, graphs=graphs, settings=settings, **self.facts
+        )
