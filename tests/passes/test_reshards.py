@@ -16,9 +16,10 @@ from passes.ir.collective import all_gather, all_to_all, reduce_scatter
 from passes.ir.graph import InputRole, input_of, placeholders
 from passes.ir.layout import Layout, Partial, R, Shard, assemble, is_even, is_storable, local_part, parse_layout
 from passes.ir.mesh import Mesh
+from passes.ir.steps import plan_steps
 from passes.ir.text import parse_graph
 from passes.localize import Localize
-from passes.lower_reshards import LowerReshards, plan_steps
+from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
 from passes.ranks import run_ranks
 
