@@ -6,11 +6,14 @@ A program knows no tensors and no graph. Its tasks stand in the order in which t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.ir.mesh import Mesh
 
 COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
+STREAMS = (COMPUTE, INSIDE, ACROSS)
 OPTIMIZER = "optimizer"
+PERSISTENT = ("parameter", "buffer", "optimizer", "input", "gradient", "output")  # kinds that stay to the end
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,30 @@ class Program:
     tasks: tuple[Task, ...]
     buffers: tuple[Buffer, ...]
     mesh: Mesh
+
+    @cached_property
+    def index(self) -> Index:
+        """The same by number."""
+        numbers = {buffer.name: number for number, buffer in enumerate(self.buffers)}
+        makers: list[int] = [-1] * len(self.buffers)
+        readers: list[list[int]] = [[] for _ in self.buffers]
+        inputs, outputs = [], []
+        for number, task in enumerate(self.tasks):
+            inputs.append(tuple(numbers[name] for name in task.inputs))
+            outputs.append(tuple(numbers[name] for name in task.outputs))
+            for buffer in inputs[-1]:
+                readers[buffer].append(number)
+            for buffer in outputs[-1]:
+                makers[buffer] = number
+        return Index(inputs, outputs, makers, readers, [STREAMS.index(task.stream) for task in self.tasks])
+
+
+@dataclass(frozen=True)
+class Index:
+    """Tasks and buffers of a program by their numbers."""
+
+    inputs: list[tuple[int, ...]]  # per task, buffers
+    outputs: list[tuple[int, ...]]
+    makers: list[int]  # per buffer, a task; -1: there before the first one
+    readers: list[list[int]]
+    streams: list[int]  # per task, its stream's number in STREAMS

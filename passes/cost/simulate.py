@@ -1,0 +1,250 @@
+"""Run a program on a machine model: one compute stream, one stream per link, memory.
+
+The model is that of CUDA streams, NCCL, and a host that runs ahead of the device:
+
+1. The host issues tasks in the program's order, and never waits.
+2. Kernels run one at a time, in the order of issue. One that reads a collective's result waits for it.
+3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other.
+4. A collective starts when all kernels issued before it have ended: NCCL records an event on the compute stream at
+   issue. A collective that reads another's result makes the compute stream wait for that, as `wait_tensor` does.
+5. The optimizer starts when the backward has returned: when all that was issued before has ended.
+6. Memory is given and taken in the order of issue, as an allocator with one pool per stream does. A kernel's results
+   are there from its own turn on, a collective's from its issue on; a value goes with the last kernel that reads it.
+   What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
+   its wait costs nothing.
+
+Kernels are not slowed down by collectives that run beside them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from passes.cost.program import OPTIMIZER, PERSISTENT, Buffer, Index, Program, Task
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each task of a program runs, and what is live meanwhile. Seconds and bytes; tasks in issue order."""
+
+    program: Program = field(repr=False)
+    starts: tuple[float, ...] = field(repr=False)
+    ends: tuple[float, ...] = field(repr=False)
+    turns: tuple[float, ...] = field(repr=False)  # when the compute stream gets to where a task was issued
+
+    @property
+    def step_time(self) -> float:
+        return max(self.ends, default=0.0)
+
+    @cached_property
+    def compute(self) -> float:
+        """Time in which the compute stream is busy."""
+        return sum(task.seconds for task in self.program.tasks if not task.is_collective)
+
+    @cached_property
+    def communication(self) -> float:
+        """Time in which at least one link is busy."""
+        return sum(end - start for start, end in self._communicating)
+
+    @cached_property
+    def exposed(self) -> float:
+        """Communication time in which the device computes nothing."""
+        return sum(self._idle.within(start, end) for start, end in self._communicating)
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+    @cached_property
+    def exposed_by_task(self) -> tuple[tuple[Task, float], ...]:
+        """Per collective, the part of its time in which the device computes nothing.
+
+        Two that run at once on two links both count it: the sum can exceed `exposed`.
+        """
+        spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
+        return tuple((task, self._idle.within(start, end)) for task, start, end in spans if task.is_collective)
+
+    @cached_property
+    def _idle(self) -> _Gaps:
+        spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
+        return _gaps([(start, end) for task, start, end in spans if not task.is_collective])
+
+    @cached_property
+    def _communicating(self) -> list[tuple[float, float]]:
+        spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
+        return _union(sorted((start, end) for task, start, end in spans if task.is_collective))
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Bytes live at each task's turn."""
+        return tuple(_bytes_by_turn(self.program, self._lives))
+
+    @property
+    def curve(self) -> tuple[tuple[float, int], ...]:
+        """Seconds and the bytes live from then on."""
+        return tuple(zip(self.turns, self.memory, strict=True))
+
+    @property
+    def peak_memory(self) -> int:
+        return max(self.memory, default=0)
+
+    @cached_property
+    def peak_task(self) -> int:
+        """Number of the task at whose turn most memory is live; the first of several."""
+        return self.memory.index(self.peak_memory) if self.memory else 0
+
+    @cached_property
+    def live_at_peak(self) -> tuple[Buffer, ...]:
+        """Buffers live at the peak, the largest first."""
+        firsts, lasts = self._lives
+        held = [b for i, b in enumerate(self.program.buffers) if firsts[i] <= self.peak_task <= lasts[i] and b.nbytes]
+        return tuple(sorted(held, key=lambda buffer: (-buffer.nbytes, buffer.name)))
+
+    @cached_property
+    def memory_by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by the kind of buffer, and the `workspace` of the task that runs there."""
+        found: dict[str, int] = {}
+        for buffer in self.live_at_peak:
+            found[buffer.kind] = found.get(buffer.kind, 0) + buffer.nbytes
+        workspace = self.program.tasks[self.peak_task].workspace if self.program.tasks else 0
+        return found | {"workspace": workspace} if workspace else found
+
+    @cached_property
+    def _lives(self) -> tuple[list[int], list[int]]:
+        return _lives(self.program, self.starts, self.ends)
+
+
+def simulate(program: Program) -> Timeline:
+    """When each task runs; the module's text says by which rules."""
+    index = program.index
+    seconds = [task.seconds for task in program.tasks]
+    optimizer = [task.kind == OPTIMIZER for task in program.tasks]
+    return Timeline(program, *_times(index, seconds, optimizer))
+
+
+def _times(
+    index: Index, seconds: list[float], optimizer: list[bool]
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
+    ready = [0.0] * len(index.makers)
+    starts, ends, turns = [], [], []
+    for inputs, outputs, stream, duration, last in zip(
+        index.inputs, index.outputs, index.streams, seconds, optimizer, strict=True
+    ):
+        turn = clocks[0]
+        for buffer in inputs:
+            if ready[buffer] > turn:
+                turn = ready[buffer]
+        if last:
+            turn = max(turn, *clocks)
+        clocks[0] = turn
+        start = turn if stream == 0 else max(turn, clocks[stream])
+        end = start + duration
+        clocks[stream] = end
+        for buffer in outputs:
+            ready[buffer] = end
+        starts.append(start)
+        ends.append(end)
+        turns.append(turn)
+    return tuple(starts), tuple(ends), tuple(turns)
+
+
+@dataclass(frozen=True)
+class _Gaps:
+    """Where the compute stream is idle: disjoint spans in order, the last one without end."""
+
+    starts: list[float]
+    ends: list[float]
+    before: list[float]  # idle time before each
+
+    def within(self, start: float, end: float) -> float:
+        return self._until(end) - self._until(start)
+
+    def _until(self, time: float) -> float:
+        number = bisect_left(self.ends, time)
+        return self.before[number] + max(0.0, time - self.starts[number])
+
+
+def _gaps(spans: Sequence[tuple[float, float]]) -> _Gaps:
+    starts, ends, clock = [], [], 0.0
+    for start, end in spans:
+        if start > clock:
+            starts.append(clock)
+            ends.append(start)
+        clock = max(clock, end)
+    starts.append(clock)
+    ends.append(float("inf"))
+    lengths = [end - start for start, end in zip(starts[:-1], ends[:-1], strict=True)]
+    return _Gaps(starts, ends, list(accumulate(lengths, initial=0.0)))
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint spans that cover the same time; `spans` are in order of their starts."""
+    found: list[tuple[float, float]] = []
+    for start, end in spans:
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> tuple[list[int], list[int]]:
+    """The first and the last turn at which each buffer is live."""
+    index, tasks = program.index, program.tasks
+    final = len(tasks) - 1
+    leaves = _leaves(index, starts, ends)
+    firsts, lasts = [0] * len(program.buffers), [final] * len(program.buffers)
+    for number, buffer in enumerate(program.buffers):
+        maker, readers = index.makers[number], index.readers[number]
+        persistent = buffer.kind in PERSISTENT
+        firsts[number] = maker if maker >= 0 else 0 if persistent or not readers else readers[0]
+        if not persistent:
+            last = leaves[maker] if maker >= 0 else firsts[number]
+            for reader in readers:
+                if leaves[reader] > last:
+                    last = leaves[reader]
+            lasts[number] = last
+    for turn, task in enumerate(tasks):
+        if task.in_place:
+            _reuse(program, turn, lasts)
+    return firsts, lasts
+
+
+def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> list[int]:
+    """Per task, the last turn at which it still holds what it reads and gives."""
+    kernels = [turn for turn, stream in enumerate(index.streams) if stream == 0]
+    kernel_starts = [starts[turn] for turn in kernels]
+    final = len(starts) - 1
+    leaves = list(range(len(starts)))
+    for turn, stream in enumerate(index.streams):
+        if stream != 0:
+            waiting = bisect_left(kernel_starts, ends[turn])
+            last = kernels[waiting] - 1 if waiting < len(kernels) else final
+            leaves[turn] = max(turn, last)
+    return leaves
+
+
+def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
+    """Let the outputs of a task take the memory of inputs of their size that go with it."""
+    index, buffers = program.index, program.buffers
+    dying = [b for b in dict.fromkeys(index.inputs[turn]) if lasts[b] == turn and buffers[b].kind not in PERSISTENT]
+    for output in index.outputs[turn]:
+        taken = next((b for b in dying if buffers[b].nbytes == buffers[output].nbytes), None)
+        if taken is not None:
+            dying.remove(taken)
+            lasts[taken] = turn - 1
+
+
+def _bytes_by_turn(program: Program, lives: tuple[list[int], list[int]]) -> list[int]:
+    changes = [0] * (len(program.tasks) + 1)
+    for buffer, first, last in zip(program.buffers, *lives, strict=True):
+        if first <= last:
+            changes[first] += buffer.nbytes
+            changes[last + 1] -= buffer.nbytes
+    live = list(accumulate(changes))
+    return [nbytes + task.workspace for nbytes, task in zip(live, program.tasks, strict=False)]

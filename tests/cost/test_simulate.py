@@ -1,0 +1,156 @@
+"""The simulator keeps the rules of streams and of memory, and the laws that follow from them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.cost.program import ACROSS, OPTIMIZER, PERSISTENT, STREAMS, Program
+from passes.cost.simulate import simulate
+from tests.cost.programs import gather, kernel, program, programs
+
+LAW = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def _spans(given: Program) -> dict[str, tuple[float, float]]:
+    timeline = simulate(given)
+    return {t.name: span for t, *span in zip(given.tasks, timeline.starts, timeline.ends, strict=True)}  # type: ignore
+
+
+def test_a_kernel_waits_for_the_collective_it_reads() -> None:
+    run = program(gather("g", 3, "w"), kernel("free", 1), kernel("user", 1, "g"), kernel("late", 1))
+    assert _spans(run) == {"g": [0, 3], "free": [0, 1], "user": [3, 4], "late": [4, 5]}
+
+
+def test_a_collective_waits_for_the_kernels_issued_before_it() -> None:
+    assert _spans(program(kernel("a", 2), gather("g", 1, "w")))["g"] == [2, 3]
+    assert _spans(program(gather("g", 1, "w"), kernel("a", 2)))["g"] == [0, 1]
+
+
+def test_links_are_independent_and_each_is_a_queue() -> None:
+    run = program(gather("g", 2, "w"), gather("h", 2, "w"), gather("i", 3, "w", stream=ACROSS))
+    assert _spans(run) == {"g": [0, 2], "h": [2, 4], "i": [0, 3]}
+
+
+def test_a_collective_of_a_collective_holds_up_the_compute_stream() -> None:
+    run = program(gather("g", 2, "w"), gather("h", 2, "g", stream=ACROSS), kernel("a", 1))
+    assert _spans(run) == {"g": [0, 2], "h": [2, 4], "a": [2, 3]}
+
+
+def test_the_optimizer_waits_for_all_gradients() -> None:
+    update = replace(kernel("update", 1, "a"), kind=OPTIMIZER, outputs=())
+    assert _spans(program(kernel("a", 1), gather("g", 5, "a"), update))["update"] == [6, 7]
+
+
+def test_exposed_time_is_communication_without_compute() -> None:
+    run = program(gather("g", 3, "w"), gather("h", 2, "w", stream=ACROSS), kernel("a", 1), kernel("b", 1, "g"))
+    timeline = simulate(run)
+    assert (timeline.step_time, timeline.compute, timeline.communication) == (4, 2, 3)
+    assert (timeline.exposed, timeline.hidden) == (2, 1)
+    assert {task.name: seconds for task, seconds in timeline.exposed_by_task} == {"g": 2, "h": 1}
+
+
+def test_a_value_is_live_from_its_making_to_its_last_use() -> None:
+    run = program(kernel("a", 1, "w"), kernel("b", 1, "a"), kernel("c", 1, "b"), sizes={"w": 1, "a": 10, "b": 100})
+    timeline = simulate(run)
+    assert timeline.memory == (11, 111, 102)
+    assert [buffer.name for buffer in timeline.live_at_peak] == ["b", "a", "w"]
+    assert timeline.memory_by_kind == {"temporary": 110, "parameter": 1}
+
+
+def test_the_operand_of_a_collective_is_live_until_it_ends() -> None:
+    reduce = gather("g", 2, "a")
+    run = program(kernel("a", 1), reduce, kernel("b", 1), kernel("c", 1), kernel("d", 1), sizes={"a": 10, "g": 0})
+    assert simulate(run).memory == (10, 10, 11, 11, 1)
+
+
+def test_a_gradient_stays_to_the_end() -> None:
+    run = program(kernel("a", 1), kernel("b", 1), sizes={"a": 10}, kinds={"a": "gradient"})
+    assert simulate(run).memory == (10, 11)
+
+
+def test_a_kernel_in_place_takes_the_memory_of_what_it_reads_last() -> None:
+    one = program(kernel("a", 1), kernel("b", 1, "a", in_place=True), sizes={"a": 10, "b": 10})
+    read_again = program(kernel("a", 1), kernel("b", 1, "a", in_place=True), kernel("c", 1, "a"), sizes={"a": 9, "b": 9, "c": 0})
+    assert simulate(one).peak_memory == 10
+    assert simulate(read_again).peak_memory == 18
+
+
+def test_workspace_counts_while_its_task_runs() -> None:
+    timeline = simulate(program(kernel("a", 1, workspace=7), kernel("b", 1)))
+    assert timeline.memory == (8, 1)
+    assert timeline.memory_by_kind == {"temporary": 1, "workspace": 7}
+
+
+@LAW
+@given(programs())
+def test_a_step_is_between_its_busiest_stream_and_the_sum_of_all(given: Program) -> None:
+    busy = [sum(task.seconds for task in given.tasks if task.stream == stream) for stream in STREAMS]
+    assert max(busy) <= simulate(given).step_time <= sum(busy)
+
+
+@LAW
+@given(programs())
+def test_a_step_is_compute_and_exposed_communication(given: Program) -> None:
+    timeline = simulate(given)
+    assert timeline.step_time == timeline.compute + timeline.exposed
+    assert 0 <= timeline.exposed <= timeline.communication
+    for task, exposed in timeline.exposed_by_task:
+        assert 0 <= exposed <= task.seconds
+
+
+@LAW
+@given(programs(), st.data())
+def test_a_task_more_is_never_faster(given: Program, data: st.DataObject) -> None:
+    gone = data.draw(st.integers(0, len(given.tasks) - 1))
+    without = replace(given, tasks=given.tasks[:gone] + given.tasks[gone + 1 :])
+    assert simulate(without).step_time <= simulate(given).step_time
+
+
+@LAW
+@given(programs(), st.data())
+def test_a_slower_task_is_never_faster(given: Program, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(given.tasks) - 1))
+    slower = replace(given.tasks[at], seconds=given.tasks[at].seconds + 1)
+    assert simulate(given).step_time <= simulate(replace(given, tasks=_with(given.tasks, at, slower))).step_time
+
+
+def _with(tasks: tuple, at: int, task: object) -> tuple:  # type: ignore[type-arg]
+    return (*tasks[:at], task, *tasks[at + 1 :])
+
+
+@LAW
+@given(programs())
+def test_memory_is_at_least_the_state_and_at_most_everything(given: Program) -> None:
+    timeline = simulate(given)
+    state = sum(b.nbytes for b in given.buffers if b.kind in PERSISTENT)
+    everything = sum(b.nbytes for b in given.buffers)
+    assert state <= timeline.peak_memory <= everything + max(task.workspace for task in given.tasks)
+    assert sum(timeline.memory_by_kind.values()) == timeline.peak_memory
+    assert len(timeline.curve) == len(given.tasks) and list(timeline.turns) == sorted(timeline.turns)
+
+
+@LAW
+@given(programs())
+def test_memory_in_place_is_never_more(given: Program) -> None:
+    apart = replace(given, tasks=tuple(replace(task, in_place=False) for task in given.tasks))
+    assert simulate(given).peak_memory <= simulate(apart).peak_memory
+
+
+def test_forty_thousand_tasks_take_less_than_a_second() -> None:
+    tasks = [gather(f"g{i}", 2, "w") if i % 5 == 0 else kernel(f"t{i}", 1, f"t{i - 6}") for i in range(6, 40_000)]
+    run = program(*(kernel(f"t{i}", 1) for i in range(6)), *tasks)
+    run.index  # noqa: B018  is made once per program
+    started = time.process_time()
+    timeline = simulate(run)
+    assert timeline.peak_memory > 0 and timeline.exposed >= 0
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("what", ["step_time", "compute", "communication", "exposed", "peak_memory"])
+def test_an_empty_program_costs_nothing(what: str) -> None:
+    assert getattr(simulate(program()), what) == 0
