@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
+
 from passes.errors import MeshError
+from passes.ir.hardware import Group, Hardware, hardware_named
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Named axes and their sizes: `Mesh("dp=2,tp=4")` or `Mesh.of(dp=2, tp=4)`.
 
-    `ranks` are the global ranks in row-major order, `0 .. size-1` where not given.
+    `ranks` are the global ranks in row-major order, `0 .. size-1` where not given. `hardware` is what a rank is and
+    how ranks are linked: a preset's name (`"h100"`), the path of a calibrated file, or `Hardware`; None: unknown.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
+    hardware: Hardware | None = field(repr=False)
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Mesh:
         sizes: tuple[int, ...] | None = None,
         *,
         ranks: tuple[int, ...] | None = None,
+        hardware: str | Hardware | None = None,
     ) -> None:
         if isinstance(names, str):
             if sizes is not None:
@@ -51,6 +57,11 @@ class Mesh:
         object.__setattr__(self, "names", tuple(names))
         object.__setattr__(self, "sizes", tuple(sizes))
         object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "hardware", hardware_named(hardware) if isinstance(hardware, str) else hardware)
+        object.__setattr__(self, "_shapes", {})
+
+    def __hash__(self) -> int:
+        return hash((self.names, self.sizes))  # not the ranks: there may be thousands
 
     @staticmethod
     def of(**axes: int) -> Mesh:
@@ -89,6 +100,26 @@ class Mesh:
             key = tuple(c for i, c in enumerate(coordinate) if i not in moving)
             groups.setdefault(key, []).append(place)
         return tuple(tuple(group) for group in groups.values())
+
+    def group_shape(self, axes: tuple[str, ...]) -> Group:
+        """How many ranks a group over `axes` has, on how many nodes, and on the node with fewest; of the group on
+        most nodes where they differ. All on one node where the hardware is unknown.
+        """
+        shapes: dict[tuple[str, ...], Group] = self._shapes  # type: ignore[attr-defined]
+        if axes not in shapes:
+            shapes[axes] = self._group_shape(axes)
+        return shapes[axes]
+
+    def _group_shape(self, axes: tuple[str, ...]) -> Group:
+        moving = sorted({self.index(axis) for axis in axes})
+        ranks = math.prod(self.sizes[i] for i in moving)
+        if self.hardware is None:
+            return Group(ranks)
+        nodes = np.array(self.ranks).reshape(self.sizes) // self.hardware.node_size
+        groups = np.moveaxis(nodes, moving, range(len(moving))).reshape(ranks, -1).T
+        counts = (np.unique(group, return_counts=True)[1] for group in np.unique(np.sort(groups), axis=0))
+        worst = max((len(count), -int(count.min())) for count in counts)
+        return Group(ranks, worst[0], -worst[1])
 
     def group_name(self, axes: tuple[str, ...]) -> str:
         """The name a group over `axes` has on every rank, whichever group the rank is in.

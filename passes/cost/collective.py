@@ -1,0 +1,162 @@
+"""What a collective costs: steps times latency plus bytes over bandwidth, on a hierarchy of links.
+
+A group has k ranks on n nodes, p on each. Its data goes one of three ways, and the library takes the quickest:
+
+- a ring: k - 1 steps, n - 1 of them between nodes. Every rank passes on (k - 1) / k of the bytes, and p rings use
+  the p network links of a node side by side;
+- a tree: log2 steps in the node and between nodes, up and down; every rank passes on all bytes both ways;
+- the switch, where it adds: a tree whose part in the node is one pass through the switch.
+
+Inside a node every rank also reads and writes all bytes in its own memory once. With the constants of
+`passes/ir/hardware.py` the forms fit published NCCL figures: `tests/cost/test_collective.py` holds them to each one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import sympy
+
+from passes.ir.hardware import Group, Hardware
+
+Where = Literal["inside", "across"]
+
+N, k, n, p, m = sympy.symbols("N k n p m", positive=True)
+a, b, s, A, B, S, c, r = sympy.symbols("a b s A B S c r", positive=True)
+
+SYMBOLS = {
+    N: "bytes of the larger side of a rank: what a gather makes, what a reduction takes",
+    k: "ranks",
+    n: "nodes that they are on",
+    p: "ranks on a node",
+    m: "ranks that a node has room for",
+    a: "seconds of a step inside a node",
+    b: "bytes/s of a rank's link inside the node",
+    s: "seconds of setup inside a node",
+    A: "seconds of a step between nodes",
+    B: "bytes/s of a rank's network link",
+    S: "seconds of setup between nodes",
+    c: "bytes/s of a rank's memory, read and written together",
+    r: "bytes/s at which the switch all-reduces",
+}
+
+
+def collective_seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
+    """Seconds of a collective of `kind` ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") over `group`.
+
+    `nbytes` is the larger side of a rank: the whole tensor that a gather makes or a reduction takes, what a rank
+    holds before an all-to-all. A group of one rank takes no time.
+    """
+    return _seconds(kind, nbytes, group, hardware)
+
+
+@lru_cache(maxsize=1 << 16)
+def _seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
+    if group.ranks == 1:
+        return 0.0
+    formula = _compiled(kind, link_of(group), hardware.inside.reduces > 0, hardware.scatter_sends_all)
+    return float(formula(*values_of(nbytes, group, hardware).values()))
+
+
+def link_of(group: Group) -> Where:
+    """The link that a collective over `group` occupies."""
+    return "inside" if group.nodes == 1 else "across"
+
+
+def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Symbol, float]:
+    """What each of `SYMBOLS` stands for."""
+    inside, across = hardware.inside, hardware.across
+    return {
+        N: nbytes,
+        k: group.ranks,
+        n: group.nodes,
+        p: group.per_node,
+        m: hardware.node_size,
+        a: inside.latency,
+        b: inside.bandwidth,
+        s: inside.setup,
+        A: across.latency,
+        B: across.bandwidth,
+        S: across.setup,
+        c: hardware.memory_bandwidth,
+        r: inside.reduces or 1.0,
+    }
+
+
+def formula_for(kind: str, group: Group, hardware: Hardware) -> sympy.Expr:
+    """The formula that `collective_seconds` evaluates for that group and hardware."""
+    return collective_formula(
+        kind, link_of(group), switch=hardware.inside.reduces > 0, scatter_sends_all=hardware.scatter_sends_all
+    )
+
+
+def collective_formula(
+    kind: str, where: Where = "inside", *, switch: bool = False, scatter_sends_all: bool = False
+) -> sympy.Expr:
+    """Seconds of a collective in a node, or over several, as a formula of `SYMBOLS`.
+
+    `switch`: the switch of a node adds. `scatter_sends_all`: as gloo, whose reduce-scatter is an all-reduce.
+    """
+    if kind == "all_to_all":
+        return _exchange(where)
+    others = [_tree(where), *([_switch(where)] if switch else [])]
+    if kind == "all_reduce" or (kind == "reduce_scatter" and scatter_sends_all):
+        return sympy.Min(ring_formula(where, sweeps=2), *others)
+    assert kind in ("all_gather", "reduce_scatter"), kind
+    return sympy.Min(ring_formula(where, sweeps=1), *others)
+
+
+def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
+    """One sweep around the ring gathers, or reduces and scatters; two do both."""
+    if where == "inside":
+        return s + sweeps * (k - 1) * a + sweeps * _in_node(k) + 2 * N / c
+    steps = (k - n) * a + (n - 1) * A
+    # The part in the node is that of k ranks in one, so that spreading a group over nodes never makes it quicker.
+    in_node = sweeps * _in_node(sympy.Min(k, m)) + 2 * N / c
+    return S + sweeps * steps + sympy.Max(in_node, sweeps * (k - 1) / k * N / (p * B))
+
+
+def _in_node(ranks: sympy.Expr) -> sympy.Expr:
+    return (ranks - 1) / ranks * N / b
+
+
+def _tree(where: Where) -> sympy.Expr:
+    if where == "inside":
+        return s + 2 * _log2(k) * a + 2 * N / b + 2 * N / c
+    return S + _tree_steps() + sympy.Max(2 * N / b + 2 * N / c, _tree_network())
+
+
+def _switch(where: Where) -> sympy.Expr:
+    if where == "inside":
+        return s + 2 * _log2(k) * a + N / r
+    return S + _tree_steps() + sympy.Max(N / r, _tree_network())
+
+
+def _tree_steps() -> sympy.Expr:
+    return 2 * _log2(k / n) * a + 2 * _log2(n) * A
+
+
+def _tree_network() -> sympy.Expr:
+    """Two nodes swap their sums; of more, each passes on all bytes both ways."""
+    return sympy.Min(n - 1, 2) * N / (p * B)
+
+
+def _log2(x: sympy.Expr) -> sympy.Expr:
+    return sympy.log(x) / sympy.log(2)
+
+
+def _exchange(where: Where) -> sympy.Expr:
+    """All to all: a send and a receive for each other rank, each rank over its own links."""
+    if where == "inside":
+        return s + 2 * (k - 1) * a + _in_node(k) + 2 * N / c
+    steps = 2 * (k - n) * a + 2 * (n - 1) * A
+    return S + steps + sympy.Max(_in_node(sympy.Min(k, m)) + 2 * N / c, (k - p) / k * N / B)
+
+
+@cache
+def _compiled(kind: str, where: Where, switch: bool, scatter_sends_all: bool) -> Callable[..., Any]:
+    formula = collective_formula(kind, where, switch=switch, scatter_sends_all=scatter_sends_all)
+    compiled: Callable[..., Any] = sympy.lambdify(tuple(SYMBOLS), formula, "math", cse=True)
+    return compiled
