@@ -20,7 +20,7 @@ from autoshard.fake_module import fake_module, fake_tensor
 from autoshard.flat_call import flatten_call
 from autoshard.joint_graph import finish_graph
 from autoshard.signature import Call, Signature, bind_call, format_leaf, is_constant
-from passes._torch import fake_mode, select_decompositions, trace_joint, trace_module
+from passes._torch import TracedModule, fake_mode, select_decompositions, trace_joint, trace_module
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole, input_of, placeholders
 
@@ -93,9 +93,7 @@ def capture(
     }
     try:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(training):
-            traced = trace_module(_Call(fake.module), *call.with_leaves(leaves))
-            for effect in traced.side_effects:
-                raise side_effect_error(effect)
+            traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
             flat = flatten_call(traced, fake, call, leaves, fake_of)
             joint = trace_joint(flat.graph_module, tuple(flat.tensors.values()), select_decompositions(whole=_WHOLE))
     except CaptureError:
@@ -108,6 +106,31 @@ def capture(
     return Captured(
         joint.graph_module, tuple(input_of(node).name for node in parameters), fake.tied, constants, flat.signature
     )
+
+
+def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    """The trace of a call that changes no Python object.
+
+    Constants that a first call sets on an object beside the modules (a flag of a config, which the fake module has a
+    copy of) are set here, as that call would, if a second call then changes nothing any more.
+    """
+    traced = trace_module(call, args, kwargs)
+    for effect in traced.side_effects:
+        if not effect.constants or isinstance(effect.changed, nn.Module):
+            raise side_effect_error(effect)
+    if not traced.side_effects:
+        return traced
+    before = [(vars(effect.changed), dict(vars(effect.changed))) for effect in traced.side_effects]
+    for effect in traced.side_effects:
+        for name, value in effect.constants.items():
+            setattr(effect.changed, name, value)
+    again = trace_module(call, args, kwargs)
+    for effect in again.side_effects:
+        for attributes, held in before:
+            attributes.clear()
+            attributes.update(held)
+        raise side_effect_error(effect)
+    return again
 
 
 class _Call(nn.Module):

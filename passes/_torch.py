@@ -5,11 +5,12 @@ Supported: torch 2.11 to the newest release; developed on the version that const
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -374,10 +376,15 @@ def unflatten_pytree(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 
 @dataclass(frozen=True)
 class SideEffect:
-    """A Python object that a traced call changed: where the call got it from, and the stack of a change."""
+    """A Python object that a traced call changed: where the call got it from, and the stack of a change.
+
+    `constants` are the attributes that it was given, by name, where they are constants and there is no other change.
+    """
 
     source: str
     stack: str
+    changed: Any = field(compare=False)
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -403,6 +410,7 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
         automatic_dynamic_shapes=False,
         specialize_float=True,
         specialize_int=True,
+        ignore_logging_functions=_logging_functions(),
     )
     with config, _side_effects() as effects:
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
@@ -413,6 +421,14 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return TracedModule(
         traced, inputs, sources, lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given), tuple(effects)
     )
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What writes to a log, methods that libraries add to loggers included: no part of a program of tensors."""
+    loggers = (logging.getLogger(), *(logging.getLogger(name) for name in sorted(logging.root.manager.loggerDict)))
+    kinds = dict.fromkeys(kind for logger in loggers for kind in type(logger).__mro__[:-1])
+    methods = (value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_"))
+    return {method for method in methods if callable(method)}
 
 
 def _source_name(source: Any) -> str:
@@ -454,8 +470,20 @@ def _side_effects() -> Iterator[list[SideEffect]]:
             if _is_restored(variable, tracked.store_attr_mutations.get(variable)):
                 continue
             stacks = tracked.mutation_user_stacks.get(variable, ())
-            if variable.source is not None and not isinstance(variable.source, TempLocalSource):
-                effects.append(SideEffect(_source_name(variable.source), "".join(stacks[0].format()) if stacks else ""))
+            if variable.source is None or isinstance(variable.source, TempLocalSource):
+                continue
+            if isinstance(variable, TorchFunctionModeStackVariable):
+                continue  # contexts of the call itself, such as torch.no_grad
+            stored = tracked.store_attr_mutations.get(variable) or {}
+            constants = {name: new.as_python_constant() for name, new in stored.items() if new.is_python_constant()}
+            effects.append(
+                SideEffect(
+                    _source_name(variable.source),
+                    "".join(stacks[0].format()) if stacks else "",
+                    vars(variable).get("value"),
+                    constants if len(constants) == len(stored) else {},
+                )
+            )
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SIDE_EFFECTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +31,10 @@ from passes.ir.graph import (
     stage_of,
     value_of,
 )
+from passes.errors import CaptureError
 from tests.models import MODELS, build
+
+LOG = logging.getLogger(__name__)
 
 MASK = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
 
@@ -662,3 +666,47 @@ class Flagged(nn.Module):
 
 def test_a_flag_that_is_reset_is_no_change() -> None:
     assert capture(Flagged(), (doubles(4, 3),), training=True).signature.outputs == ("output",)
+
+
+# Python beside the tensors -----------------------------------------------------------------------------------------
+
+
+class Config:
+    problem: str | None = None
+    calls: int = 0
+
+
+class Configured(nn.Module):
+    """Writes to a log, and sets what its config leaves open, as models of public libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.config = nn.Linear(3, 2), Config()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.problem is None:
+            self.config.problem = "regression"
+        LOG.warning("called with %s", x.shape)
+        with torch.no_grad():
+            scale = x.abs().amax()
+        return self.layer(x / scale)
+
+
+class CountsInConfig(Configured):
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.calls += 1
+        return self.layer(x)
+
+
+def test_a_flag_that_the_first_call_sets_is_no_obstacle() -> None:
+    model = Configured()
+    captured = capture(model, (doubles(4, 3),), training=True)
+    assert captured.signature.outputs == ("output",)
+    assert vars(model.config) == {}, "the user's module is left as it was"
+
+
+def test_a_config_that_every_call_changes_is_refused_and_left_alone() -> None:
+    model = CountsInConfig()
+    with pytest.raises(CaptureError, match=r"changes config while it runs(.|\n)*self.config.calls \+= 1"):
+        capture(model, (doubles(4, 3),), training=True)
+    assert vars(model.config) == {}
