@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -13,7 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import UserError
+from passes.ir.hardware import Hardware
 
+USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
 
@@ -25,9 +28,25 @@ class Options:
     """
 
     recipe: str | Mapping[str, str | None] | None = "auto"
-    """`"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is
-    for the last axis), or one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below.
-    `"auto"`: `megatron` on an axis named `tp`, `fsdp` on every other."""
+    """`"auto"`: search for the layouts with the shortest predicted step. Or an expert's: `"ddp"`, `"zero2"`,
+    `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or one
+    per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
+
+    hardware: str | Hardware = "auto"
+    """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or
+    `"auto"`: the mesh's own, else this machine's."""
+
+    memory_limit: int | str | None = None
+    """Memory of one device that a plan may use at its peak: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine
+    tenths of the hardware's, for what allocators and libraries take. Less memory for more communication."""
+
+    optimizer: Literal["adamw", "sgd"] | None = "adamw"
+    """What the predicted memory and step time count for the optimizer: AdamW's two states per parameter, none for
+    SGD; `None`: no update at all."""
+
+    time_limit: float | None = None
+    """Seconds that the search may take; the best plan so far counts, with the gap that was proven by then. Without a
+    limit the same model, mesh and options give the same plan everywhere."""
 
     params: Placements | None = None
     """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`. They come
@@ -70,8 +89,26 @@ class Options:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
+            ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),
         ):
             if value not in known:
                 raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds above 0, or None for no limit")
+        self.memory_bytes(0)
+
+    def memory_bytes(self, available: int) -> int:
+        """The memory limit in bytes, on a device that has `available`."""
+        if self.memory_limit is None:
+            return int(available * USABLE_MEMORY)
+        if isinstance(self.memory_limit, int) and self.memory_limit > 0:
+            return self.memory_limit
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(self.memory_limit))
+        if match is None or isinstance(self.memory_limit, int):
+            raise UserError(
+                f"Options(memory_limit={self.memory_limit!r}): give bytes above 0, or text such as '60GB' or '60GiB'"
+            )
+        prefix = match[2] or ""
+        return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))

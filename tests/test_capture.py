@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.capture import Captured, capture
 from passes._torch import fake_mode, flatten_pytree, is_fake
+from passes.errors import CaptureError
 from passes.ir.graph import (
     InputRole,
     Output,
@@ -31,7 +32,6 @@ from passes.ir.graph import (
     stage_of,
     value_of,
 )
-from passes.errors import CaptureError
 from tests.models import MODELS, build
 
 LOG = logging.getLogger(__name__)
