@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
+from autoshard.codec import encode
+from autoshard.fit import structure
+from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.report.table import format_plan
 from autoshard.settings import Settings
 from passes.base import Remark
@@ -34,6 +41,32 @@ class ShardingPlan:
     settings: Settings
     cost: Cost | None = None
     search: Search | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what the plan was made for: the model's graph, names and shapes, the mesh's axes, and the settings."""
+        values = {**self.parameters, **self.inputs, **self.outputs}
+        shapes = [(name, value.shape, value.dtype) for name, value in values.items()]
+        facts = [str(self.mesh), encode(self.settings), shapes, structure(self.graphs.get("CAPTURED", ""))]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as text in the form of a plan file; `from_json` gives an equal plan."""
+        return dump_plan(self)
+
+    @staticmethod
+    def from_json(text: str) -> ShardingPlan:
+        """Inverse of `to_json`. Raises PlanError that says what is damaged."""
+        return parse_plan(ShardingPlan, text)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a plan file, as a whole or not at all. Raises PlanError where it cannot be written."""
+        write_text(Path(path), self.to_json())
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> ShardingPlan:
+        """Read a plan file. Raises PlanError that says what is damaged."""
+        return parse_plan(ShardingPlan, read_text(Path(path)), source=f"the plan {path}")
 
     def __str__(self) -> str:
         return format_plan(self)

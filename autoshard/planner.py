@@ -20,6 +20,7 @@ from autoshard.constraints import check_options, insisted, recipes_of
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
+from autoshard.progress import Progress, silent
 from autoshard.settings import Settings, settings_of
 from passes.base import Observer, Pass, PassContext
 from passes.cast_parameters import CastParameters
@@ -55,10 +56,12 @@ def make_plan(
     training: bool = True,
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
+    progress: Progress = silent,
 ) -> Planned:
     """Capture one call on global arguments, and run the pipeline on it.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled.
+    `stored` are layouts of parameters that an earlier program of the same module settled. `progress` is told each
+    phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     check_options(options, mesh)
@@ -66,6 +69,7 @@ def make_plan(
     timer, recorder = Timer(), _Recorder()
     started = time.perf_counter()
     policy = options.mixed_precision or MixedPrecisionPolicy()
+    progress("capture")
     captured = capture(
         module,
         args,
@@ -84,6 +88,7 @@ def make_plan(
     pipeline = options.pipeline or default_pipeline(bucket_bytes=options.bucket_bytes)
     passes = _configured(pipeline, seed, _cast(module, args, kwargs, captured, options))
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
+    progress("passes")
     PassManager(passes, observers).run(gm, ctx)
     plan = recorder.plan(ctx, recipes, text, settings_of(options, training=training, device=device))
     return Planned(plan, captured, gm, seconds | timer.seconds)

@@ -11,14 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.options import Options, Placements
 
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-
 
 @dataclass(frozen=True)
 class Settings:
     """The options that a plan depends on, by name, and what it was captured for and with."""
 
-    options: Mapping[str, Json]
+    options: Mapping[str, object]  # as JSON has them
     training: bool  # forward and backward, or the forward alone
     device: str  # of the captured graph: "cpu" or "cuda"; some ops differ
     torch: str  # version
@@ -27,7 +25,7 @@ class Settings:
 def settings_of(options: Options, *, training: bool, device: str) -> Settings:
     """What a plan made with these options depends on."""
     policy = options.mixed_precision
-    described: dict[str, Json] = {
+    described: dict[str, object] = {
         "recipe": dict(options.recipe) if isinstance(options.recipe, Mapping) else options.recipe,
         "params": _placements(options.params),
         "inputs": _placements(options.inputs),
@@ -44,20 +42,20 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
 def options_of(settings: Settings) -> Options:
     """Options that make the same plan again; a pipeline of the user's own is not kept and stays the default."""
     given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "pipeline"}
-    policy = given["mixed_precision"]
+    policy: Mapping[str, Any] | None = given["mixed_precision"]
     if policy is not None:
         dtypes = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in policy.items()}
         given["mixed_precision"] = MixedPrecisionPolicy(**dtypes)
     return Options(**given)
 
 
-def _placements(given: Placements | None) -> Json:
+def _placements(given: Placements | None) -> object:
     if given is None:
         return None
     return {name: {axis: str(placement) for axis, placement in axes.items()} for name, axes in given.items()}
 
 
-def _policy(policy: MixedPrecisionPolicy) -> Json:
+def _policy(policy: MixedPrecisionPolicy) -> object:
     return {
         "param_dtype": _dtype(policy.param_dtype),
         "reduce_dtype": _dtype(policy.reduce_dtype),

@@ -8,6 +8,7 @@
     │   ├── CaptureError           the model cannot be captured as one graph
     │   ├── InputError             a call does not fit what was captured
     │   ├── UnknownOpError         an op without a rule, where Options(unknown_ops="error")
+    │   ├── PlanError              a plan file that is damaged, or a plan for another model, mesh or options
     │   ├── GraphTextError         a dump that does not read back
     │   └── DistributedError       another rank failed, or the ranks disagree
     └── CompilerError              autoshard is wrong; the message names pass, node and stage
@@ -48,6 +49,10 @@ class InputError(UserError):
 
 class UnknownOpError(UserError):
     """An op without a sharding rule, where Options(unknown_ops="error")."""
+
+
+class PlanError(UserError):
+    """A plan file that cannot be read, or a plan that does not fit what it is to run."""
 
 
 class GraphTextError(UserError):

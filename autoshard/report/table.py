@@ -15,11 +15,11 @@ from rich.table import Table
 
 from passes.ir.layout import Partial, Shard
 from passes.ir.plan import Collective, Value
+from passes.ir.units import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 
@@ -127,13 +127,3 @@ def fold_text(lines: Iterable[str]) -> list[str]:
     for line in lines:
         groups.setdefault(re.sub(r"\d+", "#", line), []).append(line)
     return [same[0] if len(same) == 1 else f"{same[0]} (and {len(same) - 1} alike)" for same in groups.values()]
-
-
-def format_bytes(count: int) -> str:
-    """`1536` -> `"1.5 KiB"`."""
-    size = float(count)
-    for unit in _UNITS:
-        if size < 1024 or unit == _UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError(count)

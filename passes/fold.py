@@ -1,0 +1,223 @@
+"""A model of many equal layers becomes one of a few, so that planning does not grow with depth.
+
+A layer is what the graph holds of `layers.7`: parameters, forward and backward calls, gradients. Two layers are
+equal iff they are the same sequence of calls, with operands at the same relative place: in the same layer, in a
+neighbour, or the same value outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from passes.base import Pass, PassContext
+from passes.ir.graph import Output, OutputRole, Stage, input_of, output_node, outputs_of, returned, set_outputs
+from passes.ir.layers import Indexed, Layer, Layers, depth_of
+from passes.ir.repeats import Repeats, Run, index_in, set_repeats
+
+MAX_PERIOD = 4  # layers; sliding and global attention, or dense and MoE, alternate with 2 to 4 in most models
+
+
+@dataclass(frozen=True)
+class Fold(Pass):
+    """Remove all but a few of the equal layers of a model, and remember them as `Repeats` of the graph.
+
+    1. Layers are the modules of a list, `layers.0`, `layers.1`, ...; of nested lists those that save most. A call
+       without a module in it, such as the sum of two gradients, is of the layer of its latest operand. What depends
+       on no layer and is used by several is of none.
+    2. Of a run of equal layers the first and the last are kept. Layers that alternate with a period of up to
+       `MAX_PERIOD` are equal to those a period away, and a period is kept on both sides.
+    3. The layers around the removed ones become neighbours: the next layer's forward takes the values of the layer
+       kept below, the backward of the layer below those of the next layer.
+    4. Layers with a value that is used outside of their neighbours are all kept.
+
+    `distinct` are parameters, by FQN, that options single out, each with a tag: layers are equal only if the tags
+    of their parameters are.
+
+    Before:
+
+        mesh tp=2
+        stage CAPTURED
+        %w0: f32[8, 8] = parameter("layers.0.w")
+        %w1: f32[8, 8] = parameter("layers.1.w")
+        %w2: f32[8, 8] = parameter("layers.2.w")
+        %w3: f32[8, 8] = parameter("layers.3.w")
+        %w4: f32[8, 8] = parameter("layers.4.w")
+        %x: f32[4, 8] = input("x")
+        %mm: f32[4, 8] = mm(%x, %w0)      # net.py:5 layers.0
+        %mm_1: f32[4, 8] = mm(%mm, %w1)      # net.py:5 layers.1
+        %mm_2: f32[4, 8] = mm(%mm_1, %w2)      # net.py:5 layers.2
+        %mm_3: f32[4, 8] = mm(%mm_2, %w3)      # net.py:5 layers.3
+        %mm_4: f32[4, 8] = mm(%mm_3, %w4)      # net.py:5 layers.4
+        return output("output") %mm_4
+
+    After:
+
+        mesh tp=2
+        stage CAPTURED
+        %w0: f32[8, 8] = parameter("layers.0.w")
+        %w1: f32[8, 8] = parameter("layers.1.w")
+        %w3: f32[8, 8] = parameter("layers.3.w")
+        %w4: f32[8, 8] = parameter("layers.4.w")
+        %x: f32[4, 8] = input("x")
+        %mm: f32[4, 8] = mm(%x, %w0)      # net.py:5 layers.0
+        %mm_1: f32[4, 8] = mm(%mm, %w1)      # net.py:5 layers.1
+        %mm_3: f32[4, 8] = mm(%mm_1, %w3)      # net.py:5 layers.3
+        %mm_4: f32[4, 8] = mm(%mm_3, %w4)      # net.py:5 layers.4
+        return output("output") %mm_4
+    """
+
+    name: ClassVar[str] = "fold"
+    takes: ClassVar[Stage] = Stage.CAPTURED
+    gives: ClassVar[Stage] = Stage.CAPTURED
+
+    distinct: tuple[tuple[str, str], ...] = ()  # FQN of a parameter or buffer, tag
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        graph = Indexed.of(gm.graph, dict(self.distinct))
+        foldings = []
+        for level in range(depth_of(graph)):
+            layers = Layers.of(graph, level)
+            foldings += [_folding(layers, prefix, indices) for prefix, indices in layers.lists()]
+        chosen = _chosen(foldings)
+        for folding in foldings:
+            for node, why in folding.declined:
+                ctx.remark(self, node, why)
+        for folding in chosen:
+            for run in folding.runs:
+                ctx.remark(self, output_node(gm.graph), f"{run}", routine=True)
+        _apply(gm, graph, chosen)
+        return bool(chosen)
+
+
+@dataclass(frozen=True)
+class _Folding:
+    """What folding one list would do. Nodes are places in the graph."""
+
+    prefix: str
+    runs: tuple[Run, ...] = ()
+    removed: tuple[tuple[int, int], ...] = ()  # node, representative
+    rewired: tuple[tuple[int, int, int], ...] = ()  # a kept user, what it used, what it uses then
+    declined: tuple[tuple[Node, str], ...] = ()  # why runs of equal layers stay
+
+
+def _folding(layers: Layers, prefix: str, indices: tuple[int, ...]) -> _Folding:
+    """The best folding of a list: that which removes most nodes."""
+    best = _Folding(prefix)
+    for period in range(1, MAX_PERIOD + 1):
+        kept = len(indices) - sum(len(run.removed) for run in best.runs)
+        if kept <= 2 * period + 2:  # what a longer period would keep at least
+            break
+        found = _Folding(prefix)
+        for run in _runs(prefix, indices, layers.signatures(prefix, indices, period), period):
+            found = _joined(found, _one_run(layers, run))
+        if len(found.removed) > len(best.removed) or not best.runs:
+            best = replace(found, declined=found.declined if found.runs else best.declined + found.declined)
+    return best
+
+
+def _runs(prefix: str, indices: tuple[int, ...], signatures: list[int], period: int) -> Iterator[Run]:
+    """The longest stretches of layers that equal the one a period away, from which a period or more can go."""
+    start = 0
+    while start + 2 * period < len(indices):
+        end = start + period  # behind the last layer
+        while end < len(indices) and signatures[end] == signatures[end - period]:
+            end += 1
+        count = (end - start) // period * period - 2 * period
+        if count > 0:
+            cuts = start + period, start + period + count
+            above = indices[cuts[1] : cuts[1] + period]
+            yield Run(prefix, indices[start : cuts[0]], indices[cuts[0] : cuts[1]], above)
+            start = end
+        else:
+            start += 1
+
+
+def _one_run(layers: Layers, run: Run) -> _Folding:
+    """Its removed nodes with their representatives, and their users rewired; declined where that cannot be."""
+    graph = layers.graph
+    origin = {}  # removed node -> its layer's number among the removed ones, its own number in the layer
+    for number, index in enumerate(run.removed):
+        for order, node in enumerate(layers.members[run.prefix, index]):
+            origin[node] = number, order
+    rewired = []
+    for node, (number, order) in origin.items():
+        for user in graph.users[node]:
+            if user in origin:
+                continue
+            layer = _substitute(run, number, layers.layer[user])
+            new = layers.members[layer][order] if layer is not None else user
+            if new >= user:
+                return _declined(run, graph.nodes[node], f"%{graph.nodes[user].name} uses a value of it")
+            rewired.append((user, node, new))
+    for output, value in graph.outputs:
+        if value in origin and not _is_removed(run, output):
+            assert value is not None
+            return _declined(run, graph.nodes[value], f"the {output.role.value} {output.name!r} is a value of it")
+    kept = [layers.members[run.prefix, index] for index in run.below]
+    removed = tuple((node, kept[number % run.period][order]) for node, (number, order) in origin.items())
+    return _Folding(run.prefix, (run,), removed, tuple(rewired))
+
+
+def _substitute(run: Run, number: int, user: Layer | None) -> Layer | None:
+    """The layer from which `user` takes what it took from removed layer `number`; None where there is none."""
+    if user is None or user[0] != run.prefix:
+        return None
+    if user[1] in run.above and len(run.removed) + run.above.index(user[1]) - number <= run.period:
+        return run.prefix, run.below[number % run.period]
+    if user[1] in run.below and number <= run.below.index(user[1]):
+        return run.prefix, run.above[number % run.period]
+    return None
+
+
+def _is_removed(run: Run, output: Output) -> bool:
+    """Whether a result goes with its layer."""
+    return output.role is not OutputRole.OUTPUT and index_in(run.prefix, output.name) in run.removed
+
+
+def _declined(run: Run, node: Node, why: str) -> _Folding:
+    text = f"{run.prefix}.{run.removed[0]} to {run.prefix}.{run.removed[-1]} are planned one by one, though equal: {why}"
+    return _Folding(run.prefix, declined=((node, text),))
+
+
+def _joined(one: _Folding, other: _Folding) -> _Folding:
+    return _Folding(
+        one.prefix,
+        one.runs + other.runs,
+        one.removed + other.removed,
+        one.rewired + other.rewired,
+        one.declined + other.declined,
+    )
+
+
+def _chosen(foldings: list[_Folding]) -> list[_Folding]:
+    """Of a list and those inside of its layers, what removes more."""
+    chosen: list[_Folding] = []
+    for folding in reversed([folding for folding in foldings if folding.runs]):  # innermost first
+        inside = [one for one in chosen if index_in(folding.prefix, one.prefix) is not None]
+        if sum(len(one.removed) for one in inside) <= len(folding.removed):
+            chosen = [one for one in chosen if one not in inside] + [folding]
+    return chosen[::-1]
+
+
+def _apply(gm: GraphModule, graph: Indexed, foldings: list[_Folding]) -> None:
+    removed = dict(pair for folding in foldings for pair in folding.removed)
+    runs = tuple(run for folding in foldings for run in folding.runs)
+    calls, parameters = {}, {}
+    for place, kept in removed.items():
+        old, new = graph.nodes[place], graph.nodes[kept]
+        calls[old.name] = new.name
+        if old.op == "placeholder":
+            parameters[input_of(old).name] = input_of(new).name
+    for user, old_place, new_place in (one for folding in foldings for one in folding.rewired):
+        graph.nodes[user].replace_input_with(graph.nodes[old_place], graph.nodes[new_place])
+    ends = zip(outputs_of(gm.graph), returned(gm.graph), strict=True)
+    left = [(output, value) for output, value in ends if not any(_is_removed(run, output) for run in runs)]
+    output_node(gm.graph).args = (tuple(value for _, value in left),)
+    set_outputs(gm.graph, tuple(output for output, _ in left))
+    for place in sorted(removed, reverse=True):
+        gm.graph.erase_node(graph.nodes[place])
+    set_repeats(gm, Repeats(runs, calls, parameters))
