@@ -59,6 +59,7 @@ class Task:
     flops: float = 0.0
     fqn: str = ""  # the module that it comes from
     nodes: tuple[str, ...] = ()  # names of the graph's nodes that it runs
+    steps: tuple[str, ...] = ()  # of a collective: those of the plan that it runs, by id
     backward: bool = False
     prefetchable: bool = False  # reads what parameters alone give: it may start at any time
     deferrable: bool = False  # only gradients come of it: it may end at any time
