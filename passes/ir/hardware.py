@@ -268,7 +268,7 @@ _H200 = replace(
     name="h200",
     memory_bytes=141 * 10**9,
     memory_bandwidth=4.3e12,
-    efficiency=0.8,
+    efficiency=0.81,
     sources=(
         ("memory_bytes", _SHEET),
         ("memory_bandwidth", "measured on one H200: device-to-device copy, read and written"),
