@@ -224,7 +224,7 @@ def _attention_flops(call: Call) -> float:
     query, key, value = (call.arg(name) for name in ("query", "key", "value"))
     pairs = _pairs(query.shape[-2], key.shape[-2], is_causal=bool(call.arg("is_causal")))
     forward = 2.0 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
-    return forward * BACKWARD_PRODUCTS if call.op in _ATTENTION_BACKWARD else forward
+    return float(forward * BACKWARD_PRODUCTS if call.op in _ATTENTION_BACKWARD else forward)
 
 
 def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
@@ -236,7 +236,9 @@ def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
 
 
 def _query_rows(call: Call) -> int:
-    return math.prod(call.arg("query").shape[:-1])
+    query = call.arg("query")
+    assert isinstance(query, Tensor)
+    return math.prod(query.shape[:-1])
 
 
 _ATTENTION_FORWARD = frozenset(

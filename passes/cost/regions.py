@@ -8,7 +8,6 @@ run one after another, whatever joins.
 from __future__ import annotations
 
 import heapq
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
 from passes.cost.compute import LOOKUPS, is_view
-from passes.ir.graph import is_tensor, operands, results_of, tensor_of, value_of
+from passes.ir.graph import operands, results_of, tensor_of
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
 
@@ -241,33 +240,39 @@ def _reduces_rows(node: Node) -> bool:
     """Whether the last dims are reduced, and no others: a row then stays in one block of threads."""
     value = operands(node)[0]
     ndim = tensor_of(value).ndim
-    target = node.target
-    assert isinstance(target, OpOverload)
-    names = [argument.name for argument in target._schema.arguments]
+    names = _argument_names(node.target)
     if "normalized_shape" in names:
         return True
     if "dim" not in names:
         return False
-    given = node.kwargs.get("dim", node.args[names.index("dim")] if names.index("dim") < len(node.args) else None)
+    place = names.index("dim")
+    given: Any = node.args[place] if place < len(node.args) else node.kwargs.get("dim")
     if given is None:
         return False
-    dims = sorted(dim % max(1, ndim) for dim in (given if isinstance(given, Sequence) else [given]))
+    dims = sorted(dim % max(1, ndim) for dim in ([given] if isinstance(given, int) else given))
     return 0 < len(dims) < ndim and dims == list(range(ndim - len(dims), ndim))
 
 
+def _argument_names(op: Any) -> list[str]:
+    assert isinstance(op, OpOverload)
+    return [argument.name for argument in op._schema.arguments]
+
+
 _POINTWISE = frozenset(  # functional ops that torch does not tag: copies, fills, look-ups, and moves of elements
-    """
-    _prelu_kernel _to_copy __and__ __or__ arange cat clone constant_pad_nd contiguous convert_element_type copy
-    device_put embedding empty empty_like eye fill flip floor_divide full full_like gather hardswish index index_select
-    iota lift_fresh_copy log_sigmoid_forward masked_fill new_empty new_full new_ones new_zeros one_hot ones ones_like
-    rand rand_like randn randn_like repeat roll scalar_tensor select_scatter slice_scatter stack tril triu where zeros
-    zeros_like inductor_seed inductor_lookup_seed inductor_random
-    """.split()
+    {
+        "_prelu_kernel", "_to_copy", "__and__", "__or__", "arange", "cat", "clone", "constant_pad_nd", "contiguous",
+        "convert_element_type", "copy", "device_put", "embedding", "empty", "empty_like", "eye", "fill", "flip",
+        "floor_divide", "full", "full_like", "gather", "hardswish", "index", "index_select", "iota", "lift_fresh_copy",
+        "log_sigmoid_forward", "masked_fill", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot", "ones",
+        "ones_like", "rand", "rand_like", "randn", "randn_like", "repeat", "roll", "scalar_tensor", "select_scatter",
+        "slice_scatter", "stack", "tril", "triu", "where", "zeros", "zeros_like", "inductor_seed", "inductor_lookup_seed",
+        "inductor_random",
+    }
 )
 _REDUCTIONS = frozenset(
-    """
-    _fused_rms_norm _log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data all amax amin
-    any argmax argmin linalg_vector_norm logsumexp max mean min native_layer_norm norm prod std std_mean sum var
-    var_mean
-    """.split()
+    {
+        "_fused_rms_norm", "_log_softmax", "_log_softmax_backward_data", "_safe_softmax", "_softmax",
+        "_softmax_backward_data", "all", "amax", "amin", "any", "argmax", "argmin", "linalg_vector_norm", "logsumexp",
+        "max", "mean", "min", "native_layer_norm", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
+    }
 )
