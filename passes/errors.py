@@ -13,7 +13,8 @@
     │   └── DistributedError       another rank failed, or the ranks disagree
     └── CompilerError              autoshard is wrong; the message names pass, node and stage
         ├── VerifyError            a graph is not valid at its stage
-        └── PassError              a pass failed; lists the passes that ran before it
+        ├── PassError              a pass failed; lists the passes that ran before it
+        └── UnlikeLayersError      equal layers came out unlike; the planner then plans the whole graph
 """
 
 from __future__ import annotations
@@ -73,3 +74,7 @@ class VerifyError(CompilerError):
 
 class PassError(CompilerError):
     """A pass that failed, with the passes that ran before it."""
+
+
+class UnlikeLayersError(CompilerError):
+    """Equal layers of a folded graph that do not look alike in its program, so that it cannot be unrolled."""
