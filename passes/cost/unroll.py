@@ -1,0 +1,226 @@
+"""The program of a whole model from that of its folded graph: copies of the steady layers' tasks and buffers.
+
+Two periods of equal layers are kept around the removed ones (`Run.below`, `Run.above`), both with equal neighbours.
+Task by task they show what a copy reads: where the upper one reads the lower, a copy reads the one below it, where
+the lower one reads the upper, the one above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from passes.cost.program import Buffer, Program, Task
+from passes.errors import UnlikeLayersError
+from passes.ir.repeats import Repeats, Run, index_in, moved_to
+
+
+def unroll(program: Program, repeats: Repeats) -> Program:
+    """`program` with the tasks and buffers of the removed layers; names of copies end in the layer, `mm_3@layers.7`.
+
+    Copies of the forward stand behind the lower kept layers, copies of the backward behind the upper ones.
+
+    Raises UnlikeLayersError where the kept layers do not look alike in the program, as when one bucket holds
+    gradients of two: plan the whole graph then.
+    """
+    for run in repeats.runs:
+        program = _unrolled(program, run)
+    return program
+
+
+def _unrolled(program: Program, run: Run) -> Program:
+    layers = _layers(program, run.prefix)
+    lower, upper = (_Period.of(program, run, kept, layers) for kept in (run.below, run.above))
+    _check_alike(program, run, lower, upper)
+    reads = [_reads(program, run, lower, upper, member) for member in range(len(lower.tasks))]
+    copier = _Copier(program, run, lower, upper, tuple(reads))
+    copies = {behind: tasks for behind, tasks in copier.tasks()}
+    members = {number: (period, member) for period, one in ((0, lower), (run.copies + 1, upper)) for member, number in enumerate(one.tasks)}
+    tasks: list[Task] = []
+    for number, task in enumerate(program.tasks):
+        tasks.append(task if number not in members else replace(task, inputs=copier.inputs(*members[number])))
+        tasks += copies.get(number, ())
+    return replace(program, tasks=tuple(tasks), buffers=(*program.buffers, *copier.buffers()))
+
+
+@dataclass(frozen=True)
+class _Period:
+    """What a program holds of the kept layers on one side: tasks in order, buffers in the order of their tasks."""
+
+    tasks: tuple[int, ...]  # numbers in the program
+    layers: tuple[int, ...]  # of each task, the place of its layer among the kept ones
+    buffers: tuple[Buffer, ...]  # those made by none first
+    buffer_layers: tuple[int, ...]
+    numbers: Mapping[str, int]  # of the buffers, by name
+
+    @staticmethod
+    def of(program: Program, run: Run, kept: tuple[int, ...], layers: Sequence[int | None]) -> _Period:
+        places = {index: place for place, index in enumerate(kept)}
+        tasks = [(number, places[layer]) for number, layer in enumerate(layers) if layer in places]
+        made = {name for task in program.tasks for name in task.outputs}
+        by_name = {buffer.name: buffer for buffer in program.buffers}
+        buffers = []
+        for buffer in program.buffers:
+            layer = index_in(run.prefix, buffer.fqn)
+            if buffer.name not in made and layer in places:
+                buffers.append((buffer, places[layer]))
+        for number, place in tasks:
+            buffers += [(by_name[name], place) for name in program.tasks[number].outputs]
+        return _Period(
+            tuple(number for number, _ in tasks),
+            tuple(place for _, place in tasks),
+            tuple(buffer for buffer, _ in buffers),
+            tuple(place for _, place in buffers),
+            {buffer.name: number for number, (buffer, _) in enumerate(buffers)},
+        )
+
+
+def _layers(program: Program, prefix: str) -> list[int | None]:
+    """Of each task, the index of its layer; a task of the module around is of the layer of its latest input."""
+    makers = {name: number for number, task in enumerate(program.tasks) for name in task.outputs}
+    layers: list[int | None] = []
+    for task in program.tasks:
+        layer = index_in(prefix, task.fqn)
+        if layer is None and (not task.fqn or prefix.startswith(f"{task.fqn}.")):
+            latest = max((makers[name] for name in task.inputs if name in makers), default=None)
+            layer = layers[latest] if latest is not None else None
+        layers.append(layer)
+    return layers
+
+
+def _check_alike(program: Program, run: Run, lower: _Period, upper: _Period) -> None:
+    for what, one, other in (("tasks", lower.tasks, upper.tasks), ("buffers", lower.buffers, upper.buffers)):
+        if len(one) != len(other):
+            raise _unlike(run, f"they have {len(one)} and {len(other)} {what}")
+    for one, other in zip(lower.tasks, upper.tasks, strict=True):
+        tasks = program.tasks[one], program.tasks[other]
+        if _kind_of_task(run, tasks[0]) != _kind_of_task(run, tasks[1]):
+            raise _unlike(run, f"{tasks[0].name} is unlike {tasks[1].name}")
+    for buffers in zip(lower.buffers, upper.buffers, strict=True):
+        if _kind_of_buffer(run, buffers[0]) != _kind_of_buffer(run, buffers[1]):
+            raise _unlike(run, f"{buffers[0].name} is unlike {buffers[1].name}")
+
+
+def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
+    """What is the same in every layer."""
+    what = replace(task, name="", inputs=(), outputs=(), nodes=(), fqn=_relative(run, task.fqn))
+    return what, len(task.inputs), len(task.outputs)
+
+
+def _kind_of_buffer(run: Run, buffer: Buffer) -> Buffer:
+    return replace(buffer, name="", node="", fqn=_relative(run, buffer.fqn))
+
+
+def _relative(run: Run, fqn: str) -> str:
+    index = index_in(run.prefix, fqn)
+    kept = run.below + run.above
+    return fqn if index not in kept else moved_to(run.prefix, kept.index(index) % run.period, fqn)
+
+
+def _unlike(run: Run, why: str) -> UnlikeLayersError:
+    kept = [f"{run.prefix}.{index}" for index in (run.below[0], run.above[0])]
+    return UnlikeLayersError(f"{kept[0]} and {kept[1]} are equal in the model but not in the program: {why}")
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a task reads: a buffer outside of the layers, or one of its period or of the one `shift` periods on."""
+
+    outside: str
+    buffer: int = -1
+    shift: int = 0
+
+
+def _reads(program: Program, run: Run, lower: _Period, upper: _Period, member: int) -> tuple[_Read, ...]:
+    tasks = program.tasks[lower.tasks[member]], program.tasks[upper.tasks[member]]
+    found = []
+    for below, above in zip(tasks[0].inputs, tasks[1].inputs, strict=True):
+        if above in upper.numbers and lower.numbers.get(below) == upper.numbers[above]:
+            found.append(_Read("", upper.numbers[above]))
+        elif above in lower.numbers and below not in lower.numbers:
+            found.append(_Read("", lower.numbers[above], -1))
+        elif below in upper.numbers and above not in upper.numbers:
+            found.append(_Read("", upper.numbers[below], 1))
+        elif below == above and below not in lower.numbers:
+            found.append(_Read(below))
+        else:
+            raise _unlike(run, f"{tasks[0].name} reads {below}, {tasks[1].name} reads {above}")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Copier:
+    """Makes the copies. Period 0 is the lower one, 1 to `run.copies` are the copies, the last is the upper one."""
+
+    program: Program
+    run: Run
+    lower: _Period
+    upper: _Period
+    reads: tuple[tuple[_Read, ...], ...]
+
+    def tasks(self) -> Iterator[tuple[int, list[Task]]]:
+        """Numbers of tasks of the folded program, and the copies that follow each."""
+        for members, is_forward in self._segments():
+            copies = range(1, self.run.copies + 1)
+            last = (self.lower if is_forward else self.upper).tasks[members[-1]]
+            order = copies if is_forward else reversed(copies)
+            yield last, [self._task(member, period) for period in order for member in members]
+
+    def _segments(self) -> Iterator[tuple[range, bool]]:
+        """Stretches of tasks that the program runs wholly in the lower layers before the upper ones, or vice versa."""
+        lower, upper = self.lower.tasks, self.upper.tasks
+        start = 0
+        for end in range(1, len(lower) + 1):
+            is_forward = lower[start] < upper[start]
+            goes_on = end < len(lower) and (lower[end] < upper[start] if is_forward else upper[end] < lower[start])
+            if not goes_on:
+                yield range(start, end), is_forward
+                start = end
+
+    def _task(self, member: int, period: int) -> Task:
+        task = self.program.tasks[self.lower.tasks[member]]
+        layer = self._layer(self.lower.layers[member], period)
+        names = tuple(self._name(self.lower.numbers[name], period) for name in task.outputs)
+        return replace(
+            task,
+            name=f"{task.name}@{self.run.prefix}.{layer}",
+            inputs=self.inputs(period, member),
+            outputs=names,
+            fqn=self._fqn(task.fqn, layer),
+        )
+
+    def inputs(self, period: int, member: int) -> tuple[str, ...]:
+        """Names of what task `member` of a period reads."""
+        task = None
+        if period == 0:
+            task = self.program.tasks[self.lower.tasks[member]]
+        elif period == self.run.copies + 1:
+            task = self.program.tasks[self.upper.tasks[member]]
+        found = []
+        for slot, read in enumerate(self.reads[member]):
+            other = period + read.shift
+            if task is not None and not 0 <= other <= self.run.copies + 1:
+                found.append(task.inputs[slot])
+            else:
+                found.append(read.outside or self._name(read.buffer, other))
+        return tuple(found)
+
+    def buffers(self) -> Iterator[Buffer]:
+        for period in range(1, self.run.copies + 1):
+            for number, buffer in enumerate(self.lower.buffers):
+                layer = self._layer(self.lower.buffer_layers[number], period)
+                yield replace(buffer, name=self._name(number, period), fqn=self._fqn(buffer.fqn, layer))
+
+    def _name(self, buffer: int, period: int) -> str:
+        if period > self.run.copies:
+            return self.upper.buffers[buffer].name
+        name = self.lower.buffers[buffer].name
+        if period == 0:
+            return name
+        return f"{name}@{self.run.prefix}.{self._layer(self.lower.buffer_layers[buffer], period)}"
+
+    def _layer(self, place: int, period: int) -> int:
+        return self.run.removed[(period - 1) * self.run.period + place]
+
+    def _fqn(self, fqn: str, layer: int) -> str:
+        return fqn if index_in(self.run.prefix, fqn) is None else moved_to(self.run.prefix, layer, fqn)
