@@ -17,19 +17,23 @@ from passes.seed import Seed
 
 
 def default_pipeline(
-    seed: Seed | None = None, cast: CastParameters | None = None, bucket_bytes: int = BUCKET_BYTES
+    seed: Seed | None = None,
+    cast: CastParameters | None = None,
+    place: Pass | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Pass, ...]:
     """The passes from a captured graph to a per-device program.
 
-    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `bucket_bytes` how much one
-    collective of parameters or gradients may bring; to change the pipeline, take this
-    tuple apart and give it to `Options(pipeline=...)`.
+    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
+    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring; to change the
+    pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
         seed or Seed(),  # what the user and the recipes insist on, as pins
         cast or CastParameters(),  # stored, computed and reduced dtypes: behind the pins, so that casts precede gathers
-        Propagate(),  # a layout for every value
+        place or Propagate(),  # a layout for every value
         InsertReshards(),  # disagreements become nodes
         MergeReductions(),  # terms of a sum are added before they are reduced
         CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums

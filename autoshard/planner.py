@@ -1,39 +1,41 @@
-"""From a module and arguments to a plan and a per-device program; no process group."""
+"""From a module and arguments to a plan, and to the per-device program that it stands for; no process group."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from autoshard.capture import Captured, capture
-from autoshard.constraints import check_options, insisted, recipes_of
+from autoshard.capture import Captured
+from autoshard.constraints import check_options, recipes_of
+from autoshard.fit import check_model
+from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
+from autoshard.prediction import timed
+from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
-from autoshard.settings import Settings, settings_of
-from passes.base import Observer, Pass, PassContext
+from autoshard.search import search
+from autoshard.settings import settings_of
+from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.errors import InputError
-from passes.ir.graph import InputRole, OutputRole, Stage, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import collectives_of, inputs_of, layouts_by_name, results_by_name
-from passes.ir.text import format_graph
+from passes.ir.plan import Cost, Search
+from passes.ir.repeats import expand_names
 from passes.manager import PassManager
 from passes.observers import Dumper, Timer, Verifier
-from passes.recipes.data import DATA_RECIPES
-from passes.seed import Insisted, Seed
+from passes.search.solution import Solution
+from passes.seed import Seed
+from passes.solve import Solve
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,33 @@ class Planned:
     seconds: Mapping[str, float]
 
 
+def plan_ahead(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    *,
+    training: bool = True,
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> ShardingPlan:
+    """The plan of a call on global arguments, with what a step will cost; no program is made of it.
+
+    Of many equal layers a few are planned, so that depth costs little. `progress` is told each phase as it begins.
+    Raises UserErrors for a model, mesh or options that cannot work.
+    """
+    check_options(options, mesh)
+    progress("capture")
+    problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
+    if options.pipeline is not None:
+        return _program(problem, fold(problem), _Decision(recipes_of(options.recipe, mesh)), progress, Timer()).plan
+    progress("fold")
+    folded = fold(problem)
+    decision = _decide(problem, folded, progress)
+    judged = decision.judged or judge(problem, folded, decision.recipes)
+    return _assembled(problem, folded, judged, decision)
+
 def make_plan(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -56,42 +85,87 @@ def make_plan(
     training: bool = True,
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
+    batch_axes: tuple[int, ...] | None = None,
+    plan: ShardingPlan | None = None,
     progress: Progress = silent,
 ) -> Planned:
-    """Capture one call on global arguments, and run the pipeline on it.
+    """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled. `progress` is told each
-    phase as it begins.
+    `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
+    the caller splits the batch over (None: free to choose), `plan` one to follow. `progress` is told each phase as
+    it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     check_options(options, mesh)
-    recipes = recipes_of(options.recipe, mesh)
-    timer, recorder = Timer(), _Recorder()
+    timer = Timer()
     started = time.perf_counter()
-    policy = options.mixed_precision or MixedPrecisionPolicy()
     progress("capture")
-    captured = capture(
+    problem = captured_problem(
         module,
         args,
-        dict(kwargs),
+        kwargs,
+        mesh,
+        options,
         training=training,
         device=device,
-        compute_dtype=policy.param_dtype,
-        cast_inputs=policy.cast_forward_inputs,
+        stored=stored,
+        batch_axes=batch_axes,
     )
-    gm = captured.graph_module
-    seconds = {"capture": time.perf_counter() - started}
-    ctx = PassContext(mesh, unknown_ops=options.unknown_ops)
-    text = format_graph(gm, mesh)
-    _check_batch(gm, mesh, recipes)
-    seed = _seed(gm, captured, mesh, options, recipes, stored)
-    pipeline = options.pipeline or default_pipeline(bucket_bytes=options.bucket_bytes)
-    passes = _configured(pipeline, seed, _cast(module, args, kwargs, captured, options))
-    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
+    timer.seconds["capture"] = time.perf_counter() - started
+    started = time.perf_counter()
+    progress("fold")
+    folded = fold(problem)
+    if plan is None:
+        decision = _decide(problem, folded, progress)
+    else:
+        check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
+        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost)
+    timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
-    PassManager(passes, observers).run(gm, ctx)
-    plan = recorder.plan(ctx, recipes, text, settings_of(options, training=training, device=device))
-    return Planned(plan, captured, gm, seconds | timer.seconds)
+    return _programmed(problem, folded, decision, timer)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    recipes: Recipes
+    solution: Solution | None = None
+    search: Search | None = None
+    cost: Cost | None = None
+    judged: Judged | None = None
+
+
+def _decide(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+    options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
+    if options.recipe != "auto" or options.pipeline is not None or problem.mesh.size == 1:
+        problem.check_batch(recipes)
+        return _Decision(recipes)
+    choice = search(problem, folded, progress)
+    return _Decision(choice.judged.recipes, choice.solution, choice.search, choice.judged.cost, choice.judged)
+
+
+def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Timer) -> Planned:
+    """The per-device program of the whole model, and its plan."""
+    options, gm = problem.options, problem.captured.graph_module
+    ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
+    place = None if decision.solution is None else Solve(decision.solution)
+    pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
+    recorder = Recorder(passes)
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
+    for group in _groups(passes):
+        PassManager(group, observers).run(gm, ctx)
+    plan = ShardingPlan(
+        mesh=problem.mesh,
+        recipes=decision.recipes,
+        remarks=tuple(dict.fromkeys(ctx.remarks)),
+        graphs={"CAPTURED": folded.text} | recorder.graphs,
+        settings=settings_of(options, training=problem.training, device=problem.device),
+        cost=decision.cost,
+        search=decision.search,
+        solution=decision.solution,
+        **recorder.facts,
+    )
+    return Planned(plan, problem.captured, gm, timer.seconds)
 
 
 def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:
@@ -100,60 +174,29 @@ def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> t
     return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters) else one for one in passes)
 
 
-def _seed(
-    gm: GraphModule,
-    captured: Captured,
-    mesh: Mesh,
-    options: Options,
-    recipes: tuple[str | None, ...],
-    stored: Mapping[str, Layout] | None,
-) -> Seed:
-    parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
-    names = parameters | {alias: parameters[name] for alias, name in captured.tied.items()}
-    params = insisted(options.params, "params", names, mesh)
-    inputs = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.INPUT)}
-    outputs = {
-        output.name: tensor_of(value).shape
-        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
-        if output.role is OutputRole.OUTPUT and isinstance(value, Node)
-    }
-    if not options.reshard_after_forward:
-        recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
-    return Seed(
-        recipes,
-        tuple(Insisted(captured.tied.get(one.name, one.name), one.axis, one.placement) for one in params),
-        insisted(options.inputs, "inputs", inputs, mesh),
-        insisted(options.outputs, "outputs", outputs, mesh),
-        tuple((stored or {}).items()),
+def _assembled(problem: Problem, folded: Folded, judged: Judged, decision: _Decision) -> ShardingPlan:
+    """The plan of the whole model, from what was found on the folded graph."""
+    parameters = expand_names(folded.repeats, judged.facts["parameters"])
+    order = problem.captured.parameters
+    return ShardingPlan(
+        mesh=problem.mesh,
+        recipes=judged.recipes,
+        parameters={name: replace(parameters[name], name=name) for name in order},
+        inputs=judged.facts["inputs"],
+        outputs=judged.facts["outputs"],
+        layouts=expand_names(folded.repeats, judged.facts["layouts"]),
+        collectives=timed(judged.facts["collectives"], judged.timeline),
+        remarks=_remarks((*folded.remarks, *judged.remarks)),
+        graphs={"CAPTURED": folded.text} | judged.graphs,
+        settings=settings_of(problem.options, training=problem.training, device=problem.device),
+        cost=judged.cost,
+        search=decision.search,
+        solution=decision.solution,
     )
 
 
-def _check_batch(gm: GraphModule, mesh: Mesh, recipes: tuple[str | None, ...]) -> None:
-    axes = [axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES]
-    ways = math.prod(mesh.sizes[axis] for axis in axes)
-    first = next((n for n in placeholders(gm.graph, InputRole.INPUT) if tensor_of(n).dim() > 0), None)
-    if first is not None and tensor_of(first).shape[0] % ways:
-        names = " x ".join(mesh.names[axis] for axis in axes)
-        raise InputError(
-            f"input {input_of(first).name!r} has a batch of {tensor_of(first).shape[0]}, which {names} = {ways} does "
-            f"not divide; give a batch that is a multiple of {ways}"
-        )
-
-
-def _cast(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured, options: Options
-) -> CastParameters:
-    policy = options.mixed_precision
-    if policy is None:
-        return CastParameters()
-    stored = tuple((name, p.dtype) for name, p in module.named_parameters() if p.is_floating_point())
-    given = captured.signature.flatten(args, dict(kwargs))
-    inputs = tuple(
-        (spec.path, tensor.dtype)
-        for spec, tensor in zip(captured.signature.inputs, given, strict=True)
-        if tensor.is_floating_point()
-    )
-    return CastParameters(stored, inputs, policy.reduce_dtype, policy.output_dtype)
+def _remarks(given: Sequence[Remark]) -> tuple[Remark, ...]:
+    return tuple(dict.fromkeys(given))
 
 
 def _dumpers(options: Options) -> tuple[Observer, ...]:
@@ -161,32 +204,3 @@ def _dumpers(options: Options) -> tuple[Observer, ...]:
     if not folder or (dist.is_initialized() and dist.get_rank() != 0):
         return ()
     return (Dumper(Path(folder)),)
-
-
-@dataclass
-class _Recorder(Observer):
-    """Reads the plan off the graph while shapes are global, and keeps the text of the last stages."""
-
-    graphs: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
-        """Nothing to read yet."""
-
-    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
-        self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
-        if pass_.gives is Stage.COLLECTIVE:
-            self.facts = {
-                "parameters": inputs_of(gm, InputRole.PARAMETER),
-                "inputs": inputs_of(gm, InputRole.INPUT),
-                "outputs": results_by_name(gm, OutputRole.OUTPUT),
-                "layouts": layouts_by_name(gm),
-                "collectives": collectives_of(gm, ctx.mesh),
-            }
-
-    def plan(self, ctx: PassContext, recipes: tuple[str | None, ...], captured: str, settings: Settings) -> ShardingPlan:
-        remarks = tuple(dict.fromkeys(ctx.remarks))
-        graphs = {"CAPTURED": captured} | self.graphs
-        return ShardingPlan(
-            mesh=ctx.mesh, recipes=recipes, remarks=remarks, graphs=graphs, settings=settings, **self.facts
-        )

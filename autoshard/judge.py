@@ -1,0 +1,97 @@
+"""What a candidate plan would cost: its per-device program, made of a folded graph and run by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from autoshard.compile import split_program
+from autoshard.pipeline import default_pipeline
+from autoshard.prediction import cost_of, run_step
+from autoshard.problem import Problem, Recipes
+from passes.base import Observer, Pass, PassContext, Remark
+from passes.cost.from_graph import program_of
+from passes.cost.simulate import Timeline
+from passes.cost.unroll import unroll
+from passes.fold import Fold
+from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph
+from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
+from passes.ir.repeats import Repeats, repeats_of
+from passes.ir.text import format_graph
+from passes.manager import PassManager
+from passes.normalize import Normalize
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The captured graph, normalized, with its repeated layers left out."""
+
+    graph: GraphModule
+    repeats: Repeats
+    remarks: tuple[Remark, ...]
+    text: str
+
+
+def fold(problem: Problem) -> Folded:
+    """The graph that candidates are judged on; the captured one is left as it is."""
+    gm = copy_graph(problem.captured.graph_module)
+    ctx = PassContext(problem.mesh)
+    tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
+    tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
+    PassManager((Normalize(), Fold(tuple(tags)))).run(gm, ctx)
+    return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A candidate's program and how it runs. `facts` are of the folded graph, by the names of a plan's fields."""
+
+    recipes: Recipes
+    facts: Mapping[str, Any]
+    graphs: Mapping[str, str]
+    remarks: tuple[Remark, ...]
+    timeline: Timeline
+
+    @property
+    def cost(self) -> Cost:
+        return cost_of(self.timeline)
+
+
+def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None = None) -> Judged:
+    """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers."""
+    gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
+    seed = problem.seed(gm, recipes)
+    passes = default_pipeline(seed, problem.cast, place=place, bucket_bytes=0)[1:]
+    recorder = Recorder(passes)
+    PassManager(passes, (recorder,)).run(gm, ctx)
+    split = split_program(gm, mode="eager")
+    program = program_of(split.forward, split.backward, problem.mesh, optimizer=problem.options.optimizer)
+    timeline = run_step(unroll(program, folded.repeats), problem.options)
+    return Judged(recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
+
+
+@dataclass(frozen=True)
+class Recorder(Observer):
+    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage."""
+
+    passes: tuple[Pass, ...]
+    graphs: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        """Nothing to read yet."""
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        if pass_ is [one for one in self.passes if one.gives is pass_.gives][-1]:
+            self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
+        if pass_.gives is Stage.COLLECTIVE:
+            self.facts.update(
+                parameters=inputs_of(gm, InputRole.PARAMETER),
+                inputs=inputs_of(gm, InputRole.INPUT),
+                outputs=results_by_name(gm, OutputRole.OUTPUT),
+                layouts=layouts_by_name(gm),
+                collectives=collectives_of(gm, ctx.mesh),
+            )

@@ -1,0 +1,70 @@
+"""What a simulated step says of a plan: its cost, and the time of each collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autoshard.options import Options
+from passes.cost.program import Program, Task
+from passes.cost.schedule import bucket, prefetch
+from passes.cost.simulate import Timeline, simulate
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Collective, Cost, Memory
+
+
+def run_step(program: Program, options: Options) -> Timeline:
+    """One step in the messages and the order in which the runtime issues it."""
+    limit = options.memory_bytes(memory_of(program.mesh))
+    return simulate(prefetch(bucket(program, options.bucket_bytes), limit))
+
+
+def memory_of(mesh: Mesh) -> int:
+    """Bytes of memory of one device."""
+    assert mesh.hardware is not None
+    return mesh.hardware.memory_bytes
+
+
+def cost_of(timeline: Timeline) -> Cost:
+    """A simulated step as a plan states it."""
+    memory = Memory.of(timeline.memory_by_kind)
+    return Cost(timeline.step_time, timeline.compute, timeline.communication, timeline.exposed, memory)
+
+
+def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collective, ...]:
+    """The collectives of the whole model in the order of the step, each with its message and its time.
+
+    Those of a folded graph stand for those of the layers that it leaves out too: a task of such a layer runs
+    `all_gather_3@layers.7`.
+    """
+    known = {one.id: one for one in collectives}
+    found: dict[str, Collective] = {}
+    for task, exposed in timeline.exposed_by_task:
+        for one, share in _shares(task, known):
+            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0))
+            assert before.seconds is not None and before.exposed is not None
+            found[one.id] = replace(
+                before,
+                bucket=task.name if len(task.steps) > 1 else None,
+                seconds=before.seconds + share * task.seconds,
+                exposed=before.exposed + share * exposed,
+            )
+    return tuple(found.values())
+
+
+def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collective, float]]:
+    """The plan's collectives that a task runs, and their parts of it by bytes."""
+    run = [_of_layer(step, known) for step in task.steps]
+    total = sum(one.bytes for one in run)
+    for one in run:
+        yield one, one.bytes / total if total else 1 / len(run)
+
+
+def _of_layer(step: str, known: dict[str, Collective]) -> Collective:
+    name, _, layer = step.partition("@")
+    one = known[name]
+    if not layer:
+        return one
+    prefix, _, _ = layer.rpartition(".")
+    inside = one.origin.fqn.removeprefix(f"{prefix}.").partition(".")[2]
+    return replace(one, id=step, origin=replace(one.origin, fqn=f"{layer}.{inside}" if inside else layer))
