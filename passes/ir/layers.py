@@ -194,12 +194,16 @@ def _free_invariants(graph: Indexed, layer: list[Layer | None]) -> None:
     for i in inputs:
         if any(layer[user] != layer[i] for user in graph.users[i]):
             layer[i] = None
+    calls = range(len(inputs), len(layer))
     invariant = [False] * len(layer)
-    for i in range(len(inputs), len(layer)):
+    for i in calls:
         invariant[i] = all(invariant[j] or layer[j] is None for j in graph.inputs[i])
-    for i in reversed(range(len(inputs), len(layer))):
-        if invariant[i] and any(layer[user] != layer[i] for user in graph.users[i]):
+    freed: set[int] = set()
+    for i in reversed(calls):
+        others = {layer[user] for user in graph.users[i]} - {layer[i], None}
+        if invariant[i] and (len(others) > 1 or any(user in freed for user in graph.users[i])):
             layer[i] = None
+            freed.add(i)
 
 
 def _results(graph: Indexed, level: int) -> dict[Layer, tuple[tuple[OutputRole, str, int | None], ...]]:

@@ -1,0 +1,355 @@
+"""From the per-device graphs of a partitioned program to tasks and buffers with their seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes._torch import OpOverload
+from passes.cost.collective import collective_seconds, link_of
+from passes.cost.compute import kernel_flops, kernel_seconds, region_seconds
+from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
+from passes.cost.regions import is_alias, is_fusible, region_bytes, regions
+from passes.errors import UserError
+from passes.ir.graph import (
+    InputRole,
+    Output,
+    OutputRole,
+    has_input,
+    input_of,
+    operands,
+    origin_of,
+    results_of,
+    returned,
+    transfer_of,
+    value_of,
+)
+from passes.ir.hardware import Hardware
+from passes.ir.mesh import Mesh
+from passes.ir.tokens import DTYPE_NAMES
+from passes.rules.rule import call_of
+
+
+def program_of(
+    forward: GraphModule,
+    backward: GraphModule | None,
+    mesh: Mesh,
+    *,
+    outputs: Sequence[Output] = (),
+    gradients: Sequence[Output] = (),
+    optimizer: str | None = "adamw",
+    fused: bool = True,
+) -> Program:
+    """The step that a partitioned LOCAL graph makes, priced on `mesh.hardware`.
+
+    `outputs` and `gradients` say what the forward and the backward return (`Split.outputs`, `Split.gradients`);
+    without them, what the backward does not take is an output, and a gradient has the name of the module that made
+    it. `optimizer` ("adamw", "sgd" without momentum, None) updates what has a gradient, in one pass over its state.
+    With `fused`, what Inductor makes one kernel is one task, and what stays inside it is no memory; without, each
+    call is a task, as in eager mode.
+
+    Raises UserError for a mesh without hardware or an unknown optimizer.
+    """
+    builder = _Builder(mesh, _hardware_of(mesh), fused)
+    saved = [] if backward is None else [n for n in backward.graph.find_nodes(op="placeholder") if not _is_tangent(n)]
+    results = returned(forward.graph)
+    border = len(results) - len(saved)
+    builder.add(forward.graph, {}, backward=False)
+    for position, value in enumerate(results):
+        role = outputs[position].role if position < len(outputs) else OutputRole.OUTPUT
+        if isinstance(value, Node):
+            builder.keep(value, "activation" if position >= border else _KEPT.get(role, "temporary"))
+    builder.return_buffers([v for v, o in zip(results, outputs, strict=False) if o.role is OutputRole.BUFFER])
+    if backward is not None:
+        builder.add(backward.graph, dict(zip(saved, results[border:], strict=True)), backward=True)
+        for position, value in enumerate(returned(backward.graph)):
+            if isinstance(value, Node):
+                fqn = gradients[position].name if gradients else origin_of(value).fqn
+                builder.keep(value, "gradient", fqn)
+                builder.update(value, fqn, optimizer)
+    return builder.program()
+
+
+_KEPT = {OutputRole.OUTPUT: "output"}
+_STATES = {"adamw": 2, "sgd": 0, None: 0}  # of a parameter's size, each
+
+
+def _hardware_of(mesh: Mesh) -> Hardware:
+    if mesh.hardware is None:
+        raise UserError(
+            f"mesh {mesh} does not say what its devices are, so nothing on it can be priced; name them, as in "
+            f"Mesh('{mesh}', hardware='h100')"
+        )
+    return mesh.hardware
+
+
+def _is_tangent(node: Node) -> bool:
+    return has_input(node) and input_of(node).role is InputRole.TANGENT
+
+
+@dataclass
+class _Values:
+    """Where the values of one graph are: the names of each node's buffers, and what is known of each buffer."""
+
+    names: dict[Node, tuple[str, ...]] = field(default_factory=dict)  # views have the names of what they view
+    readers: dict[str, list[Node]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class _Builder:
+    """Collects the tasks and buffers of a forward, then of its backward."""
+
+    def __init__(self, mesh: Mesh, hardware: Hardware, fused: bool) -> None:
+        self.mesh, self.hardware, self.fused = mesh, hardware, fused
+        self.tasks: list[Task] = []
+        self.updates: list[Task] = []
+        self.buffers: dict[str, Buffer] = {}
+        self.early: set[str] = set()  # buffers that parameters alone give
+        self.names: dict[Node, tuple[str, ...]] = {}
+        self.backward = False
+        self.values = _Values()
+
+    def add(self, graph: Graph, held: dict[Node, Any], *, backward: bool) -> None:
+        """The tasks of a graph. `held` are its placeholders that an earlier graph's values come in by."""
+        self.backward = backward
+        self.values = values = self._values(graph, held)
+        self.names |= values.names
+        for group in self._groups(graph):
+            self._emit(group)
+
+    def _values(self, graph: Graph, held: dict[Node, Any]) -> _Values:
+        values = _Values()
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values.names[node] = self.names[held[node]] if node in held else self._input(node)
+                continue
+            for operand in operands(node):
+                for name in values.names[operand]:
+                    if viewed_by(node) is None:
+                        values.readers.setdefault(name, []).append(node)
+            if node.op != "output":
+                values.names[node] = self._names(node, values)
+        return values
+
+    def _names(self, node: Node, values: _Values) -> tuple[str, ...]:
+        source = viewed_by(node)
+        if source is not None and node.target is operator.getitem:
+            position = _position(source, node.args[1])
+            names = values.names[source]
+            return () if position is None else (names[position] if len(names) > 1 else names[0],)
+        if source is not None:
+            return values.names[source][:1]
+        made = results_of(node)
+        stem = f"backward.{node.name}" if self.backward else node.name
+        names = tuple(f"{stem}.{number}" if number else stem for number in range(len(made)))
+        values.sizes |= {name: _nbytes(tensor) for name, tensor in zip(names, made, strict=True)}
+        return names
+
+    def _input(self, node: Node) -> tuple[str, ...]:
+        if not isinstance(value_of(node), torch.Tensor):
+            return ()
+        given = input_of(node)
+        kind = _INPUT_KINDS[given.role]
+        name = f"{given.role.value}.{given.name}"
+        fqn = given.name if kind in ("parameter", "buffer") else ""
+        self.buffers[name] = Buffer(name, _nbytes(value_of(node)), kind, fqn, node.name, self.backward)
+        if given.role in (InputRole.PARAMETER, InputRole.COORDINATE):
+            self.early.add(name)
+        return (name,)
+
+    def _groups(self, graph: Graph) -> list[tuple[Node, ...]]:
+        """What runs as one kernel, in an order in which it can run: nodes that make values."""
+        calls = [(node,) for node in graph.nodes if node.op == "call_function"]
+        groups = regions(graph) if self.fused else calls
+        made = (tuple(n for n in group if viewed_by(n) is None and not self._is_inlined(n)) for group in groups)
+        return [group for group in made if group]
+
+    def _is_inlined(self, node: Node) -> bool:
+        """Whether the kernels that read a constant make it themselves."""
+        if not self.fused or node.all_input_nodes or not is_fusible(node.target) or _is_random(node):
+            return False
+        readers = (reader for name in self.values.names[node] for reader in self.values.readers.get(name, ()))
+        return all(reader.op == "call_function" and is_fusible(reader.target) for reader in readers)
+
+    def _emit(self, group: tuple[Node, ...]) -> None:
+        inside, values = set(group), self.values
+        made = [name for node in group for name in values.names[node]]
+        read = (name for node in group for operand in operands(node) for name in values.names[operand])
+        reads = tuple(name for name in dict.fromkeys(read) if name not in made and name in self.buffers)
+        outputs = [n for n in made if any(r not in inside for r in values.readers.get(n, ()))]
+        makers = {name: node for node in group for name in values.names[node]}
+        early = all(name in self.early for name in reads) and not any(map(_is_random, group))
+        for name in outputs:
+            kind = "gathered" if early else "temporary"
+            fqn = origin_of(makers[name]).fqn
+            self.buffers[name] = Buffer(name, values.sizes[name], kind, fqn, makers[name].name, self.backward)
+            if early:
+                self.early.add(name)
+        self.tasks.append(self._task(group, reads, tuple(outputs), early=early))
+
+    def _task(self, group: tuple[Node, ...], inputs: tuple[str, ...], outputs: tuple[str, ...], *, early: bool) -> Task:
+        node = group[-1]
+        assert isinstance(node.target, OpOverload)
+        moved = region_bytes(group)
+        task = Task(
+            outputs[-1] if outputs else f"{'backward.' if self.backward else ''}{node.name}",
+            "compute",
+            COMPUTE,
+            0.0,
+            inputs,
+            outputs,
+            nbytes=moved,
+            fqn=origin_of(node).fqn,
+            nodes=tuple(n.name for n in group),
+            backward=self.backward,
+        )
+        if node.target.namespace == "_c10d_functional":
+            return self._collective(node, task, prefetchable=early)
+        if len(group) == 1 and not is_fusible(node.target):
+            call = call_of(node)
+            seconds = kernel_seconds(call, self.hardware)
+            return replace(task, seconds=seconds, flops=kernel_flops(call), workspace=_workspace(node))
+        flops = float(sum(math.prod(tensor.shape) for n in group for tensor in results_of(n)))
+        seconds = region_seconds(flops, moved, self.hardware)
+        return replace(task, seconds=seconds, flops=flops, in_place=self.fused)
+
+    def _collective(self, node: Node, task: Task, *, prefetchable: bool) -> Task:
+        transfer = transfer_of(node)
+        axes = self.mesh.axes_of_group(str(node.args[-1]))
+        kind = transfer.kind if transfer is not None else _kind(node)
+        nbytes = max(sum(map(_result_bytes, operands(node))), _result_bytes(node))
+        group = self.mesh.group_shape(axes)
+        return replace(
+            task,
+            kind=kind,
+            stream=link_of(group),
+            seconds=collective_seconds(kind, nbytes, group, self.hardware),
+            in_place=kind == "all_reduce",
+            axes=axes,
+            dtype=DTYPE_NAMES[results_of(node)[0].dtype],
+            nbytes=nbytes,
+            steps=() if transfer is None else transfer.steps,
+            prefetchable=prefetchable,
+        )
+
+    def keep(self, value: Node, kind: str, fqn: str = "") -> None:
+        """Say what becomes of a result: an output, a gradient, or a value for the backward."""
+        for name in self.names[value]:
+            buffer = self.buffers[name]
+            if buffer.kind in ("temporary", "gathered") and not (buffer.kind == "gathered" and kind == "activation"):
+                self.buffers[name] = replace(buffer, kind=kind, fqn=fqn or buffer.fqn)
+
+    def return_buffers(self, values: Sequence[Any]) -> None:
+        """The runtime copies new values of buffers into the buffers when the forward is done."""
+        names = tuple(name for value in values if isinstance(value, Node) for name in self.names[value])
+        if names:
+            moved = 2 * sum(self.buffers[name].nbytes for name in names)
+            seconds = region_seconds(0.0, moved, self.hardware)
+            self.tasks.append(Task("buffers", "compute", COMPUTE, seconds, names, nbytes=moved))
+
+    def update(self, gradient: Node, fqn: str, optimizer: str | None) -> None:
+        """The update of the parameter that a gradient is of."""
+        if optimizer not in _STATES:
+            known = ", ".join(repr(name) for name in _STATES)
+            raise UserError(f"unknown optimizer {optimizer!r}; its memory and time are known for {known}")
+        names = self.names[gradient]
+        if optimizer is None or fqn.startswith("input:") or not names:
+            return
+        nbytes = _nbytes(value_of(gradient))
+        parameter = f"{InputRole.PARAMETER.value}.{fqn}"
+        inputs = [*names, *([parameter] if parameter in self.buffers else [])]
+        name = f"optimizer.{fqn or names[0]}"
+        if _STATES[optimizer]:
+            self.buffers[name] = Buffer(name, _STATES[optimizer] * nbytes, OPTIMIZER, fqn)
+            inputs.append(name)
+        moved = nbytes * (1 + 2 * (1 + _STATES[optimizer]))  # the gradient is read, parameter and state also written
+        seconds = moved / self.hardware.memory_bandwidth
+        self.updates.append(Task(name, OPTIMIZER, COMPUTE, seconds, tuple(inputs), nbytes=moved, fqn=fqn, backward=True))
+
+    def program(self) -> Program:
+        return Program((*_with_deferrable(self.tasks, self.buffers), *self.updates), tuple(self.buffers.values()), self.mesh)
+
+
+_INPUT_KINDS = {
+    InputRole.PARAMETER: "parameter",
+    InputRole.BUFFER: "buffer",
+    InputRole.INPUT: "input",
+    InputRole.TANGENT: "temporary",
+    InputRole.COORDINATE: "input",
+    InputRole.SEED: "input",
+}
+
+
+def viewed_by(node: Node) -> Node | None:
+    """The operand that `node` gives as it is or as a view of: it runs nothing and makes no buffer."""
+    if node.op != "call_function":
+        return None
+    source = node.args[0] if node.args else None
+    is_view = is_alias(node) or node.target is torch.ops._c10d_functional.wait_tensor.default
+    return source if is_view and isinstance(source, Node) else None
+
+
+def _position(source: Node, index: Any) -> int | None:
+    """Where item `index` stands among the tensor results; None for what is no tensor."""
+    value = value_of(source)
+    if not isinstance(value[index], torch.Tensor):
+        return None
+    return sum(isinstance(item, torch.Tensor) for item in value[:index])
+
+
+@cache
+def _is_random_op(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and _is_random_op(node.target)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _result_bytes(node: Node) -> int:
+    return sum(map(_nbytes, results_of(node)))
+
+
+def _kind(node: Node) -> str:
+    """Kind of a collective by the name of its op."""
+    assert isinstance(node.target, OpOverload)
+    name = node.target.overloadpacket.__name__
+    return next(k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k))
+
+
+def _workspace(node: Node) -> int:
+    """Bytes that a kernel takes beside its results. A flash attention's backward sums the query's gradient in f32."""
+    name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
+    if not (name.startswith("_scaled_dot_product") and name.endswith("attention_backward")):
+        return 0
+    return 4 * math.prod(results_of(node)[0].shape)
+
+
+def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer]) -> list[Task]:
+    """Mark collectives whose results become results of the program by moves, casts and collectives alone."""
+    readers: dict[str, list[int]] = {}
+    for number, task in enumerate(tasks):
+        for name in task.inputs:
+            readers.setdefault(name, []).append(number)
+    late = [False] * len(tasks)
+    found = list(tasks)
+    for number, task in reversed(list(enumerate(tasks))):
+        ends = all(
+            buffers[name].kind in ("gradient", "output") or readers.get(name) for name in task.outputs
+        ) and all(late[reader] for name in task.outputs for reader in readers.get(name, ()))
+        moves = len(task.inputs) == 1 and (task.is_collective or task.in_place)
+        late[number] = ends and moves
+        if ends and task.is_collective and not task.prefetchable:
+            found[number] = replace(task, deferrable=True)
+    return found
