@@ -63,14 +63,20 @@ class Judged:
 def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None = None) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers."""
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    seed = problem.seed(gm, recipes)
-    passes = default_pipeline(seed, problem.cast, place=place, bucket_bytes=0)[1:]
+    passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place=place, bucket_bytes=0)[1:]
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
     split = split_program(gm, mode="eager")
     program = program_of(split.forward, split.backward, problem.mesh, optimizer=problem.options.optimizer)
     timeline = run_step(unroll(program, folded.repeats), problem.options)
     return Judged(recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
+
+
+def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
+    """A copy of `folded` with pins and casts, as the search is given it."""
+    gm = copy_graph(folded.graph)
+    PassManager((problem.seed(gm, recipes), problem.cast)).run(gm, PassContext(problem.mesh))
+    return gm
 
 
 @dataclass(frozen=True)

@@ -147,17 +147,16 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
     """The per-device program of the whole model, and its plan."""
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
-    place = None if decision.solution is None else Solve(decision.solution)
+    place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
     recorder = Recorder(passes)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
-    for group in _groups(passes):
-        PassManager(group, observers).run(gm, ctx)
+    PassManager(passes, observers).run(gm, ctx)
     plan = ShardingPlan(
         mesh=problem.mesh,
         recipes=decision.recipes,
-        remarks=tuple(dict.fromkeys(ctx.remarks)),
+        remarks=_remarks(ctx.remarks),
         graphs={"CAPTURED": folded.text} | recorder.graphs,
         settings=settings_of(options, training=problem.training, device=problem.device),
         cost=decision.cost,

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoshard.constraints import recipes_of
-from autoshard.judge import Folded, Judged, judge
+from autoshard.judge import Folded, Judged, judge, seeded
 from autoshard.prediction import memory_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress
 from passes.errors import InputError, MemoryLimitError, RecipeError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Search
+from passes.search.find import Goal, find
 from passes.search.solution import Solution
-from passes.solve import Solve, solve
+from passes.solve import Solve
 
 EXPERTS = ("ddp", "zero2", "fsdp", "hsdp", "megatron", "ddp+megatron", "zero2+megatron", "fsdp+megatron", "hsdp+megatron")
 SOLVED = "solved"
@@ -92,10 +93,12 @@ def _solved(problem: Problem, folded: Folded, limit: int) -> dict[str, _Found]:
     asked, found = limit, {}
     for _ in range(TRIES):
         gm = seeded(problem, folded, unpinned)
-        solution = solve(gm, problem.mesh, memory_limit=asked, time_limit=problem.options.time_limit)
-        if solution is None:
+        goal = Goal(memory_limit=asked, time_limit=problem.options.time_limit)
+        try:
+            solution = find(gm, problem.mesh, goal)
+        except MemoryLimitError:
             break
-        found[SOLVED] = _Found(judge(problem, folded, unpinned, Solve(solution)), solution)
+        found[SOLVED] = _Found(judge(problem, folded, unpinned, Solve(solution=solution)), solution)
         excess = found[SOLVED].judged.cost.peak_memory - limit
         if excess <= 0:
             break

@@ -5,6 +5,7 @@
     │   ├── MeshError              a mesh, or an axis of it
     │   ├── RecipeError            a recipe's name, or where it was put
     │   ├── ConstraintError        a placement or glob in Options(params=, inputs=, outputs=)
+    │   ├── MemoryLimitError       no plan fits in the memory of a device
     │   ├── CaptureError           the model cannot be captured as one graph
     │   ├── InputError             a call does not fit what was captured
     │   ├── UnknownOpError         an op without a rule, where Options(unknown_ops="error")
@@ -38,6 +39,10 @@ class RecipeError(UserError):
 
 class ConstraintError(UserError):
     """A constraint that names nothing, or that the mesh cannot honour."""
+
+
+class MemoryLimitError(UserError):
+    """No plan fits in the memory limit."""
 
 
 class CaptureError(UserError):
