@@ -5,6 +5,7 @@
     │   ├── MeshError              a mesh, or an axis of it
     │   ├── RecipeError            a recipe's name, or where it was put
     │   ├── ConstraintError        a placement or glob in Options(params=, inputs=, outputs=)
+    │   ├── MemoryLimitError       no plan fits in the memory of a device
     │   ├── CaptureError           the model cannot be captured as one graph
     │   ├── InputError             a call does not fit what was captured
     │   ├── UnknownOpError         an op without a rule, where Options(unknown_ops="error")
@@ -40,6 +41,10 @@ class ConstraintError(UserError):
     """A constraint that names nothing, or that the mesh cannot honour."""
 
 
+class MemoryLimitError(UserError):
+    """No plan fits in the memory limit."""
+
+
 class CaptureError(UserError):
     """A model that cannot be captured as one graph."""
 
@@ -53,7 +58,11 @@ class UnknownOpError(UserError):
 
 
 class PlanError(UserError):
-    """A plan file that cannot be read, or a plan that does not fit what it is to run."""
+    """A plan file that cannot be read, or a plan that does not fit what it is to run; then `differences` says how."""
+
+    def __init__(self, message: str, *, differences: str = "") -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class GraphTextError(UserError):
