@@ -58,7 +58,11 @@ class UnknownOpError(UserError):
 
 
 class PlanError(UserError):
-    """A plan file that cannot be read, or a plan that does not fit what it is to run."""
+    """A plan file that cannot be read, or a plan that does not fit what it is to run; then `differences` says how."""
+
+    def __init__(self, message: str, *, differences: str = "") -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 class GraphTextError(UserError):
