@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.capture import Captured, capture
 from autoshard.constraints import check_options, insisted, recipes_of
+from autoshard.fit import check_model
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
@@ -56,11 +57,13 @@ def make_plan(
     training: bool = True,
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
+    plan: ShardingPlan | None = None,
     progress: Progress = silent,
 ) -> Planned:
     """Capture one call on global arguments, and run the pipeline on it.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled. `progress` is told each
+    `stored` are layouts of parameters that an earlier program of the same module settled; `plan` is one to follow.
+    `progress` is told each
     phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
@@ -83,6 +86,9 @@ def make_plan(
     seconds = {"capture": time.perf_counter() - started}
     ctx = PassContext(mesh, unknown_ops=options.unknown_ops)
     text = format_graph(gm, mesh)
+    settings = settings_of(options, training=training, device=device)
+    if plan is not None:
+        check_model(plan, module, text, settings)
     _check_batch(gm, mesh, recipes)
     seed = _seed(gm, captured, mesh, options, recipes, stored)
     pipeline = options.pipeline or default_pipeline(bucket_bytes=options.bucket_bytes)
@@ -90,8 +96,7 @@ def make_plan(
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
     progress("passes")
     PassManager(passes, observers).run(gm, ctx)
-    plan = recorder.plan(ctx, recipes, text, settings_of(options, training=training, device=device))
-    return Planned(plan, captured, gm, seconds | timer.seconds)
+    return Planned(recorder.plan(ctx, recipes, text, settings), captured, gm, seconds | timer.seconds)
 
 
 def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:
@@ -186,7 +191,7 @@ class _Recorder(Observer):
 
     def plan(self, ctx: PassContext, recipes: tuple[str | None, ...], captured: str, settings: Settings) -> ShardingPlan:
         remarks = tuple(dict.fromkeys(ctx.remarks))
-        graphs = {"CAPTURED": captured} | self.graphs
+        graphs = self.graphs | {"CAPTURED": captured}
         return ShardingPlan(
             mesh=ctx.mesh, recipes=recipes, remarks=remarks, graphs=graphs, settings=settings, **self.facts
         )
