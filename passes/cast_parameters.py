@@ -22,12 +22,14 @@ from passes.ir.graph import (
     input_of,
     inserting_after,
     operands,
+    origin_of,
     output_node,
     outputs_of,
     pins_of,
     placeholders,
     returned,
     set_note,
+    set_origin,
     set_value,
     tensor_of,
     value_of,
@@ -98,7 +100,10 @@ class CastParameters(Pass):
         compute = tensor_of(node).dtype
         if compute == dtype:
             return False
+        users = list(node.users)
         new = self._cast(node, node, compute)
+        if users:
+            set_origin(new, origin_of(users[0]))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         set_value(node, tensor_of(node).to(dtype))
         return True
