@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,11 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.constraints import check_options, recipes_of
 from autoshard.execution import LocalProgram
+from autoshard.fit import check_asked
 from autoshard.global_call import Splits, global_call
+from autoshard.groups import open_groups
+from autoshard.one_plan import given_plan
 from autoshard.options import Options
+from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
 from autoshard.planner import Planned, make_plan
 from autoshard.runtime import Request, ShardedModule, shard_module
+from autoshard.settings import options_of
 from autoshard.topology import mesh_of
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
@@ -54,6 +60,7 @@ def autoshard(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    plan: ShardingPlan | str | PathLike[str] | None = None,
     options: Options | None = None,
 ) -> ShardedModule: ...
 
@@ -65,6 +72,7 @@ def autoshard(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    plan: ShardingPlan | str | PathLike[str] | None = None,
     options: Options | None = None,
 ) -> Callable[[ModelClass], ModelClass]: ...
 
@@ -75,6 +83,7 @@ def autoshard(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    plan: ShardingPlan | str | PathLike[str] | None = None,
     options: Options | None = None,
 ) -> ShardedModule | Callable[[ModelClass], ModelClass]:
     """Distribute `model`, written for one device, on `mesh`; all ranks of the mesh call it together.
@@ -85,14 +94,17 @@ def autoshard(
 
     `args` and `kwargs` are the arguments of one call with the global batch: the model is then captured and
     compiled now, otherwise at its first call. Without `model`, returns a class decorator.
+
+    `plan` is a plan to run, or the file of one; without options, those it was made with apply. The first rank's is
+    the one that counts. A call in another mode than it is for (an evaluation) is planned around its parameters.
+
     Raises a UserError that says what to change where the model, mesh, options or arguments cannot work.
     """
     if mesh is None:
         raise MeshError("autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class")
-    chosen = options or Options()
     if model is None:
-        return _decorator(mesh, args, kwargs, chosen)
-    return _distribute(model, mesh, args, kwargs, chosen)
+        return _decorator(mesh, args, kwargs, plan, options)
+    return _distribute(model, mesh, args, kwargs, plan, options)
 
 
 def _distribute(
@@ -100,7 +112,8 @@ def _distribute(
     device_mesh: DeviceMesh,
     args: tuple[Any, ...] | None,
     kwargs: Mapping[str, Any] | None,
-    options: Options,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
 ) -> ShardedModule:
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard takes an nn.Module, not {type(model).__name__}")
@@ -109,34 +122,39 @@ def _distribute(
             f"autoshard runs on a DeviceMesh, not on {device_mesh!r}: use init_device_mesh(...); "
             "to plan without devices, call autoshard.plan"
         )
-    planner = _Planner(device_mesh, mesh_of(device_mesh), options)
+    place = place_of(device_mesh)
+    groups = open_groups(device_mesh, place.mesh)
+    given = None if plan is None else given_plan(groups, plan)
+    options = options or (Options() if given is None else options_of(given.settings))
+    planner = _Planner(device_mesh.device_type, place.mesh, options, given)
     if args is None and kwargs is None:
-        return shard_module(model, device_mesh, planner, mode=options.compile)
+        return shard_module(model, place, groups, planner, mode=options.compile)
     gradients = torch.is_grad_enabled()
     return shard_module(
         model,
-        device_mesh,
+        place,
+        groups,
         planner,
         mode=options.compile,
-        program=lambda: planner.plan(model, args or (), kwargs or {}, gradients),
+        program=lambda followed: planner.plan(model, args or (), kwargs or {}, gradients, followed=followed),
         gradients=gradients,
     )
 
 
 class _Planner:
-    """Plans a sharded module's programs: one per mode that it is called in."""
+    """Plans a sharded module's programs: one per mode that it is called in. `given` is the plan for one of them."""
 
-    def __init__(self, device_mesh: DeviceMesh, mesh: Mesh, options: Options) -> None:
+    def __init__(self, device: str, mesh: Mesh, options: Options, given: ShardingPlan | None) -> None:
         check_options(options, mesh)
-        self.device, self.mesh, self.options = device_mesh.device_type, mesh, options
+        if given is not None:
+            check_asked(given, mesh, options)
+        self.device, self.mesh, self.options, self.given = device, mesh, options, given
+        self.awaits = given is not None  # no program was made of `given` yet
 
-    def __call__(self, request: Request) -> LocalProgram:
+    def __call__(self, request: Request, followed: ShardingPlan | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
-        recipes = recipes_of(self.options.recipe, self.mesh)
-        data_axes = tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
-        splits = Splits(self.mesh, data_axes, self.options.inputs)
-        args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
-        return self.plan(request.module, args, kwargs, request.gradients, request.parameters)
+        args, kwargs = global_call(request.module, request.args, request.kwargs, self._splits())
+        return self.plan(request.module, args, kwargs, request.gradients, request.parameters, followed=followed)
 
     def plan(
         self,
@@ -145,12 +163,39 @@ class _Planner:
         kwargs: Mapping[str, Any],
         training: bool,
         stored: Mapping[str, Layout] | None = None,
+        *,
+        followed: ShardingPlan | None,
     ) -> LocalProgram:
-        """The program for a call with the whole of each input."""
+        """The program for a call with the whole of each input. `followed` is what the first rank decided."""
+        given = self.given if self.awaits and self.given and self.given.settings.training == training else None
+        if stored is None and given is None and self.given is not None:
+            stored = {name: value.layout for name, value in self.given.parameters.items()}
         planned = make_plan(
-            module, args, kwargs, self.mesh, self.options, training=training, stored=stored, device=self.device
+            module,
+            args,
+            kwargs,
+            self.mesh,
+            self.options,
+            training=training,
+            stored=stored,
+            device=self.device,
+            plan=followed or given,
         )
+        self.awaits = self.awaits and given is None
         return self._program(planned)
+
+    def _splits(self) -> Splits:
+        """How a call's inputs are split: as the plan says; for those it does not know, its batch or the recipes."""
+        if self.given is None:
+            recipes = recipes_of(self.options.recipe, self.mesh)
+            data_axes = tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
+            return Splits(self.mesh, data_axes, self.options.inputs)
+        layouts = {name: value.layout for name, value in self.given.inputs.items() if value.shape}
+        placements = {
+            name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
+        }
+        first = next(iter(layouts.values()), None)
+        return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
 
     def _program(self, planned: Planned) -> LocalProgram:
         signature, plan = planned.captured.signature, planned.plan
@@ -176,7 +221,11 @@ class _Planner:
 
 
 def _decorator(
-    mesh: DeviceMesh, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, options: Options
+    mesh: DeviceMesh,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
 ) -> Callable[[ModelClass], ModelClass]:
     def decorate(kind: ModelClass) -> ModelClass:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -187,7 +236,7 @@ def _decorator(
             """Calling the class makes an instance as ever, and distributes it."""
 
             def __call__(cls, *made_of: Any, **named: Any) -> Any:
-                return _distribute(super().__call__(*made_of, **named), mesh, args, kwargs, options)
+                return _distribute(super().__call__(*made_of, **named), mesh, args, kwargs, plan, options)
 
         body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         decorated: ModelClass = Distributing(kind.__name__, (kind,), body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoshard.compile import Mode, Program, Split, compile_split, split_program
@@ -14,26 +13,20 @@ from autoshard.guards import check_same_program, exchange, together
 
 @dataclass(frozen=True)
 class Built:
-    local: LocalProgram
     program: Program
     groups: MeshGroups
 
 
-def build_program(plan: Callable[[], LocalProgram], groups: MeshGroups, *, mode: Mode) -> Built:
-    """Plan, partition and compile, and register the groups of the program's collectives.
+def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Built:
+    """Partition and compile, and register the groups of the program's collectives.
 
-    Raises what `plan` raises; DistributedError where another rank failed or has another program.
+    Raises DistributedError where another rank failed or has another program.
     """
-
-    def planned() -> tuple[LocalProgram, Split]:
-        local = plan()
-        return local, split_program(local.graph, mode=mode)
-
-    local, split = together(groups, "planning", planned)
+    split = together(groups, "partitioning", lambda: split_program(local.graph, mode=mode))
     graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
     check_same_program(groups, graphs)
     groups = add_groups(groups, axes_used(graphs, groups.mesh))
-    return Built(local, _compile_by_host(split, groups, mode=mode), groups)
+    return Built(_compile_by_host(split, groups, mode=mode), groups)
 
 
 def _compile_by_host(split: Split, groups: MeshGroups, *, mode: Mode) -> Program:

@@ -33,7 +33,7 @@ def check_asked(plan: ShardingPlan, mesh: Mesh, options: Options) -> None:
         for name, value in asked.options.items()
         if value != plan.settings.options.get(name)
     ]
-    _refuse(found, "make a plan for this mesh and these options, or leave options out to take the plan's")
+    _refuse(found, "Make a plan for this mesh and these options, or leave options out to take the plan's")
     if asked.torch != plan.settings.torch:
         warnings.warn(
             f"the plan was made with torch {plan.settings.torch} and runs with {asked.torch}: what it says of time and "
@@ -54,7 +54,7 @@ def check_model(plan: ShardingPlan, module: nn.Module, captured: str, settings: 
     found += _differences("input", _inputs(captured), _inputs(plan.graph("CAPTURED")))
     if not found and settings.device == plan.settings.device:
         found = list(_program(structure(captured), structure(plan.graph("CAPTURED"))))
-    _refuse(found, "make a plan for this model and these inputs")
+    _refuse(found, "Make a plan for this model and these inputs")
 
 
 def structure(graph: str) -> list[str]:
@@ -67,8 +67,9 @@ def _refuse(found: list[str], advice: str) -> None:
     if not found:
         return
     folded = fold_text(found)
-    more = f"; and {len(folded) - SHOWN} more" if len(folded) > SHOWN else ""
-    raise PlanError(f"the plan does not fit: {'; '.join(folded[:SHOWN])}{more}. {advice[0].upper()}{advice[1:]}")
+    more = [f"and {len(folded) - SHOWN} more"] if len(folded) > SHOWN else []
+    differences = "; ".join([*folded[:SHOWN], *more])
+    raise PlanError(f"the plan does not fit: {differences}. {advice}", differences=differences)
 
 
 def _brief(value: object) -> str:

@@ -46,6 +46,18 @@ def exchange(groups: MeshGroups, value: T) -> list[T]:
     return values
 
 
+def of_first(groups: MeshGroups, value: T) -> T:
+    """What the first rank of the mesh gives. Raises DistributedError where one is gone."""
+    if groups.mesh.size == 1:
+        return value
+    values = [value]
+    try:
+        dist.broadcast_object_list(values, src=groups.mesh.ranks[0], group=groups.control)
+    except RuntimeError as error:
+        raise peer_error(error) from error
+    return values[0]
+
+
 def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
     """`attempt()` on this rank, once all ranks have made theirs.
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -16,9 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 from autoshard.build import build_program
 from autoshard.compile import Mode
 from autoshard.execution import Execution, LocalProgram, Slot, bind, parameter_slots
-from autoshard.groups import MeshGroups, open_groups
+from autoshard.groups import MeshGroups
 from autoshard.guards import Given, check_equal_values, differences, exchange, together
-from autoshard.parameters import Place, distributed_copy, lay_out, place_of, plain_copy
+from autoshard.one_plan import plan_together
+from autoshard.parameters import Place, distributed_copy, lay_out, plain_copy
 from autoshard.plan import ShardingPlan
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
@@ -38,7 +38,7 @@ class Request:
     parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
 
 
-Planner = Callable[[Request], LocalProgram]
+Planner = Callable[[Request, ShardingPlan | None], LocalProgram]  # with the plan that it has to follow
 
 
 @dataclass(frozen=True)
@@ -147,22 +147,21 @@ class ShardedModule(nn.Module):
 
 def shard_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
+    place: Place,
+    groups: MeshGroups,
     planner: Planner,
     *,
     mode: Mode,
-    program: Callable[[], LocalProgram] | None = None,
+    program: Callable[[ShardingPlan | None], LocalProgram] | None = None,
     gradients: bool = True,
 ) -> ShardedModule:
-    """A copy of `module` on `device_mesh`; `module` is left as it is. All ranks of the mesh call it together.
+    """A copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
 
     With `program`, which plans for the module's present mode and `gradients`, parameters are stored as it says from
     the start and it is compiled now; without, parameters are whole on every rank until the first call.
     Raises MeshError, CaptureError, and DistributedError where another rank fails.
     """
-    place = place_of(device_mesh)
-    groups = open_groups(device_mesh, place.mesh)
-    planned = None if program is None else together(groups, "planning", program)
+    planned = None if program is None else plan_together(groups, program)
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
     seed = exchange(groups, torch.initial_seed())[0]
@@ -184,7 +183,7 @@ def shard_module(
     )
     if planned is not None:
         _, training, trainable = _key(sharded._autoshard)
-        _build(sharded, (gradients, training, trainable), lambda: planned)
+        _build(sharded, (gradients, training, trainable), planned)
     return sharded
 
 
@@ -212,21 +211,21 @@ def _key(state: RuntimeState) -> Key:
 def _install(model: ShardedModule, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state = model._autoshard
 
-    def plan() -> LocalProgram:
-        return state.planner(Request(as_written(model), args, kwargs, key[0], state.layouts))
+    def plan(followed: ShardingPlan | None) -> LocalProgram:
+        return state.planner(Request(as_written(model), args, kwargs, key[0], state.layouts), followed)
 
-    _build(model, key, plan)
+    _build(model, key, plan_together(state.groups, plan))
 
 
-def _build(model: ShardedModule, key: Key, plan: Callable[[], LocalProgram]) -> None:
+def _build(model: ShardedModule, key: Key, local: LocalProgram) -> None:
     state = model._autoshard
-    built = build_program(plan, state.groups, mode=state.mode)
+    built = build_program(local, state.groups, mode=state.mode)
     state.groups = built.groups
     if state.layouts is None:
         _agree_on_parameters(model)
-        lay_out(model, state.place, built.local.parameters)
-        state.layouts = built.local.parameters
-    state.executions[key] = bind(built.program, built.local, model, state.place)
+        lay_out(model, state.place, local.parameters)
+        state.layouts = local.parameters
+    state.executions[key] = bind(built.program, local, model, state.place)
 
 
 def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple[Suspect, ...]:

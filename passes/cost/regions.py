@@ -66,12 +66,12 @@ def region_bytes(region: Sequence[Node]) -> int:
     for node in region:
         for operand in operands(node):
             if source_of(operand) not in inside:
-                read.setdefault(source_of(operand), {})[operand] = _bytes_read(node, operand)
+                read.setdefault(source_of(operand), {})[operand] = bytes_read(node, operand)
     total = sum(min(_bytes(source), sum(parts.values())) for source, parts in read.items())
     return total + sum(_bytes(node) for node in region if _is_read_outside(node, inside))
 
 
-def _bytes_read(user: Node, operand: Node) -> int:
+def bytes_read(user: Node, operand: Node) -> int:
     """Through a view that repeats elements (expand), or takes some of them (slice), no more than there are."""
     if user.target in LOOKUPS and user.args[0] is operand:
         return min(_bytes(operand), _bytes(user))
@@ -182,7 +182,7 @@ class _Fusion:
         return True
 
     def _fits(self, node: Node, region: _Region) -> bool:
-        if node.meta.get("partitioner_tag") != region.phase or not _nests(_elements(node), region.elements):
+        if _are_apart(node.meta.get("partitioner_tag"), region.phase) or not _nests(_elements(node), region.elements):
             return False
         if region.late and any(source_of(operand) in region.late for operand in operands(node)):
             return False
@@ -193,6 +193,7 @@ class _Fusion:
 
     def _put(self, node: Node, region: _Region) -> None:
         region.nodes.append(node)
+        region.phase = region.phase or node.meta.get("partitioner_tag")
         region.elements = max(region.elements, _elements(node))
         self._of[node] = region
         if is_reduction(node.target):
@@ -203,7 +204,7 @@ class _Fusion:
 
     def _merge(self, region: _Region, into: _Region, read: list[_Region]) -> bool:
         """Make `region` one with `into`, whose last node reads it, where nothing else does."""
-        if region.is_read or region.late or not (region.is_open and into.is_open) or region.phase != into.phase:
+        if region.is_read or region.late or not (region.is_open and into.is_open) or _are_apart(region.phase, into.phase):
             return False
         if len(region.nodes) + len(into.nodes) > MAX_NODES or not _nests(region.elements, into.elements):
             return False
@@ -213,6 +214,7 @@ class _Fusion:
             return False
         into.rank = max(into.rank, region.rank)
         into.first = min(into.first, region.first)
+        into.phase = into.phase or region.phase
         into.elements = max(into.elements, region.elements)
         into.reduces_rows |= region.reduces_rows
         into.nodes = region.nodes + into.nodes
@@ -220,6 +222,11 @@ class _Fusion:
             self._of[node] = into
         region.nodes = []
         return True
+
+
+def _are_apart(one: Any, other: Any) -> bool:
+    """Whether one is of the forward and the other of the backward; nodes that Inductor adds do not say."""
+    return None not in (one, other) and one != other
 
 
 def _elements(node: Node) -> int:

@@ -103,7 +103,7 @@ def _check_alike(program: Program, run: Run, lower: _Period, upper: _Period) -> 
 
 def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
     """What is the same in every layer."""
-    what = replace(task, name="", inputs=(), outputs=(), nodes=(), fqn=_relative(run, task.fqn))
+    what = replace(task, name="", inputs=(), outputs=(), nodes=(), steps=(), fqn=_relative(run, task.fqn))
     return what, len(task.inputs), len(task.outputs)
 
 

@@ -81,14 +81,13 @@ def test_a_rank_with_a_wrong_batch_is_named() -> None:
 
 
 def test_other_models_on_other_ranks_are_found_before_they_hang() -> None:
-    assert (
-        messages("model")
-        == [
-            "DistributedError: rank 0 and rank 1 have different parameters or inputs; build the same model, with the same "
-            "options and example inputs, on each"
-        ]
-        * 2
+    first, second = messages("model")
+    assert second == (
+        "DistributedError: rank 1 and rank 0 have different models or inputs: parameter 'spare.weight' is not in the "
+        "plan; parameter 'spare.bias' is not in the plan; build the same model, with the same options and example "
+        "inputs, on each"
     )
+    assert first == f"DistributedError: planning failed on rank 1: {second}"
 
 
 def test_other_weights_on_other_ranks_are_found_though_each_keeps_a_part() -> None:

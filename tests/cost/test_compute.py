@@ -1,0 +1,161 @@
+"""What kernels cost: operations counted, the roofline, published rates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.cost.compute import (
+    PRODUCT,
+    Product,
+    attention_seconds,
+    kernel_bytes,
+    kernel_flops,
+    kernel_seconds,
+    product_seconds,
+    region_seconds,
+)
+from passes.ir.hardware import Hardware, hardware_named
+from passes.rules.rule import Call, Tensor
+
+aten = torch.ops.aten
+H100, H200 = hardware_named("h100"), hardware_named("h200")
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Call:
+    """The call of an op on meta tensors, for (shape, dtype) pairs or shapes of bf16."""
+
+    def tensor(value: Any) -> Any:
+        return torch.empty(value, dtype=torch.bfloat16, device="meta") if isinstance(value, tuple) else value
+
+    def abstract(value: Any) -> Any:
+        return Tensor(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    args = tuple(map(tensor, args))
+    made = op(*args, **kwargs)
+    results = tuple(map(abstract, made if isinstance(made, tuple) else (made,)))
+    return Call(op, tuple(map(abstract, args)), kwargs, tuple(r for r in results if isinstance(r, Tensor)))
+
+
+def attention(
+    query: tuple[int, ...], key: tuple[int, ...], *, is_causal: bool = False, backward: bool = False
+) -> Call:
+    q, k, stats = Tensor(query, torch.bfloat16), Tensor(key, torch.bfloat16), Tensor(query[:3], torch.float32)
+    if backward:
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return Call(op, (q, q, k, k, q, stats, 0.0, is_causal), {}, (q, k, k))
+    return Call(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, k, 0.0, is_causal), {}, (q, stats))
+
+
+@pytest.mark.parametrize(
+    ("made", "flops"),
+    [
+        (call(aten.mm.default, (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+        (call(aten.addmm.default, (7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+        (call(aten.bmm.default, (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+        (call(aten.baddbmm.default, (2, 3, 7), (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+        (call(aten.linear.default, (2, 3, 5), (7, 5)), 2 * 2 * 3 * 5 * 7),
+        (call(aten.mv.default, (3, 5), (5,)), 2 * 3 * 5),
+        (call(aten.dot.default, (5,), (5,)), 2 * 5),
+        (call(aten.add.Tensor, (3, 5), (3, 5)), 0),
+        (attention((2, 4, 10, 8), (2, 4, 6, 8)), 4 * 2 * 4 * 10 * 6 * 8),
+        (attention((2, 4, 10, 8), (2, 4, 10, 8), is_causal=True), 4 * 2 * 4 * 55 * 8),
+        (attention((2, 4, 10, 8), (2, 2, 10, 8), is_causal=True, backward=True), 10 * 2 * 4 * 55 * 8),
+    ],
+)
+def test_operations_of_a_kernel(made: Call, flops: float) -> None:
+    assert kernel_flops(made) == flops
+
+
+CONVOLUTIONS = [
+    ((2, 6, 9, 9), (4, 6, 3, 3), False, 1),
+    ((2, 6, 9, 9), (4, 3, 3, 3), False, 2),
+    ((2, 6, 5, 5), (6, 4, 3, 3), True, 1),
+]
+
+
+@pytest.mark.parametrize(("value", "weight", "transposed", "groups"), CONVOLUTIONS)
+def test_operations_of_a_convolution(
+    value: tuple[int, ...], weight: tuple[int, ...], transposed: bool, groups: int
+) -> None:
+    settings = (None, [2, 2], [1, 1], [1, 1], transposed, [0, 0], groups)
+    forward = call(aten.convolution.default, value, weight, *settings)
+    positions = value if transposed else forward.result.shape  # each meets every element of the kernel once
+    assert kernel_flops(forward) == 2 * positions[0] * math.prod(positions[2:]) * math.prod(weight)
+    gradient = forward.result.shape
+    mask = [True, True, False]
+    backward = call(aten.convolution_backward.default, gradient, value, weight, None, *settings[1:], mask)
+    assert kernel_flops(backward) == 2 * kernel_flops(forward)
+
+
+def test_large_products_reach_what_is_published() -> None:
+    cube = Product(1, 8192, 8192, 8192)
+    nbytes = 3 * 8192 * 8192 * 2.0
+    rate = cube.flops / product_seconds(cube, nbytes, "bf16", H200)
+    assert 0.98 * 769e12 < rate < 798e12, "measured on one H200"
+    assert 0.70 < cube.flops / product_seconds(cube, nbytes, "bf16", H100) / 989e12 < 0.80
+
+
+def test_small_products_reach_less() -> None:
+    def reached(m: int, n: int, k: int) -> float:
+        product = Product(1, m, n, k)
+        return product.flops / product_seconds(product, 2.0 * (m * n + n * k + m * k), "bf16", H100) / H100.rate("bf16")
+
+    assert reached(16384, 4096, 14336) > reached(16384, 4096, 512) > reached(1024, 1024, 4096) > reached(128, 128, 128)
+    assert reached(1024, 1024, 4096) < 0.4, "64 squares of 128 for 132 units"
+
+
+def test_a_product_with_a_vector_takes_the_time_to_read_the_matrix() -> None:
+    made = call(aten.mm.default, (1, 16384), (16384, 16384))
+    assert kernel_seconds(made, H100) == pytest.approx(16384 * 16384 * 2 / H100.memory_bandwidth, rel=0.05)
+
+
+def test_f32_runs_at_the_rate_of_f32() -> None:
+    cube = Product(1, 4096, 4096, 4096)
+    assert product_seconds(cube, 0.0, "f32", H100) > 10 * product_seconds(cube, 0.0, "bf16", H100)
+
+
+def test_long_attention_is_a_product_and_short_attention_is_not() -> None:
+    long = attention((2, 8, 8192, 128), (2, 8, 8192, 128), is_causal=True)
+    peak = H100.rate("bf16") * H100.attention
+    assert kernel_flops(long) / kernel_seconds(long, H100) == pytest.approx(peak, rel=0.1)
+    short = attention((1, 1, 64, 128), (1, 1, 64, 128))
+    assert kernel_flops(short) / kernel_seconds(short, H100) < peak / 100
+    assert attention_seconds(1e12, 0.0, 1 << 20, "bf16", H100) < attention_seconds(1e12, 0.0, 1 << 10, "bf16", H100)
+
+
+def test_views_are_free() -> None:
+    assert kernel_seconds(call(aten.view.default, (4, 6), [24]), H100) == 0.0
+    assert kernel_seconds(call(aten.t.default, (4, 6)), H100) == 0.0
+    assert kernel_seconds(call(aten.clone.default, (4, 6)), H100) > 0.0
+
+
+def test_a_look_up_reads_what_it_takes_of_the_table() -> None:
+    table, index = Tensor((100_000, 64), torch.float32), Tensor((8,), torch.int64)
+    made = Call(aten.embedding.default, (table, index), {}, (Tensor((8, 64), torch.float32),))
+    assert kernel_bytes(made) == 2 * 8 * 64 * 4 + 8 * 8
+
+
+@settings(deadline=None)
+@given(st.tuples(*[st.integers(1, 10_000)] * 4), st.tuples(*[st.integers(0, 1000)] * 4), st.sampled_from(["bf16", "f32"]))
+def test_a_larger_product_takes_no_less(shape: tuple[int, ...], more: tuple[int, ...], dtype: str) -> None:
+    small, large = Product(*shape), Product(*(a + b for a, b in zip(shape, more, strict=True)))
+    assert product_seconds(small, 0.0, dtype, H100) <= product_seconds(large, 0.0, dtype, H100)
+    at_best = small.flops / H100.rate(dtype)
+    assert product_seconds(small, 0.0, dtype, H100) >= at_best + H100.launch
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 40), st.sampled_from(["h100", "a100", "cpu"]).map(hardware_named))
+def test_a_region_takes_its_launch_and_its_bytes(nbytes: int, machine: Hardware) -> None:
+    seconds = region_seconds(0.0, nbytes, machine)
+    assert seconds == pytest.approx(machine.launch + nbytes / machine.memory_bandwidth)
+
+
+def test_the_formula_of_a_product_can_be_read() -> None:
+    assert str(PRODUCT) == "launch + Max(D/c, (2*K + t)*(G*(M + t/2)*(N + t/2) + t**2*u/2)/(e*f))"

@@ -1,0 +1,241 @@
+"""What becomes one kernel, and what crosses its border."""
+
+from __future__ import annotations
+
+import random
+import time
+from textwrap import dedent
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Graph, Node
+
+from passes.cost.regions import MAX_NODES, is_alias, is_fusible, region_bytes, regions, source_of
+from passes.ir.graph import set_value
+from passes.ir.text import parse_graph
+
+aten = torch.ops.aten
+
+
+def read(text: str) -> Graph:
+    return parse_graph("mesh tp=1\nstage LOCAL\n" + dedent(text))[0].graph
+
+
+def kernels(graph: Graph) -> list[str]:
+    return [" ".join(node.name for node in region) for region in regions(graph)]
+
+
+def test_a_chain_is_one_kernel_and_a_product_is_its_own() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %w: f32[8, 6] = input("w")
+        %relu: f32[4, 8] = relu(%x)
+        %neg: f32[4, 8] = neg(%relu)
+        %mm: f32[4, 6] = mm(%neg, %w)
+        %exp: f32[4, 6] = exp(%mm)
+        %mul: f32[4, 6] = mul.Tensor(%exp, %mm)
+        return output("y") %mul
+    """)
+    assert kernels(graph) == ["relu neg", "mm", "exp mul"]
+    assert [region_bytes(region) for region in regions(graph)] == [2 * 4 * 32, 4 * (32 + 48 + 24), 2 * 4 * 24]
+
+
+def test_a_gated_product_is_one_kernel_whichever_half_comes_first() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %v: f32[8, 6] = input("v")
+        %w: f32[8, 6] = input("w")
+        %mm: f32[4, 6] = mm(%x, %v)
+        %silu: f32[4, 6] = silu(%mm)
+        %mm_1: f32[4, 6] = mm(%x, %w)
+        %neg: f32[4, 6] = neg(%mm_1)
+        %mul: f32[4, 6] = mul.Tensor(%silu, %neg)
+        return output("y") %mul
+    """)
+    assert kernels(graph) == ["mm", "mm_1", "silu neg mul"]
+
+
+def test_a_node_does_not_join_where_another_operand_depends_on_the_region() -> None:
+    graph = read("""\
+        %x: f32[8, 8] = input("x")
+        %relu: f32[8, 8] = relu(%x)
+        %mm: f32[8, 8] = mm(%relu, %x)
+        %add: f32[8, 8] = add.Tensor(%relu, %mm)
+        return output("y") %add
+    """)
+    assert kernels(graph) == ["relu", "mm", "add"]
+
+
+def test_a_norm_is_one_kernel() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %weight: f32[8] = input("weight")
+        %pow_1: f32[4, 8] = pow.Tensor_Scalar(%x, 2)
+        %mean: f32[4, 1] = mean.dim(%pow_1, [1], True)
+        %rsqrt: f32[4, 1] = rsqrt(%mean)
+        %mul: f32[4, 8] = mul.Tensor(%x, %rsqrt)
+        %mul_1: f32[4, 8] = mul.Tensor(%mul, %weight)
+        return output("y") %mul_1
+    """)
+    assert kernels(graph) == ["pow_1 mean rsqrt mul mul_1"]
+    assert region_bytes(regions(graph)[0]) == 4 * (32 + 8 + 32)
+
+
+def test_a_sum_of_columns_ends_its_kernel() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %relu: f32[4, 8] = relu(%x)
+        %sum_1: f32[1, 8] = sum.dim_IntList(%relu, [0], True)
+        %mul: f32[4, 8] = mul.Tensor(%relu, %sum_1)
+        return output("y") %mul
+    """)
+    assert kernels(graph) == ["relu sum_1", "mul"]
+
+
+def test_rows_and_columns_are_summed_in_two_kernels() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %relu: f32[4, 8] = relu(%x)
+        %sum_1: f32[4] = sum.dim_IntList(%relu, [1])
+        %sum_2: f32[8] = sum.dim_IntList(%relu, [0])
+        return output("y") %sum_1, output("z") %sum_2
+    """)
+    assert kernels(graph) == ["relu sum_1", "sum_2"]
+
+
+def test_views_are_free_and_belong_to_no_kernel() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %relu: f32[4, 8] = relu(%x)
+        %view: f32[32] = view(%relu, [32])
+        %neg: f32[32] = neg(%view)
+        %slice_1: f32[8] = slice.Tensor(%neg, 0, 0, 8)
+        return output("y") %slice_1
+    """)
+    assert kernels(graph) == ["relu neg"]
+    assert [node.name for node in graph.nodes if is_alias(node)] == ["view", "slice_1"]
+    nodes = {node.name: node for node in graph.nodes}
+    assert source_of(nodes["slice_1"]) is nodes["neg"] and source_of(nodes["relu"]) is nodes["relu"]
+
+
+def test_each_value_crosses_the_border_once_and_no_further_than_it_is_read() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %row: f32[1, 8] = input("row")
+        %expand: f32[4, 8] = expand(%row, [4, 8])
+        %slice_1: f32[4, 4] = slice.Tensor(%x, 1, 0, 4)
+        %neg: f32[4, 4] = neg(%slice_1)
+        %mul: f32[4, 8] = mul.Tensor(%expand, %expand)
+        %sum_1: f32[4, 4] = add.Tensor(%neg, %slice_1)
+        return output("y") %mul, output("z") %sum_1
+    """)
+    assert [region_bytes(region) for region in regions(graph)] == [4 * (16 + 16), 4 * (8 + 32)]
+
+
+def test_forward_and_backward_share_no_kernel_even_through_a_node_that_does_not_say() -> None:
+    graph = read("""\
+        %x: f32[4, 8] = input("x")
+        %relu: f32[4, 8] = relu(%x)
+        %neg: f32[4, 8] = neg(%relu)
+        %exp: f32[4, 8] = exp(%neg)
+        return output("y") %exp
+    """)
+    nodes = {node.name: node for node in graph.nodes}
+    nodes["neg"].meta["partitioner_tag"], nodes["exp"].meta["partitioner_tag"] = "is_forward", "is_backward"
+    assert kernels(graph) == ["relu neg", "exp"]
+
+
+@pytest.mark.parametrize(
+    ("op", "fusible"),
+    [
+        (aten.relu.default, True),
+        (aten.clone.default, True),
+        (aten.sum.dim_IntList, True),
+        (aten.embedding.default, True),
+        (torch.ops.prims.convert_element_type.default, True),
+        (aten.mm.default, False),
+        (aten.convolution.default, False),
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, False),
+        (torch.ops._c10d_functional.wait_tensor.default, False),
+        (aten.add_.Tensor, False),
+        (torch.add, False),
+    ],
+)
+def test_what_is_fusible(op: object, fusible: bool) -> None:
+    assert is_fusible(op) is fusible
+
+
+# Laws on random graphs ----------------------------------------------------------------------------------------------
+
+
+def random_graph(seed: int, size: int) -> Graph:
+    """Pointwise ops, sums of rows and of columns, views and products on [8, 8] matrices, operands among the last."""
+    draw = random.Random(seed)
+    graph = Graph()
+    values = [graph.placeholder("x"), graph.placeholder("y")]
+    for value in values:
+        set_value(value, torch.empty(8, 8, device="meta"))
+    for _ in range(size):
+        left, right = (values[-1 - min(int(draw.expovariate(0.2)), len(values) - 1)] for _ in range(2))
+        kind = draw.choice(["mul", "mul", "mul", "neg", "neg", "rows", "columns", "t", "mm"])
+        if kind in ("mul", "mm"):
+            node = graph.call_function(aten.mul.Tensor if kind == "mul" else aten.mm.default, (left, right))
+            shape = (8, 8)
+            if kind == "mm" and (left.meta["val"].shape, right.meta["val"].shape) != ((8, 8), (8, 8)):
+                graph.erase_node(node)
+                continue
+            shape = torch.broadcast_shapes(left.meta["val"].shape, right.meta["val"].shape)
+        elif kind == "neg":
+            node, shape = graph.call_function(aten.neg.default, (left,)), left.meta["val"].shape
+        elif kind == "t":
+            node, shape = graph.call_function(aten.t.default, (left,)), left.meta["val"].shape[::-1]
+        else:
+            dim = 1 if kind == "rows" else 0
+            node = graph.call_function(aten.sum.dim_IntList, (left, [dim], True))
+            shape = tuple(1 if i == dim else n for i, n in enumerate(left.meta["val"].shape))
+        set_value(node, torch.empty(shape, device="meta"))
+        values.append(node)
+    graph.output(tuple(values[-3:]))
+    return graph
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1 << 30), st.integers(3, 120))
+def test_regions_part_the_kernels_and_can_run_in_their_order(seed: int, size: int) -> None:
+    graph = random_graph(seed, size)
+    found = regions(graph)
+    kernels = [node for node in graph.nodes if node.op == "call_function" and not is_alias(node)]
+    assert sorted(node for region in found for node in region) == kernels
+    done: set[Node] = {node for node in graph.nodes if node.op == "placeholder"}
+    for region in found:
+        assert list(region) == sorted(region) and len(region) <= MAX_NODES
+        assert len(region) == 1 or all(is_fusible(node.target) for node in region)
+        inside: set[Node] = set()
+        for node in region:
+            for operand in node.all_input_nodes:
+                assert source_of(operand) in done | inside, f"{node} runs before {operand}"
+            inside.add(node)
+        done |= inside
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 1 << 30))
+def test_fusing_never_adds_bytes(seed: int) -> None:
+    graph = random_graph(seed, 60)
+    found = regions(graph)
+    apart = sum(region_bytes((node,)) for region in found for node in region)
+    assert sum(map(region_bytes, found)) <= apart
+
+
+def test_the_same_graph_gives_the_same_regions() -> None:
+    assert kernels(random_graph(7, 300)) == kernels(random_graph(7, 300))
+
+
+def test_time_grows_with_the_graph_and_no_faster() -> None:
+    graph = random_graph(1, 15_000)
+    start = time.perf_counter()
+    found = regions(graph)
+    assert time.perf_counter() - start < 3.0
+    assert len(found) > 1000
