@@ -5,7 +5,7 @@ A program knows no tensors and no graph. Its tasks stand in the order in which t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from passes.ir.mesh import Mesh
@@ -73,8 +73,8 @@ class Task:
 class Program:
     """Tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
 
-    tasks: tuple[Task, ...]
-    buffers: tuple[Buffer, ...]
+    tasks: tuple[Task, ...] = field(repr=False)
+    buffers: tuple[Buffer, ...] = field(repr=False)
     mesh: Mesh
 
     @cached_property

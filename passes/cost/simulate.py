@@ -7,7 +7,8 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
 3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other.
 4. A collective starts when all kernels issued before it have ended: NCCL records an event on the compute stream at
    issue. A collective that reads another's result makes the compute stream wait for that, as `wait_tensor` does.
-5. The optimizer starts when the backward has returned: when all that was issued before has ended.
+5. The forward, the backward and the optimizer are calls of their own: each starts when the one before has ended,
+   its collectives too.
 6. Memory is given and taken in the order of issue, as an allocator with one pool per stream does. A kernel's results
    are there from its own turn on, a collective's from its issue on; a value goes with the last kernel that reads it.
    What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
@@ -122,25 +123,26 @@ def simulate(program: Program) -> Timeline:
     """When each task runs; the module's text says by which rules."""
     index = program.index
     seconds = [task.seconds for task in program.tasks]
-    optimizer = [task.kind == OPTIMIZER for task in program.tasks]
-    return Timeline(program, *_times(index, seconds, optimizer))
+    calls = [2 if task.kind == OPTIMIZER else int(task.backward) for task in program.tasks]
+    return Timeline(program, *_times(index, seconds, calls))
 
 
 def _times(
-    index: Index, seconds: list[float], optimizer: list[bool]
+    index: Index, seconds: list[float], calls: list[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
     ready = [0.0] * len(index.makers)
     starts, ends, turns = [], [], []
-    for inputs, outputs, stream, duration, last in zip(
-        index.inputs, index.outputs, index.streams, seconds, optimizer, strict=True
+    running = calls[0] if calls else 0
+    for inputs, outputs, stream, duration, call in zip(
+        index.inputs, index.outputs, index.streams, seconds, calls, strict=True
     ):
         turn = clocks[0]
         for buffer in inputs:
             if ready[buffer] > turn:
                 turn = ready[buffer]
-        if last:
-            turn = max(turn, *clocks)
+        if call > running:
+            running, turn = call, max(turn, *clocks)
         clocks[0] = turn
         start = turn if stream == 0 else max(turn, clocks[stream])
         end = start + duration
