@@ -13,7 +13,8 @@ from passes.ir.mesh import Mesh
 COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
 STREAMS = (COMPUTE, INSIDE, ACROSS)
 OPTIMIZER = "optimizer"
-PERSISTENT = ("parameter", "buffer", "optimizer", "input", "gradient", "output")  # kinds that stay to the end
+STATE = ("parameter", "buffer", "gradient", "optimizer")  # kinds of buffers that are the model's
+PERSISTENT = (*STATE, "input", "output")  # kinds that stay to the end
 
 
 @dataclass(frozen=True)
