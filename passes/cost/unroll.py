@@ -32,6 +32,7 @@ def _unrolled(program: Program, run: Run) -> Program:
     layers = _layers(program, run.prefix)
     lower, upper = (_Period.of(program, run, kept, layers) for kept in (run.below, run.above))
     _check_alike(program, run, lower, upper)
+    _check_readers(program, run, lower, upper, layers)
     reads = [_reads(program, run, lower, upper, member) for member in range(len(lower.tasks))]
     copier = _Copier(program, run, lower, upper, tuple(reads))
     copies = {behind: tasks for behind, tasks in copier.tasks()}
@@ -99,6 +100,22 @@ def _check_alike(program: Program, run: Run, lower: _Period, upper: _Period) -> 
     for buffers in zip(lower.buffers, upper.buffers, strict=True):
         if _kind_of_buffer(run, buffers[0]) != _kind_of_buffer(run, buffers[1]):
             raise _unlike(run, f"{buffers[0].name} is unlike {buffers[1].name}")
+
+
+def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, layers: Sequence[int | None]) -> None:
+    """A copy is read by its neighbours alone, as `Fold` made sure of; a bucket, say, may have joined several since."""
+    for number, task in enumerate(program.tasks):
+        layer = layers[number]
+        reads_lower = any(name in lower.numbers for name in task.inputs)
+        reads_upper = any(name in upper.numbers for name in task.inputs)
+        if layer in run.below or layer in run.above:
+            continue
+        is_between = layer is None and reads_lower and reads_upper
+        is_astray = layer is not None and (
+            (reads_lower and layer > run.below[-1]) or (reads_upper and layer < run.above[0])
+        )
+        if is_between or is_astray:
+            raise _unlike(run, f"{task.name} reads values of several layers")
 
 
 def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
