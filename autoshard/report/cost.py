@@ -35,11 +35,10 @@ def format_memory(memory: Memory) -> str:
 
 
 def _proof(search: Search) -> str:
+    chosen = f"chose {search.chosen} of {len(search.candidates)} candidates"
     if search.gap is None:
-        return f"chose {search.chosen} of {len(search.candidates)}"
-    if search.gap < 5e-5:
-        return f"chose {search.chosen}, proven best by its model"
-    return f"chose {search.chosen}; no plan is more than {100 * search.gap:.2g} % better by its model"
+        return chosen
+    return f"{chosen}; the solver's plan is proven within {100 * search.gap:.2g} % of the best by its model"
 
 
 def candidates_table(search: Search) -> Table:
