@@ -125,13 +125,13 @@ def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
 
 
 def _kind_of_buffer(run: Run, buffer: Buffer) -> Buffer:
-    return replace(buffer, name="", node="", fqn=_relative(run, buffer.fqn))
+    """What is the same in every layer; which values are kept may differ: the lower layers' are taken for all."""
+    return replace(buffer, name="", node="", kind="", fqn=_relative(run, buffer.fqn))
 
 
 def _relative(run: Run, fqn: str) -> str:
-    index = index_in(run.prefix, fqn)
-    kept = run.below + run.above
-    return fqn if index not in kept else moved_to(run.prefix, kept.index(index) % run.period, fqn)
+    """`fqn` without the index of its layer: a fused kernel may reach into the layer next to its own."""
+    return fqn if index_in(run.prefix, fqn) is None else moved_to(run.prefix, 0, fqn)
 
 
 def _unlike(run: Run, why: str) -> UnlikeLayersError:
