@@ -2,8 +2,8 @@
 
     {"schema": "autoshard.plan", "version": 1, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
 
-Decisions may be edited by hand. What the plan was made for (mesh, model, settings) may not: the fingerprint is of it.
-Graphs are compressed: they are the bulk of a plan and read by machines.
+The fingerprint is of what the plan was made for: mesh, model, settings. Graphs are compressed: they are the bulk of a
+plan, and `plan.graph(stage)` reads them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def _parse(kind: type[ShardingPlan], text: str) -> ShardingPlan:
     _check_axes(plan)
     if data.get("fingerprint") != plan.fingerprint:
         raise PlanError(
-            "its mesh, settings, names or shapes are not those that it was saved with (the fingerprint differs); "
-            "only layouts may be edited"
+            "its mesh, settings, names or shapes are not those that it was saved with (the fingerprint differs)"
         )
     return plan
 

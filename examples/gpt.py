@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,12 @@ class Config:
 
 # 124M parameters; the vocabulary of 50,257 padded to a multiple of 64, as is usual.
 GPT2 = Config(layers=12, dim=768, heads=12, vocab=50304, seq=1024)
+
+
+def gpt2(batch: int = 64, seq: int = 1024) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """GPT-2 and the arguments of one training step, for `python -m autoshard plan examples/gpt.py:gpt2 ...`."""
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    return GPT(replace(GPT2, seq=seq)), (tokens, tokens)
 
 
 class Attention(nn.Module):

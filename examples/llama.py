@@ -1,14 +1,13 @@
 """Llama 3 at its public sizes, as one writes it for one device; build it on meta to plan it anywhere.
 
-    with torch.device("meta"):
-        model = Llama(LLAMA3_70B)
+    python -m autoshard plan examples/llama.py:llama3_8b --mesh dp=32,tp=8 --hardware h100 --bf16
 
 Dimensions: "The Llama 3 Herd of Models", table 3, https://arxiv.org/abs/2407.21783.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,27 @@ LLAMA3_8B = Config(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336)
 LLAMA3_70B = Config(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28672)
 LLAMA3_405B = Config(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248)
 TINY = Config(layers=2, dim=64, heads=8, kv_heads=4, hidden=176, vocab=96, seq=32)
+
+
+Case = tuple["Llama", tuple[Tensor, Tensor]]  # a model and the arguments of one training step
+
+
+def llama3_8b(batch: int = 64, seq: int = 8192) -> Case:
+    """`batch` is of all devices together: by default 2 sequences on each of 32 data-parallel ranks."""
+    return step_of(LLAMA3_8B, batch, seq)
+
+
+def llama3_70b(batch: int = 64, seq: int = 8192) -> Case:
+    return step_of(LLAMA3_70B, batch, seq)
+
+
+def llama3_405b(batch: int = 32, seq: int = 8192) -> Case:
+    return step_of(LLAMA3_405B, batch, seq)
+
+
+def step_of(config: Config, batch: int, seq: int) -> Case:
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    return Llama(replace(config, seq=seq)), (tokens, tokens)
 
 
 class Attention(nn.Module):

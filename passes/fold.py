@@ -75,13 +75,14 @@ class Fold(Pass):
     gives: ClassVar[Stage] = Stage.CAPTURED
 
     distinct: tuple[tuple[str, str], ...] = ()  # FQN of a parameter or buffer, tag
+    margin: int = 0  # equal layers that are kept on either side beside: their neighbours' oddities do not reach further
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         graph = Indexed.of(gm.graph, dict(self.distinct))
         foldings = []
         for level in range(depth_of(graph)):
             layers = Layers.of(graph, level)
-            foldings += [_folding(layers, prefix, indices) for prefix, indices in layers.lists()]
+            foldings += [_folding(layers, prefix, indices, self.margin) for prefix, indices in layers.lists()]
         chosen = _chosen(foldings)
         for folding in foldings:
             for node, why in folding.declined:
@@ -104,7 +105,7 @@ class _Folding:
     declined: tuple[tuple[Node, str], ...] = ()  # why runs of equal layers stay
 
 
-def _folding(layers: Layers, prefix: str, indices: tuple[int, ...]) -> _Folding:
+def _folding(layers: Layers, prefix: str, indices: tuple[int, ...], margin: int) -> _Folding:
     """The best folding of a list: that which removes most nodes."""
     best = _Folding(prefix)
     for period in range(1, MAX_PERIOD + 1):
@@ -112,25 +113,28 @@ def _folding(layers: Layers, prefix: str, indices: tuple[int, ...]) -> _Folding:
         if kept <= 2 * period + 2:  # what a longer period would keep at least
             break
         found = _Folding(prefix)
-        for run in _runs(prefix, indices, layers.signatures(prefix, indices, period), period):
+        for run in _runs(prefix, indices, layers.signatures(prefix, indices, period), period, margin):
             found = _joined(found, _one_run(layers, run))
         if len(found.removed) > len(best.removed) or not best.runs:
             best = replace(found, declined=found.declined if found.runs else best.declined + found.declined)
     return best
 
 
-def _runs(prefix: str, indices: tuple[int, ...], signatures: list[int], period: int) -> Iterator[Run]:
+def _runs(
+    prefix: str, indices: tuple[int, ...], signatures: list[int], period: int, margin: int
+) -> Iterator[Run]:
     """The longest stretches of layers that equal the one a period away, from which a period or more can go."""
     start = 0
     while start + 2 * period < len(indices):
         end = start + period  # behind the last layer
         while end < len(indices) and signatures[end] == signatures[end - period]:
             end += 1
-        count = (end - start) // period * period - 2 * period
+        first = start + margin
+        count = (end - margin - first) // period * period - 2 * period
         if count > 0:
-            cuts = start + period, start + period + count
+            cuts = first + period, first + period + count
             above = indices[cuts[1] : cuts[1] + period]
-            yield Run(prefix, indices[start : cuts[0]], indices[cuts[0] : cuts[1]], above)
+            yield Run(prefix, indices[first : cuts[0]], indices[cuts[0] : cuts[1]], above)
             start = end
         else:
             start += 1

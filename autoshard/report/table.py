@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from autoshard.report.cost import candidates_table, cost_table
 from passes.ir.layout import Partial, Shard
 from passes.ir.plan import Collective, Value
-from passes.ir.units import format_bytes
+from passes.ir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
@@ -24,17 +25,23 @@ _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "fl
 
 
 def format_plan(plan: ShardingPlan, *, width: int | None = None, colour: bool | None = None) -> str:
-    """Parameters (repeated layers folded), inputs and outputs, collectives, memory and remarks of a plan."""
+    """Cost, candidates, values (repeated layers folded), collectives and remarks of a plan, on one screen."""
     colour = sys.stdout.isatty() if colour is None else colour
     columns = width or min(shutil.get_terminal_size((100, 40)).columns, 140)
     console = Console(file=io.StringIO(), width=columns, force_terminal=colour, color_system="auto" if colour else None)
     recipes = ", ".join(
         f"{n}={s} {r or '-'}" for n, s, r in zip(plan.mesh.names, plan.mesh.sizes, plan.recipes, strict=True)
     )
-    console.print(f"[bold]plan[/bold] on {plan.mesh.size} ranks: {recipes}", highlight=False)
+    hardware = f" of {plan.mesh.hardware.name}" if plan.mesh.hardware else ""
+    console.print(f"[bold]plan[/bold] on {plan.mesh.size} ranks{hardware}: {recipes}", highlight=False)
+    if plan.cost:
+        console.print(cost_table(plan.cost, plan.search))
+    if plan.search:
+        console.print(candidates_table(plan.search))
     console.print(_values_table(plan))
     console.print(_collectives_table(plan))
-    console.print(_memory_line(plan), highlight=False)
+    if not plan.cost:
+        console.print(_memory_line(plan), highlight=False)
     for remark in fold_text(str(remark) for remark in plan.remarks if not remark.routine):
         console.print(f"[yellow]remark[/yellow] {escape(remark)}", highlight=False, soft_wrap=False)
     return _text(console)
@@ -90,7 +97,8 @@ def _range(numbers: list[str]) -> str:
 
 def _collectives_table(plan: ShardingPlan) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("collective", "over", "forward", "backward", "received per rank", "for"):
+    timed = ("exposed",) if plan.cost else ()
+    for name in ("collective", "over", "forward", "backward", "received per rank", *timed, "for"):
         table.add_column(name, no_wrap=name != "for", overflow="ellipsis")
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for collective in plan.collectives:
@@ -100,7 +108,8 @@ def _collectives_table(plan: ShardingPlan) -> Table:
         forward = sum(not c.backward for c in members)
         backward = len(members) - forward + sum(c.recomputed for c in members)
         total = sum(c.bytes * (2 if c.recomputed else 1) for c in members)
-        table.add_row(kind, axes, str(forward or "-"), str(backward or "-"), format_bytes(total), reason)
+        exposed = (format_seconds(sum(c.exposed or 0.0 for c in members)),) if timed else ()
+        table.add_row(kind, axes, str(forward or "-"), str(backward or "-"), format_bytes(total), *exposed, reason)
     return table
 
 

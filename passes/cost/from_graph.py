@@ -16,7 +16,7 @@ from passes._torch import OpOverload
 from passes.cost.collective import collective_seconds, link_of
 from passes.cost.compute import kernel_flops, kernel_seconds, region_seconds
 from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
-from passes.cost.regions import is_alias, is_fusible, region_bytes, regions
+from passes.cost.regions import bytes_read, is_alias, is_fusible, is_reduction, regions
 from passes.errors import UserError
 from passes.ir.graph import (
     InputRole,
@@ -77,6 +77,8 @@ def program_of(
     return builder.program()
 
 
+MAX_READS = 4  # that a value read by several kernels may cost each: torch._inductor.config.realize_reads_threshold
+
 _KEPT = {OutputRole.OUTPUT: "output"}
 _STATES = {"adamw": 2, "sgd": 0, None: 0}  # of a parameter's size, each
 
@@ -101,6 +103,7 @@ class _Values:
     names: dict[Node, tuple[str, ...]] = field(default_factory=dict)  # views have the names of what they view
     readers: dict[str, list[Node]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    inlined: dict[str, dict[str, int]] = field(default_factory=dict)  # what a reader reads instead, and bytes of it
 
 
 class _Builder:
@@ -121,6 +124,8 @@ class _Builder:
         self.backward = backward
         self.values = values = self._values(graph, held)
         self.names |= values.names
+        if self.fused:
+            self._inline(graph)
         for group in self._groups(graph):
             self._emit(group)
 
@@ -168,22 +173,49 @@ class _Builder:
         """What runs as one kernel, in an order in which it can run: nodes that make values."""
         calls = [(node,) for node in graph.nodes if node.op == "call_function"]
         groups = regions(graph) if self.fused else calls
-        made = (tuple(n for n in group if viewed_by(n) is None and not self._is_inlined(n)) for group in groups)
+        made = (tuple(node for node in group if viewed_by(node) is None) for group in groups)
         return [group for group in made if group]
 
-    def _is_inlined(self, node: Node) -> bool:
-        """Whether the kernels that read a constant make it themselves."""
-        if not self.fused or node.all_input_nodes or not is_fusible(node.target) or _is_random(node):
-            return False
-        readers = (reader for name in self.values.names[node] for reader in self.values.readers.get(name, ()))
-        return all(reader.op == "call_function" and is_fusible(reader.target) for reader in readers)
+    def _inline(self, graph: Graph) -> None:
+        """Find values that are never in memory: each kernel that reads one makes it again."""
+        values = self.values
+        for node in graph.nodes:
+            if node.op != "call_function" or not is_fusible(node.target) or is_reduction(node.target):
+                continue
+            readers = [reader for name in values.names[node] for reader in values.readers.get(name, ())]
+            is_met = any(reader.op == "output" or not is_fusible(reader.target) for reader in readers)
+            if not is_met and not _is_random(node) and len(reads := self._reads((node,))) <= MAX_READS:
+                values.inlined |= {name: reads for name in values.names[node]}
+
+    def _reads(self, group: tuple[Node, ...]) -> dict[str, int]:
+        """Names of the buffers that a kernel reads, and how many bytes of each."""
+        values = self.values
+        made = {name for node in group for name in values.names[node]}
+        parts: dict[str, dict[object, int]] = {}  # by buffer, by what it is read through
+        for node in group:
+            for operand in operands(node):
+                for name in values.names[operand]:
+                    if name in values.inlined and name not in made:
+                        for source, nbytes in values.inlined[name].items():
+                            parts.setdefault(source, {})[name] = nbytes
+                    elif name not in made:
+                        parts.setdefault(name, {})[operand] = bytes_read(node, operand)
+        return {name: min(self._size(name), sum(read.values())) for name, read in parts.items()}
+
+    def _size(self, name: str) -> int:
+        return self.buffers[name].nbytes if name in self.buffers else self.values.sizes[name]
 
     def _emit(self, group: tuple[Node, ...]) -> None:
         inside, values = set(group), self.values
-        made = [name for node in group for name in values.names[node]]
-        read = (name for node in group for operand in operands(node) for name in values.names[operand])
-        reads = tuple(name for name in dict.fromkeys(read) if name not in made and name in self.buffers)
-        outputs = [n for n in made if any(r not in inside for r in values.readers.get(n, ()))]
+        reads = self._reads(group)
+        outputs = [
+            name
+            for node in group
+            for name in values.names[node]
+            if name not in values.inlined and any(reader not in inside for reader in values.readers.get(name, ()))
+        ]
+        if all(name in values.inlined for node in group for name in values.names[node]):
+            return
         makers = {name: node for node in group for name in values.names[node]}
         early = all(name in self.early for name in reads) and not any(map(_is_random, group))
         for name in outputs:
@@ -192,12 +224,14 @@ class _Builder:
             self.buffers[name] = Buffer(name, values.sizes[name], kind, fqn, makers[name].name, self.backward)
             if early:
                 self.early.add(name)
-        self.tasks.append(self._task(group, reads, tuple(outputs), early=early))
+        moved = sum(reads.values()) + sum(values.sizes[name] for name in outputs)
+        self.tasks.append(self._task(group, tuple(reads), tuple(outputs), moved, early=early))
 
-    def _task(self, group: tuple[Node, ...], inputs: tuple[str, ...], outputs: tuple[str, ...], *, early: bool) -> Task:
+    def _task(
+        self, group: tuple[Node, ...], inputs: tuple[str, ...], outputs: tuple[str, ...], moved: int, *, early: bool
+    ) -> Task:
         node = group[-1]
         assert isinstance(node.target, OpOverload)
-        moved = region_bytes(group)
         task = Task(
             outputs[-1] if outputs else f"{'backward.' if self.backward else ''}{node.name}",
             "compute",

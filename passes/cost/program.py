@@ -5,7 +5,7 @@ A program knows no tensors and no graph. Its tasks stand in the order in which t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from passes.ir.mesh import Mesh
@@ -13,7 +13,8 @@ from passes.ir.mesh import Mesh
 COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
 STREAMS = (COMPUTE, INSIDE, ACROSS)
 OPTIMIZER = "optimizer"
-PERSISTENT = ("parameter", "buffer", "optimizer", "input", "gradient", "output")  # kinds that stay to the end
+STATE = ("parameter", "buffer", "gradient", "optimizer")  # kinds of buffers that are the model's
+PERSISTENT = (*STATE, "input", "output")  # kinds that stay to the end
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Task:
 class Program:
     """Tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
 
-    tasks: tuple[Task, ...]
-    buffers: tuple[Buffer, ...]
+    tasks: tuple[Task, ...] = field(repr=False)
+    buffers: tuple[Buffer, ...] = field(repr=False)
     mesh: Mesh
 
     @cached_property

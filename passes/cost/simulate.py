@@ -7,7 +7,8 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
 3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other.
 4. A collective starts when all kernels issued before it have ended: NCCL records an event on the compute stream at
    issue. A collective that reads another's result makes the compute stream wait for that, as `wait_tensor` does.
-5. The optimizer starts when the backward has returned: when all that was issued before has ended.
+5. The forward, the backward and the optimizer are calls of their own: each starts when the one before has ended,
+   its collectives too.
 6. Memory is given and taken in the order of issue, as an allocator with one pool per stream does. A kernel's results
    are there from its own turn on, a collective's from its issue on; a value goes with the last kernel that reads it.
    What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
@@ -24,7 +25,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from passes.cost.program import OPTIMIZER, PERSISTENT, Buffer, Index, Program, Task
+from passes.cost.memory import bytes_by_kind, bytes_by_turn, lives
+from passes.cost.program import OPTIMIZER, Buffer, Index, Program, Task
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Bytes live at each task's turn."""
-        return tuple(_bytes_by_turn(self.program, self._lives))
+        return tuple(bytes_by_turn(self.program, self._lives))
 
     @property
     def curve(self) -> tuple[tuple[float, int], ...]:
@@ -107,40 +109,39 @@ class Timeline:
     @cached_property
     def memory_by_kind(self) -> dict[str, int]:
         """Bytes at the peak by the kind of buffer, and the `workspace` of the task that runs there."""
-        found: dict[str, int] = {}
-        for buffer in self.live_at_peak:
-            found[buffer.kind] = found.get(buffer.kind, 0) + buffer.nbytes
+        found = bytes_by_kind(self.live_at_peak)
         workspace = self.program.tasks[self.peak_task].workspace if self.program.tasks else 0
         return found | {"workspace": workspace} if workspace else found
 
     @cached_property
     def _lives(self) -> tuple[list[int], list[int]]:
-        return _lives(self.program, self.starts, self.ends)
+        return lives(self.program, self.starts, self.ends)
 
 
 def simulate(program: Program) -> Timeline:
     """When each task runs; the module's text says by which rules."""
     index = program.index
     seconds = [task.seconds for task in program.tasks]
-    optimizer = [task.kind == OPTIMIZER for task in program.tasks]
-    return Timeline(program, *_times(index, seconds, optimizer))
+    calls = [2 if task.kind == OPTIMIZER else int(task.backward) for task in program.tasks]
+    return Timeline(program, *_times(index, seconds, calls))
 
 
 def _times(
-    index: Index, seconds: list[float], optimizer: list[bool]
+    index: Index, seconds: list[float], calls: list[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
     ready = [0.0] * len(index.makers)
     starts, ends, turns = [], [], []
-    for inputs, outputs, stream, duration, last in zip(
-        index.inputs, index.outputs, index.streams, seconds, optimizer, strict=True
+    running = calls[0] if calls else 0
+    for inputs, outputs, stream, duration, call in zip(
+        index.inputs, index.outputs, index.streams, seconds, calls, strict=True
     ):
         turn = clocks[0]
         for buffer in inputs:
             if ready[buffer] > turn:
                 turn = ready[buffer]
-        if last:
-            turn = max(turn, *clocks)
+        if call > running:
+            running, turn = call, max(turn, *clocks)
         clocks[0] = turn
         start = turn if stream == 0 else max(turn, clocks[stream])
         end = start + duration
@@ -191,60 +192,3 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
-
-
-def _lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The first and the last turn at which each buffer is live."""
-    index, tasks = program.index, program.tasks
-    final = len(tasks) - 1
-    leaves = _leaves(index, starts, ends)
-    firsts, lasts = [0] * len(program.buffers), [final] * len(program.buffers)
-    for number, buffer in enumerate(program.buffers):
-        maker, readers = index.makers[number], index.readers[number]
-        persistent = buffer.kind in PERSISTENT
-        firsts[number] = maker if maker >= 0 else 0 if persistent or not readers else readers[0]
-        if not persistent:
-            last = leaves[maker] if maker >= 0 else firsts[number]
-            for reader in readers:
-                if leaves[reader] > last:
-                    last = leaves[reader]
-            lasts[number] = last
-    for turn, task in enumerate(tasks):
-        if task.in_place:
-            _reuse(program, turn, lasts)
-    return firsts, lasts
-
-
-def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> list[int]:
-    """Per task, the last turn at which it still holds what it reads and gives."""
-    kernels = [turn for turn, stream in enumerate(index.streams) if stream == 0]
-    kernel_starts = [starts[turn] for turn in kernels]
-    final = len(starts) - 1
-    leaves = list(range(len(starts)))
-    for turn, stream in enumerate(index.streams):
-        if stream != 0:
-            waiting = bisect_left(kernel_starts, ends[turn])
-            last = kernels[waiting] - 1 if waiting < len(kernels) else final
-            leaves[turn] = max(turn, last)
-    return leaves
-
-
-def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
-    """Let the outputs of a task take the memory of inputs of their size that go with it."""
-    index, buffers = program.index, program.buffers
-    dying = [b for b in dict.fromkeys(index.inputs[turn]) if lasts[b] == turn and buffers[b].kind not in PERSISTENT]
-    for output in index.outputs[turn]:
-        taken = next((b for b in dying if buffers[b].nbytes == buffers[output].nbytes), None)
-        if taken is not None:
-            dying.remove(taken)
-            lasts[taken] = turn - 1
-
-
-def _bytes_by_turn(program: Program, lives: tuple[list[int], list[int]]) -> list[int]:
-    changes = [0] * (len(program.tasks) + 1)
-    for buffer, first, last in zip(program.buffers, *lives, strict=True):
-        if first <= last:
-            changes[first] += buffer.nbytes
-            changes[last + 1] -= buffer.nbytes
-    live = list(accumulate(changes))
-    return [nbytes + task.workspace for nbytes, task in zip(live, program.tasks, strict=False)]

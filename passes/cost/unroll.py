@@ -32,6 +32,7 @@ def _unrolled(program: Program, run: Run) -> Program:
     layers = _layers(program, run.prefix)
     lower, upper = (_Period.of(program, run, kept, layers) for kept in (run.below, run.above))
     _check_alike(program, run, lower, upper)
+    _check_readers(program, run, lower, upper, layers)
     reads = [_reads(program, run, lower, upper, member) for member in range(len(lower.tasks))]
     copier = _Copier(program, run, lower, upper, tuple(reads))
     copies = {behind: tasks for behind, tasks in copier.tasks()}
@@ -101,6 +102,22 @@ def _check_alike(program: Program, run: Run, lower: _Period, upper: _Period) -> 
             raise _unlike(run, f"{buffers[0].name} is unlike {buffers[1].name}")
 
 
+def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, layers: Sequence[int | None]) -> None:
+    """A copy is read by its neighbours alone, as `Fold` made sure of; a bucket, say, may have joined several since."""
+    for number, task in enumerate(program.tasks):
+        layer = layers[number]
+        reads_lower = any(name in lower.numbers for name in task.inputs)
+        reads_upper = any(name in upper.numbers for name in task.inputs)
+        if layer in run.below or layer in run.above:
+            continue
+        is_between = layer is None and reads_lower and reads_upper
+        is_astray = layer is not None and (
+            (reads_lower and layer > run.below[-1]) or (reads_upper and layer < run.above[0])
+        )
+        if is_between or is_astray:
+            raise _unlike(run, f"{task.name} reads values of several layers")
+
+
 def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
     """What is the same in every layer."""
     what = replace(task, name="", inputs=(), outputs=(), nodes=(), steps=(), fqn=_relative(run, task.fqn))
@@ -108,13 +125,13 @@ def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
 
 
 def _kind_of_buffer(run: Run, buffer: Buffer) -> Buffer:
-    return replace(buffer, name="", node="", fqn=_relative(run, buffer.fqn))
+    """What is the same in every layer; which values are kept may differ: the lower layers' are taken for all."""
+    return replace(buffer, name="", node="", kind="", fqn=_relative(run, buffer.fqn))
 
 
 def _relative(run: Run, fqn: str) -> str:
-    index = index_in(run.prefix, fqn)
-    kept = run.below + run.above
-    return fqn if index not in kept else moved_to(run.prefix, kept.index(index) % run.period, fqn)
+    """`fqn` without the index of its layer: a fused kernel may reach into the layer next to its own."""
+    return fqn if index_in(run.prefix, fqn) is None else moved_to(run.prefix, 0, fqn)
 
 
 def _unlike(run: Run, why: str) -> UnlikeLayersError:

@@ -1,0 +1,91 @@
+"""`plan` and `recipes`: a plan for a model in a file, and how it compares with what an expert would write."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.cli.display import Display
+from autoshard.cli.target import load_target
+from autoshard.options import Options
+from autoshard.plan import ShardingPlan
+from autoshard.planner import make_plan
+from autoshard.report.cost import candidates_table, cost_table
+from passes.errors import UserError
+from passes.ir.mesh import Mesh
+
+
+def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
+    plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
+    _add_problem(plan)
+    plan.add_argument("--recipe", default="auto", help="an expert's plan: fsdp, fsdp+megatron, dp=hsdp,tp=megatron, ...")
+    plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
+    plan.set_defaults(run=_plan)
+    recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
+    _add_problem(recipes)
+    recipes.set_defaults(run=_recipes, recipe="auto")
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="file.py:function; it gives (model, args) and is called on meta")
+    parser.add_argument("--mesh", required=True, help="axes and sizes: dp=32,tp=8")
+    parser.add_argument("--hardware", help="h100, a100, ... or a file that calibrate wrote; by default this machine")
+    parser.add_argument("--batch", type=int, help="given to the function as batch=...: samples of the global batch")
+    parser.add_argument("--seq", type=int, help="given to the function as seq=...: length of a sequence")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
+    parser.add_argument("--memory-limit", metavar="BYTES", help="of one device: 60GB or 60GiB; by default 0.9 of it")
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, help="that the search may take")
+    parser.add_argument("--inference", action="store_true", help="plan the forward alone")
+
+
+def _plan(given: argparse.Namespace) -> None:
+    """Find the fastest plan that fits in memory (or take a recipe's), print it, and save it."""
+    if given.output is not None and not Path(given.output).parent.is_dir():
+        folder = str(Path(given.output).parent)
+        raise UserError(f"there is no folder {folder!r} to save {given.output} in; make it, or give another path")
+    found = _find(given)
+    print(found)
+    if given.output is not None:
+        found.save(given.output)
+        Console(stderr=True).print(f"saved {given.output}, fingerprint {found.fingerprint}", highlight=False)
+
+
+def _recipes(given: argparse.Namespace) -> None:
+    """Predict a step of every recipe that goes with the mesh, and of the solved plan: the fastest that fits first."""
+    found = _find(given)
+    if found.search is None or found.cost is None:
+        raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
+    console = Console()
+    console.print(cost_table(found.cost, found.search))
+    console.print(candidates_table(found.search))
+
+
+def _find(given: argparse.Namespace) -> ShardingPlan:
+    mesh = Mesh(given.mesh, hardware=given.hardware)
+    options = Options(
+        recipe=_recipe(given.recipe),
+        memory_limit=given.memory_limit,
+        time_limit=given.time_limit,
+        mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
+    )
+    with Display(Console(stderr=True)) as display:
+        display("model")
+        sizes = {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
+        target = load_target(given.target, sizes)
+        training = not given.inference
+        return make_plan(
+            target.model, target.args, target.kwargs, mesh, options, training=training, progress=display
+        ).plan
+
+
+def _recipe(text: str) -> str | dict[str, str | None] | None:
+    """`"fsdp"` as it is, `"dp=fsdp,tp=none"` per axis."""
+    if "=" not in text:
+        return text
+    pairs = (part.partition("=") for part in text.split(","))
+    return {axis.strip(): None if name.strip() in ("none", "") else name.strip() for axis, _, name in pairs}

@@ -1,0 +1,69 @@
+"""What a step costs, and what else was considered, as text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.markup import escape
+from rich.table import Table
+
+from passes.ir.plan import Candidate, Cost, Memory, Search
+from passes.ir.units import format_bytes, format_seconds
+
+
+def cost_table(cost: Cost, search: Search | None) -> Table:
+    """Step time and its parts, peak memory by kind, and what is proven of the plan: a row each."""
+    table = Table.grid(padding=(0, 2))
+    limit = f" of {format_bytes(search.memory_limit)}" if search else ""
+    table.add_row(
+        "[bold]step[/bold]",
+        f"{format_seconds(cost.step_time)}: compute {format_seconds(cost.compute)}, exposed communication "
+        f"{format_seconds(cost.exposed_comm)}; {format_seconds(cost.hidden_comm)} of communication hidden",
+    )
+    table.add_row(
+        "[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {format_memory(cost.memory)}"
+    )
+    if search:
+        table.add_row("[bold]search[/bold]", f"{_proof(search)}; {format_seconds(search.seconds)}")
+    return table
+
+
+def format_memory(memory: Memory) -> str:
+    """`"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
+    sizes = sorted(asdict(memory).items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
+
+
+def _proof(search: Search) -> str:
+    chosen = f"chose {search.chosen} of {len(search.candidates)} candidates"
+    if search.gap is None:
+        return chosen
+    return f"{chosen}; the solver's plan is proven within {100 * search.gap:.2g} % of the best by its model"
+
+
+def candidates_table(search: Search) -> Table:
+    """A row per plan that was considered, the fastest that fits first; the chosen one is marked."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("candidate", no_wrap=True)
+    for name in ("step", "compute", "exposed", "hidden", "memory"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("")
+    for candidate in sorted(search.candidates, key=_order):
+        chosen = candidate.name == search.chosen
+        table.add_row(f"{'*' if chosen else ' '} {candidate.name}", *_figures(candidate), style="bold" if chosen else "")
+    return table
+
+
+def _order(candidate: Candidate) -> tuple[bool, bool, float]:
+    cost = candidate.cost
+    return cost is None, not candidate.fits, 0.0 if cost is None else cost.step_time
+
+
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    cost = candidate.cost
+    if cost is None:
+        return ("-",) * 5 + (f"[yellow]{escape(candidate.note)}[/yellow]",)
+    seconds = (cost.step_time, cost.compute, cost.exposed_comm, cost.hidden_comm)
+    fits = "[green]fits[/green]" if candidate.fits else "[red]does not fit[/red]"
+    note = f": {escape(candidate.note)}" if candidate.note else ""
+    return (*map(format_seconds, seconds), format_bytes(cost.peak_memory), fits + note)

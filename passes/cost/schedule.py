@@ -1,0 +1,313 @@
+"""In which order the host issues a step's tasks, so that communication hides behind compute.
+
+What an expert's runtime does, as list scheduling on the machine of `simulate`:
+
+1. A gather of parameters is issued early, in the order of use, as long as the bytes gathered ahead of their use fit
+   the window and its link will be free before the next kernel ends: no queue builds up that others wait behind.
+2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
+3. Any other collective is on the critical path: it is issued as soon as its operand is there.
+4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
+   `LOOKAHEAD` kernels further on.
+5. With `hold`, kernels that lead to gradients alone (a weight's gradient) wait for such a gap, `HELD` of them at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.simulate import Timeline, simulate
+
+LOOKAHEAD = 32  # kernels; about those of a layer's half
+HELD = 16  # kernels; about the weights of two layers
+WINDOWS = (1, 4, 16)  # what `schedule` tries, in largest gathers
+WORTH = 0.002  # part of the step that a larger window must save
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A program in its best order found, and what it takes."""
+
+    program: Program
+    timeline: Timeline
+    window_bytes: int  # 0: as it was given
+    hold: bool
+
+
+def schedule(program: Program, *, memory_limit: int | None = None) -> Schedule:
+    """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory."""
+    best = Schedule(program, simulate(program), 0, False)
+    for hold in (False, True):
+        for window in _windows(program):
+            tried = _ordered(program, window, hold=hold)
+            timeline = simulate(tried)
+            gain = best.timeline.step_time - timeline.step_time
+            if _key(timeline, memory_limit) < _key(best.timeline, memory_limit):
+                best = Schedule(tried, timeline, window, hold)
+            if gain < WORTH * timeline.step_time:
+                break
+    return best
+
+
+def prefetch(program: Program, window_bytes: int, *, hold: bool = False) -> Program:
+    """`program` in the order of the module's text, or as it is where that is not faster."""
+    ordered = _ordered(program, window_bytes, hold=hold)
+    return ordered if simulate(ordered).step_time < simulate(program).step_time else program
+
+
+def _windows(program: Program) -> tuple[int, ...]:
+    sizes = {buffer.name: buffer.nbytes for buffer in program.buffers}
+    largest = max((sizes[name] for task in program.tasks if task.prefetchable for name in task.outputs), default=0)
+    return tuple(largest * count for count in WINDOWS) if largest else (0,)
+
+
+def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
+    if memory_limit is None or timeline.peak_memory <= memory_limit:
+        return (0.0, timeline.step_time)
+    return (float(timeline.peak_memory), timeline.step_time)
+
+
+def _ordered(program: Program, window_bytes: int, *, hold: bool) -> Program:
+    order = _Scheduler(program, window_bytes, hold=hold).run()
+    return replace(program, tasks=tuple(program.tasks[number] for number in order))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A gather of parameters with the kernels that make its operand."""
+
+    tasks: tuple[int, ...]
+    reads: tuple[int, ...]  # buffers that other units make
+    use: int  # the first task in program order that needs it, or a later unit
+    nbytes: int
+    stream: int
+
+
+class _Queue:
+    """Tasks in program order, some of which are issued."""
+
+    def __init__(self, numbers: list[int], issued: list[bool]) -> None:
+        self.numbers, self.issued, self.head = numbers, issued, 0
+
+    def waiting(self, limit: int) -> Iterator[int]:
+        """The first `limit` that are not issued."""
+        while self.head < len(self.numbers) and self.issued[self.numbers[self.head]]:
+            self.head += 1
+        at = self.head
+        while limit and at < len(self.numbers):
+            if not self.issued[self.numbers[at]]:
+                yield self.numbers[at]
+                limit -= 1
+            at += 1
+
+
+class _Scheduler:
+    """Issues tasks one by one, and keeps the clocks that `simulate` will find."""
+
+    def __init__(self, program: Program, window_bytes: int, *, hold: bool) -> None:
+        self.tasks, self.index, self.window = program.tasks, program.index, window_bytes
+        self.sizes = [buffer.nbytes for buffer in program.buffers]
+        self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
+        self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
+        self.missing = [sum(self.index.makers[b] >= 0 for b in inputs) for inputs in self.index.inputs]
+        self.issued = [False] * len(self.tasks)
+        self.order: list[int] = []
+        self.ahead = 0  # bytes gathered and not read yet
+        self.unread = [False] * len(self.sizes)
+        self.units, self.unit = _units(program), 0
+        self.in_unit = {number for unit in self.units for number in unit.tasks}
+        self.is_late = _late(program)
+        self.is_held = _slack(program) if hold else [False] * len(self.tasks)
+        self.urgent: list[int] = []  # collectives whose operands' makers are issued
+        self.reductions: list[int] = []
+        self.late = self.held = self.path = _Queue([], self.issued)
+        self.phase: set[int] = set()
+
+    def run(self) -> list[int]:
+        """All tasks in the order of issue."""
+        for phase in _phases(self.tasks):
+            self._begin(phase)
+            while self._step():
+                pass
+            self.clocks[0] = max(self.clocks)
+        assert len(self.order) == len(self.tasks), "a task waits for one behind it"
+        return self.order
+
+    def _begin(self, phase: list[int]) -> None:
+        self.phase = set(phase)
+        waiting = [number for number in phase if number not in self.in_unit]
+        kernels = [number for number in waiting if self.index.streams[number] == 0]
+        self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
+        self.held = _Queue([n for n in kernels if self.is_held[n] and not self.is_late[n]], self.issued)
+        others = [n for n in waiting if not (self.is_late[n] or self.is_held[n] or self.tasks[n].deferrable)]
+        self.path = _Queue(others, self.issued)
+        for number in waiting:
+            if self.missing[number] == 0:
+                self._operands_made(number)
+
+    def _step(self) -> bool:
+        """Issue what can start now, or wait until something can; False when the phase has ended."""
+        kernel = self._kernel()
+        if kernel is None:
+            return self._communicate(self.clocks[0]) or self._wait()
+        self._read(kernel)
+        if not self._communicate(self.clocks[0] + self.tasks[kernel].seconds):
+            self._issue(kernel)
+        return True
+
+    def _kernel(self) -> int | None:
+        """The kernel whose turn it is; None where each has to wait."""
+        late = next(self._startable(self.late, LOOKAHEAD), None)
+        if late is not None:
+            return late
+        held = list(self._startable(self.held, HELD + 1))
+        if len(held) > HELD:
+            return held[0]
+        return next(self._startable(self.path, LOOKAHEAD), held[0] if held else None)
+
+    def _startable(self, queue: _Queue, limit: int) -> Iterator[int]:
+        return (n for n in queue.waiting(limit) if self.index.streams[n] == 0 and self._can_start(n))
+
+    def _can_start(self, number: int) -> bool:
+        return self.missing[number] == 0 and self._turn(number) <= self.clocks[0]
+
+    def _turn(self, number: int) -> float:
+        """When the operands of a task are made, all of whose makers are issued."""
+        return max((self.ready[buffer] for buffer in self.index.inputs[number]), default=0.0)
+
+    def _communicate(self, until: float) -> bool:
+        """Issue collectives; those that can wait only on a link that is free before `until`."""
+        count = len(self.order)
+        for number in [n for n in self.urgent if self._turn(n) <= self.clocks[0]]:
+            self.urgent.remove(number)
+            self._issue(number)
+        while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
+            self.unit += 1
+        for number in [n for n in self.reductions if self._turn(n) <= self.clocks[0]]:
+            if self.clocks[self.index.streams[number]] <= until:
+                self.reductions.remove(number)
+                self._issue(number)
+        return len(self.order) > count
+
+    def _gather(self, unit: _Unit, until: float) -> bool:
+        """Issue a gather, if it is time."""
+        if unit.tasks[-1] not in self.phase or any(self.ready[buffer] > self.clocks[0] for buffer in unit.reads):
+            return False
+        is_due = unit.use <= next(self.path.waiting(1), len(self.tasks))
+        fits = self.ahead + unit.nbytes <= self.window and self.clocks[unit.stream] <= until
+        if not (is_due or fits):
+            return False
+        for number in unit.tasks:
+            if not self.issued[number]:
+                self._issue(number)
+        for buffer in self.index.outputs[unit.tasks[-1]]:
+            self.unread[buffer] = True
+        self.ahead += unit.nbytes
+        return True
+
+    def _wait(self) -> bool:
+        """Go on to the next time at which something can start; False where there is none."""
+        queues = (self.late.waiting(LOOKAHEAD), self.held.waiting(HELD + 1), self.path.waiting(LOOKAHEAD))
+        waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
+        times = [self._turn(number) for number in (*waiting, *self.urgent, *self.reductions)]
+        times += [self.clocks[self.index.streams[number]] for number in self.reductions]
+        if self.unit < len(self.units):
+            unit = self.units[self.unit]
+            times += [self.clocks[unit.stream], *(self.ready[buffer] for buffer in unit.reads)]
+        later = [time for time in times if time > self.clocks[0]]
+        if later:
+            self.clocks[0] = min(later)
+        return bool(later)
+
+    def _issue(self, number: int) -> None:
+        stream = self.index.streams[number]
+        start = max(self.clocks[0], self.clocks[stream], self._turn(number))
+        end = self.clocks[stream] = start + self.tasks[number].seconds
+        self.issued[number] = True
+        self.order.append(number)
+        self._read(number)
+        for buffer in self.index.outputs[number]:
+            self.ready[buffer] = end
+            for reader in self.index.readers[buffer]:
+                self.missing[reader] -= 1
+                if self.missing[reader] == 0:
+                    self._operands_made(reader)
+
+    def _read(self, number: int) -> None:
+        """Count what a task reads as no longer gathered ahead."""
+        for buffer in self.index.inputs[number]:
+            if self.unread[buffer]:
+                self.unread[buffer] = False
+                self.ahead -= self.sizes[buffer]
+
+    def _operands_made(self, number: int) -> None:
+        if self.index.streams[number] == 0 or number in self.in_unit or number not in self.phase:
+            return
+        (self.reductions if self.tasks[number].deferrable else self.urgent).append(number)
+
+
+def _phases(tasks: tuple[Task, ...]) -> Iterator[list[int]]:
+    """Forward, backward and optimizer."""
+    updates = {number for number, task in enumerate(tasks) if task.kind == OPTIMIZER}
+    for backward in (False, True):
+        yield [n for n, task in enumerate(tasks) if task.backward is backward and n not in updates]
+    yield sorted(updates)
+
+
+def _units(program: Program) -> list[_Unit]:
+    """Gathers of parameters in the order of use, each with what it needs and none before it had."""
+    index, tasks = program.index, program.tasks
+    gathers = [number for number, task in enumerate(tasks) if task.prefetchable]
+    members = {*gathers, *_behind(program, gathers)}
+    uses = [len(tasks)] * len(tasks)
+    for number in sorted(members, reverse=True):
+        readers = [reader for buffer in index.outputs[number] for reader in index.readers[buffer]]
+        uses[number] = min((uses[r] if r in members else r for r in readers), default=len(tasks))
+    units, taken = [], set(gathers)
+    for number in sorted(gathers, key=lambda n: (tasks[n].backward, uses[n], n)):
+        kernels = sorted(n for n in _behind(program, [number]) if n not in taken)
+        taken.update(kernels)
+        made = {buffer for n in kernels for buffer in index.outputs[n]}
+        reads = [b for n in (*kernels, number) for b in index.inputs[n] if index.makers[b] >= 0 and b not in made]
+        nbytes = sum(program.buffers[buffer].nbytes for buffer in index.outputs[number])
+        use = min(uses[n] for n in (*kernels, number))
+        units.append(_Unit((*kernels, number), tuple(reads), use, nbytes, index.streams[number]))
+    dues = list(accumulate((unit.use for unit in reversed(units)), min))
+    return [replace(unit, use=due) for unit, due in zip(units, reversed(dues), strict=True)]
+
+
+def _behind(program: Program, numbers: list[int]) -> set[int]:
+    """Tasks that others wait for."""
+    index = program.index
+    found: set[int] = set()
+    queue = list(numbers)
+    while queue:
+        for buffer in index.inputs[queue.pop()]:
+            maker = index.makers[buffer]
+            if maker >= 0 and maker not in found:
+                found.add(maker)
+                queue.append(maker)
+    return found
+
+
+def _late(program: Program) -> list[bool]:
+    """Per task, whether it reads what comes of a gradient's reduction."""
+    index = program.index
+    late = [False] * len(program.tasks)
+    for number, task in enumerate(program.tasks):
+        makers = (index.makers[buffer] for buffer in index.inputs[number])
+        late[number] = task.kind != OPTIMIZER and any(late[m] or program.tasks[m].deferrable for m in makers if m >= 0)
+    return late
+
+
+def _slack(program: Program) -> list[bool]:
+    """Per task, whether nothing but gradients and the optimizer waits for it."""
+    index, tasks = program.index, program.tasks
+    slack = [False] * len(tasks)
+    for number in reversed(range(len(tasks))):
+        readers = [reader for buffer in index.outputs[number] for reader in index.readers[buffer]]
+        ends = all(slack[r] or tasks[r].deferrable or tasks[r].kind == OPTIMIZER for r in readers)
+        slack[number] = ends and bool(readers) and not tasks[number].is_collective and tasks[number].backward
+    return slack

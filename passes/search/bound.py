@@ -1,0 +1,166 @@
+"""A lower bound on every plan, and on every plan that makes a given choice, by dual ascent.
+
+The costs of a problem are choices' and moves'. Any part of a cost can be carried along an edge from one to the other
+without changing what a plan costs in all. Two walks over the variables (as sequential tree-reweighted message passing:
+Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", 2006) carry costs to where
+they collide; what is left is not negative, and what was taken off in front is the bound. A choice whose rest is more
+than the bound leaves to a plan in hand is in no better plan.
+
+A move that several users share is split between them; what one user has no use for goes to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from passes.search.problem import Floats, Ints
+
+NEVER = 1e5  # seconds: what cannot be
+
+
+@dataclass(eq=False)
+class Slot:
+    """Layouts (positions on one side of a value) that the choices of a variable give or need."""
+
+    variable: int
+    at: Ints  # per choice
+    size: int
+    order: Ints = field(init=False)
+    starts: Ints = field(init=False)
+    present: Ints = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = np.argsort(self.at, kind="stable")
+        ordered = self.at[self.order]
+        self.starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        self.present = ordered[self.starts]
+
+    def least(self, costs: Floats) -> Floats:
+        """Per layout, the least cost of a choice that has it."""
+        found = np.full(self.size, NEVER)
+        found[self.present] = np.minimum.reduceat(costs[self.order], self.starts)
+        return found
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A value: `costs[user, source, target]` is each user's part of a move."""
+
+    maker: Slot
+    users: list[Slot]
+    costs: Floats
+    used: Floats = field(init=False)  # [user, 1, target]: 1 where the user may need it
+
+    def __post_init__(self) -> None:
+        self.used = np.zeros((len(self.users), 1, self.costs.shape[2]))
+        for number, user in enumerate(self.users):
+            self.used[number, 0, user.present] = 1.0
+
+    def share(self) -> None:
+        """Level what users have left of each move."""
+        if len(self.users) > 1:
+            level = (self.costs * self.used).sum(0) / np.maximum(self.used.sum(0), 1.0)
+            self.costs = np.where(self.used > 0, level, NEVER)
+
+
+@dataclass(eq=False)
+class Dual:
+    """`bound` plus what is left in `choices` and in the exchanges is what a plan costs."""
+
+    choices: list[Floats]
+    exchanges: list[Exchange]
+    bound: float = 0.0
+    made: list[list[int]] = field(default_factory=list)  # per variable, exchanges it makes
+    used: list[list[tuple[int, int]]] = field(default_factory=list)  # per variable, exchanges and user numbers
+
+    def __post_init__(self) -> None:
+        self.made = [[] for _ in self.choices]
+        self.used = [[] for _ in self.choices]
+        for number, exchange in enumerate(self.exchanges):
+            self.made[exchange.maker.variable].append(number)
+            for user, slot in enumerate(exchange.users):
+                self.used[slot.variable].append((number, user))
+
+    def ascend(self, sweeps: int, tolerance: float = 1e-5) -> None:
+        """Walk forward and backward until the bound grows by less than `tolerance` of itself."""
+        for _ in range(sweeps):
+            before = self.bound
+            for variable in range(len(self.choices)):
+                self._visit(variable, forward=True)
+            for variable in reversed(range(len(self.choices))):
+                self._visit(variable, forward=False)
+            if self.bound - before < tolerance * max(self.bound, 1e-12):
+                return
+
+    def settle(self) -> None:
+        """Leave in the choices what says most of them: collect everything at each variable."""
+        for variable in range(len(self.choices)):
+            self._collect(variable)
+
+    def _collect(self, variable: int) -> None:
+        costs = self.choices[variable]
+        for number in self.made[variable]:
+            exchange = self.exchanges[number]
+            exchange.share()
+            least = exchange.costs.min(2)
+            exchange.costs -= least[:, :, None]
+            costs = costs + least.sum(0)[exchange.maker.at]
+        for number, user in self.used[variable]:
+            exchange = self.exchanges[number]
+            least = exchange.costs[user].min(0)
+            exchange.costs[user] -= least[None, :]
+            costs = costs + least[exchange.users[user].at]
+        low = float(costs.min())
+        self.bound += low
+        self.choices[variable] = costs - low
+
+    def _visit(self, variable: int, *, forward: bool) -> None:
+        self._collect(variable)
+        ahead: list[tuple[Exchange, int, Slot]] = []  # user number, or -1 - it where the variable is the maker
+        behind = 0
+        for number in self.made[variable]:
+            exchange = self.exchanges[number]
+            for user, slot in enumerate(exchange.users):
+                if (slot.variable > variable) == forward and slot.variable != variable:
+                    ahead.append((exchange, -1 - user, exchange.maker))
+                else:
+                    behind += 1
+        for number, user in self.used[variable]:
+            exchange = self.exchanges[number]
+            if (exchange.maker.variable > variable) == forward and exchange.maker.variable != variable:
+                ahead.append((exchange, user, exchange.users[user]))
+            else:
+                behind += 1
+        if not ahead:
+            return
+        part = self.choices[variable] / max(len(ahead), behind)
+        rest = self.choices[variable]
+        for exchange, user, slot in ahead:
+            moved = slot.least(part)
+            rest = rest - moved[slot.at]
+            if user < 0:
+                exchange.costs[-1 - user] += moved[:, None]
+            else:
+                exchange.costs[user] += moved[None, :]
+        self.choices[variable] = np.maximum(rest, 0.0)
+
+    def decode(self, order: Sequence[int]) -> list[int]:
+        """A plan: one variable after the other takes what is cheapest beside those before it."""
+        picked = [-1] * len(self.choices)
+        for variable in order:
+            costs = self.choices[variable].copy()
+            for number in self.made[variable]:
+                exchange = self.exchanges[number]
+                for user, slot in enumerate(exchange.users):
+                    if picked[slot.variable] >= 0:
+                        costs += exchange.costs[user][:, slot.at[picked[slot.variable]]][exchange.maker.at]
+            for number, user in self.used[variable]:
+                exchange = self.exchanges[number]
+                maker = exchange.maker
+                if picked[maker.variable] >= 0:
+                    costs += exchange.costs[user][maker.at[picked[maker.variable]]][exchange.users[user].at]
+            picked[variable] = int(costs.argmin())
+        return picked

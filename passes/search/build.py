@@ -1,0 +1,384 @@
+"""From a CAPTURED graph to the problem of its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import GraphModule, Node
+
+from passes.errors import ConstraintError
+from passes.ir.graph import (
+    InputRole,
+    OutputRole,
+    input_of,
+    is_reshard,
+    is_tensor,
+    item_of,
+    operands,
+    outputs_of,
+    pins_of,
+    placeholders,
+    results_of,
+    returned,
+    tensor_of,
+)
+from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
+from passes.ir.mesh import Mesh
+from passes.recipes.data import next_digit
+from passes.recipes.weights import weights_of
+from passes.search.choices import Choice, Choices
+from passes.search.kernels import Kernels
+from passes.search.problem import Problem, Segment, Use, Value, Variable
+from passes.search.ties import ties_of
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The variable that decides about a node, and the slots of its first result and operand in the choices."""
+
+    variable: int
+    results: int = 0
+    needs: int = 0
+
+
+@dataclass(frozen=True)
+class Built:
+    """The problem, and how its variables' choices are written into the graph. Nodes are looked up by their first tied."""
+
+    problem: Problem
+    first: Mapping[Node, Node]
+    owners: Mapping[Node, Owner]
+    ends: Mapping[int, Use]  # position in the graph's output -> the operand that it is
+
+
+def build(gm: GraphModule, kernels: Kernels) -> Built:
+    """The problem of placing `gm`, with tied layers as one. Raises ConstraintError for pins that no layout meets."""
+    return _Builder(gm, kernels).built()
+
+
+class _Builder:
+    """Nodes are grouped into variables, variables get choices, values connect them."""
+
+    def __init__(self, gm: GraphModule, kernels: Kernels) -> None:
+        self.gm, self.kernels, self.mesh = gm, kernels, kernels.mesh
+        self.nodes = tuple(n for n in gm.graph.nodes if n.op != "output" and results_of(n))
+        self.ties = ties_of(gm)
+        self.alike: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            self.alike.setdefault(self.ties.first[node], []).append(node)
+        self.choices = Choices(gm.graph, self.mesh)
+        self.weights = weights_of(gm.graph)
+        self.forward = _forward(gm)
+        self.gradients = _to_gradients(gm)
+        self.names: list[tuple[str, bool]] = []
+        self.segment = self._segments()
+        self.variables: list[Variable] = []
+        self.owners: dict[Node, Owner] = {}
+        self.ends: dict[int, Use] = {}
+        self.outputs = [
+            (i, value, output)
+            for i, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True))
+            if isinstance(value, Node)
+        ]
+
+    def built(self) -> Built:
+        self._inputs()
+        self._parameters()
+        self._whole()
+        for node in self.nodes:
+            if node.op == "call_function" and item_of(node) is None and self._is_free(node):
+                self._op(node)
+        described = tuple(self._described())
+        problem = Problem(tuple(self.variables), tuple(self._values()), described)
+        return Built(problem, self.ties.first, self.owners, self.ends)
+
+    def _is_free(self, node: Node) -> bool:
+        return self.ties.first[node] is node and node not in self.owners
+
+    def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...]) -> int:
+        node = nodes[0]
+        count = sum(self.ties.count[alike] for alike in self.alike[node])
+        seconds = np.array([self.kernels.seconds(node, choice) for choice in choices]) * count
+        state = np.array([self.kernels.state(node, choice) for choice in choices]) * count
+        held = np.array([self.kernels.held(node, choice) for choice in choices])
+        segment = self.segment.get(node, 0)
+        self.variables.append(Variable(node.name, nodes, choices, segment, seconds, state, held))
+        return len(self.variables) - 1
+
+    # --- the border
+
+    def _inputs(self) -> None:
+        """Inputs of one shape are split alike; outputs (and tangents) that are no number are split as the first input."""
+        groups: dict[object, list[Node]] = {}
+        for node in placeholders(self.gm.graph, InputRole.INPUT):
+            groups.setdefault((tuple(tensor_of(node).shape), pins_of(node)), []).append(node)
+        leader = next((group for group in groups.values() if tensor_of(group[0]).dim() > 0), None)
+        for group in groups.values():
+            following = self._following() if group is leader else []
+            self._border(tuple(group), self._layouts(group[0]), following)
+
+    def _following(self) -> list[tuple[int, Node]]:
+        """Positions and values of outputs whose layout is not pinned, and that are no number."""
+        outputs = [(i, value) for i, value, output in self.outputs if output.role is OutputRole.OUTPUT]
+        return [(i, value) for i, value in outputs if tensor_of(value).dim() > 0 and not is_reshard(value)]
+
+    def _border(self, group: tuple[Node, ...], layouts: list[Layout], following: list[tuple[int, Node]]) -> None:
+        names = {f"input:{input_of(node).name}" for node in group}
+        gradients = [i for i, _, o in self.outputs if o.role is OutputRole.GRADIENT and o.name in names]
+        shape = tuple(tensor_of(group[0]).shape)
+        tangents = [(self._tangent(i), value) for i, value in following]
+        present = [(tangent, value) for tangent, value in tangents if tangent is not None]
+        choices = []
+        for layout in layouts:
+            outs = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), self.mesh) for _, value in following)
+            back = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), self.mesh) for _, value in present)
+            choices.append(Choice((layout,) * len(gradients) + outs, (layout,) * len(group) + back))
+        nodes = (*group, *(tangent for tangent, _ in present))
+        variable = self._add(nodes, tuple(choices))
+        for slot, node in enumerate(nodes):
+            self.owners[node] = Owner(variable, slot)
+        for slot, position in enumerate([*gradients, *(i for i, _ in following)]):
+            self.ends[position] = Use(variable, slot)
+
+    def _tangent(self, position: int) -> Node | None:
+        name = outputs_of(self.gm.graph)[position].name
+        tangents = placeholders(self.gm.graph, InputRole.TANGENT)
+        return next((node for node in tangents if input_of(node).name == name), None)
+
+    def _parameters(self) -> None:
+        """A gradient comes back as its parameter is stored; what mixed precision reduces on the way is as well."""
+        gradients = {o.name: (i, value) for i, value, o in self.outputs if o.role is OutputRole.GRADIENT}
+        for node in placeholders(self.gm.graph, InputRole.PARAMETER):
+            returned_as = gradients.get(input_of(node).name)
+            between = _reshards_before(returned_as[1]) if returned_as is not None else ()
+            if self.ties.first[node] is node:
+                count = 1 if returned_as is None else 1 + len(between)
+                layouts = self._layouts(node)
+                choices = tuple(Choice((layout,) * count, (layout,) * (1 + len(between))) for layout in layouts)
+                self.owners[node] = Owner(self._add((node,), choices))
+            variable = self.owners[self.ties.first[node]].variable
+            if returned_as is not None:
+                self.ends[returned_as[0]] = Use(variable, 0)
+            for slot, between_node in enumerate(between, start=1):
+                self.owners[self.ties.first[between_node]] = Owner(variable, slot, slot)
+
+    def _whole(self) -> None:
+        """Numbers, buffers and what tells ranks apart are whole on every rank."""
+        nodes = tuple(n for n in placeholders(self.gm.graph) if n not in self.owners and self.ties.first[n] is n)
+        nodes = tuple(node for node in nodes if not self._is_pinned_tangent(node))
+        positions = [
+            i
+            for i, value, output in self.outputs
+            if i not in self.ends and not (output.role is OutputRole.OUTPUT and is_reshard(value))
+        ]
+        layout = replicated(self.mesh)
+        if not nodes and not positions:
+            return
+        choice = Choice((layout,) * len(positions), (layout,) * len(nodes))
+        anchor = nodes or self.nodes[:1]
+        variable = self._add(anchor, (choice,))
+        for slot, node in enumerate(nodes):
+            self.owners[node] = Owner(variable, slot)
+        for slot, position in enumerate(positions):
+            self.ends[position] = Use(variable, slot)
+
+    def _is_pinned_tangent(self, node: Node) -> bool:
+        return input_of(node).role is InputRole.TANGENT and is_reshard(self._output_for(node))
+
+    def _output_for(self, tangent: Node) -> Node:
+        name = input_of(tangent).name
+        return next(v for _, v, o in self.outputs if o.role is OutputRole.OUTPUT and o.name == name)
+
+    def _layouts(self, node: Node) -> list[Layout]:
+        """Layouts of a placeholder, or of a pinned value, that meet its pins."""
+        shape = tuple(tensor_of(node).shape)
+        found = [choice.results[0] for choice in self.choices.of(node)]
+        if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
+            found += _padded(found, shape, self.mesh)
+            allowed = is_storable
+        else:
+            allowed = is_even
+        for pin in pins_of(node):
+            found = [layout.with_on(pin.axis, pin.placement) for layout in found]
+        found = [layout for layout in dict.fromkeys(found) if allowed(layout, shape, self.mesh)]
+        if not found:
+            pins = ", ".join(f"{self.mesh.names[pin.axis]}:{pin.placement} ({pin.reason})" for pin in pins_of(node))
+            raise ConstraintError(f"{node.name} of shape {list(shape)} cannot be laid out as insisted: {pins}")
+        return found
+
+    # --- calls
+
+    def _op(self, node: Node) -> None:
+        if not is_reshard(node):
+            self.owners[node] = Owner(self._add((node,), self.choices.of(node)))
+            return
+        tangents = [n for n in placeholders(self.gm.graph, InputRole.TANGENT) if self._output_for(n) is node]
+        layouts = self._layouts(node)
+        choices = tuple(Choice((layout,), (layout,) * (1 + len(tangents))) for layout in layouts)
+        variable = self._add((node, *tangents), choices)
+        for slot, one in enumerate((node, *tangents)):
+            self.owners[one] = Owner(variable, slot)
+
+    # --- values
+
+    def _values(self) -> Iterator[Value]:
+        ends: dict[Node, list[Use]] = {}
+        for position, value, _ in self.outputs:
+            if position in self.ends:
+                ends.setdefault(value, []).append(self.ends[position])
+        grouped: dict[object, list[tuple[Node, Node]]] = {}
+        for node in self.nodes:
+            if not is_tensor(node) or not (uses := self._uses(node, ends)):
+                continue
+            source, position = item_of(node) or (node, 0)
+            owner = self.owners[self.ties.first[source]]
+            maker = Use(owner.variable, owner.results + position)
+            for is_forward, some in uses.items():
+                grouped.setdefault((maker, tuple(some), is_forward), []).append((node, self._place(node, is_forward)))
+        again: dict[object, int] = {}
+        for number, ((maker, some, is_forward), members) in enumerate(grouped.items()):  # type: ignore[misc]
+            node, place = members[0]
+            tensor = tensor_of(node)
+            hides = node in self.weights or node in self.gradients
+            if hides and is_forward:
+                again[maker, members[0][0]] = number
+            yield Value(
+                node.name,
+                node,
+                maker,
+                some,
+                tuple(tensor.shape),
+                tensor.element_size(),
+                sum(self.ties.count[member] for member, _ in members),
+                self.segment.get(self.ties.first[place], 0),
+                hides=hides,
+                again=again.get((maker, members[0][0]), -1) if not is_forward else -1,
+            )
+
+    def _uses(self, node: Node, ends: Mapping[Node, list[Use]]) -> dict[bool, list[Use]]:
+        """Uses of a value in the forward and in the backward; of one that is no parameter, together."""
+        found: dict[bool, dict[Use, None]] = {}
+        for user in node.users:
+            if user.op == "output" or item_of(user) is not None:
+                continue
+            owner = self.owners[self.ties.first[user]]
+            is_forward = user in self.forward or node not in self.weights
+            for i, operand in enumerate(operands(user)):
+                if operand is node:
+                    found.setdefault(is_forward, {})[Use(owner.variable, owner.needs + i)] = None
+        for use in ends.get(node, ()):
+            found.setdefault(node in self.forward or node not in self.weights, {})[use] = None
+        return {key: sorted(uses, key=lambda use: (use.variable, use.slot)) for key, uses in sorted(found.items(), reverse=True)}
+
+    def _place(self, node: Node, is_forward: bool) -> Node:
+        """The call that a value's move stands next to: its maker, or its first user for a parameter."""
+        if node not in self.weights:
+            return node
+        users = [user for user in node.users if user.op != "output" and (user in self.forward) == is_forward]
+        while users and users[0] in self.weights and users[0].users:
+            users = [user for user in users[0].users if user.op != "output"]
+        return users[0] if users else node
+
+    # --- segments
+
+    def _segments(self) -> dict[Node, int]:
+        """Calls outside of all layers belong to what is in front of the first layer, or behind the last."""
+        found: dict[Node, int] = {}
+        seen: dict[bool, str] = {True: "start", False: "start"}
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            is_forward = node in self.forward
+            layer = self.ties.layer[self.ties.first[node]]
+            if layer and node not in self.weights:
+                seen[is_forward] = "end"
+            name = layer or seen[is_forward], is_forward
+            if name not in self.names:
+                self.names.append(name)
+            found[node] = self.names.index(name)
+        if not self.names:
+            self.names.append(("start", True))
+        return found
+
+    def _described(self) -> Iterator[Segment]:
+        """A layer's gathers hide behind the layer before, its reductions behind the layer after it."""
+        for number, (name, is_forward) in enumerate(self.names):
+            nodes = [node for node, segment in self.segment.items() if segment == number]
+            counts: dict[Node, int] = {}
+            for node in nodes:
+                first = self.ties.first[node]
+                counts[first] = counts.get(first, 0) + self.ties.count[node]
+            layers = max(counts.values(), default=1)
+            edge = "start" if is_forward else "end"
+            alone = name == edge or (name, is_forward) == self.names[0]
+            yield Segment(f"{name} {'forward' if is_forward else 'backward'}", layers, 1.0 if alone else 1.0 / layers)
+
+
+def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout of an output where the first input has `layout`: split where dims agree."""
+    found = replicated(mesh)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard) and placement.dim < len(other) and shape[placement.dim] == other[placement.dim]:
+            found = found.with_on(axis, placement)
+    return found if is_even(found, other, mesh) else replicated(mesh)
+
+
+def _padded(layouts: list[Layout], shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
+    """Layouts that pad dim 0, on sets of axes that split no dim evenly."""
+    even = {_axes(layout) for layout in layouts}
+    found = []
+    for layout in layouts:
+        for axis, placement in enumerate(layout.placements):
+            if placement == R and shape and mesh.sizes[axis] > 1:
+                wider = layout.with_on(axis, next_digit(layout, 0, mesh))
+                if _axes(wider) not in even and is_storable(wider, shape, mesh):
+                    found.append(wider)
+    return found
+
+
+def _axes(layout: Layout) -> tuple[bool, ...]:
+    return tuple(isinstance(placement, Shard) for placement in layout.placements)
+
+
+def _forward(gm: GraphModule) -> set[Node]:
+    """Nodes that outputs and new values of buffers come from."""
+    queue = [
+        value
+        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
+        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
+    ]
+    found: set[Node] = set()
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def _to_gradients(gm: GraphModule) -> set[Node]:
+    """Values that only become gradients, by moves and casts."""
+    found: set[Node] = set()
+    kept = {
+        value
+        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
+        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
+    }
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op != "call_function" or not node.users or node in kept:
+            continue
+        if all(user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _reshards_before(value: Node) -> tuple[Node, ...]:
+    """Reshards between a gradient that is computed and the value that is returned."""
+    found = []
+    while value.op == "call_function" and len(operands(value)) == 1:
+        if is_reshard(value):
+            found.append(value)
+        value = operands(value)[0]
+    return tuple(found)

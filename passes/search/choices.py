@@ -1,0 +1,193 @@
+"""What each node of a graph may do: rows on one axis, and from them choices on all axes.
+
+On one axis a node starts with the contiguous digit of each factor. Digits that its neighbours' placements imply
+(the sequence inside a merged dim, the heads inside a projection) and partial rows are added until nothing changes.
+A choice on all axes takes a row per axis; axes that shard the same digit of one factor do so in either order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+
+from torch.fx import Graph, Node
+
+from passes._torch import OpOverload
+from passes.ir.graph import is_reshard, is_tensor, item_of, operands, results_of, tensor_of
+from passes.ir.layout import Layout, Partial, Placement, R, Shard
+from passes.ir.mesh import Mesh
+from passes.rules.rule import (
+    Dims,
+    Row,
+    Space,
+    call_of,
+    factor_at,
+    factor_row,
+    linear_row,
+    replicated_row,
+    row_giving,
+    row_sharding,
+    rule_of,
+)
+
+ROWS = 12  # per node and axis: digits beyond the first dozen are left out
+SWEEPS = 6  # over the graph, forward and backward, until no neighbour implies a new row
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a node on all axes: a layout per tensor operand and per tensor result."""
+
+    needs: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A row on one axis; a factor row knows its factor and digit, so that another axis can go inside."""
+
+    row: Row
+    factor: str = ""
+    digit: int = 1
+
+
+class Choices:
+    """The choices of every node of `graph`, found when asked for."""
+
+    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
+        self._spaces = {node: _space(node) for node in self._nodes}
+        self._tables: dict[int, Mapping[Node, Sequence[_Option]]] = {}
+        for size in dict.fromkeys(mesh.sizes):
+            self._tables[size] = _Rows(self._nodes, self._spaces, size).table
+
+    def space(self, node: Node) -> Space | None:
+        return self._spaces[node]
+
+    def of(self, node: Node) -> tuple[Choice, ...]:
+        """All choices of a node that split its tensors evenly; the replicated one first."""
+        space = self._spaces[node]
+        options = [self._tables[size][node] if size > 1 else _whole(node) for size in self._mesh.sizes]
+        found: dict[tuple[Row, ...], None] = {}
+        for picked in product(*options):
+            for rows in self._ordered(space, picked):
+                found[rows] = None
+        return tuple(dict.fromkeys(_choice(rows) for rows in found))
+
+    def _ordered(self, space: Space | None, picked: tuple[_Option, ...]) -> Iterator[tuple[Row, ...]]:
+        """Rows of `picked` with axes on one digit put inside one another, in every order."""
+        groups: dict[tuple[str, int], list[int]] = {}
+        for axis, option in enumerate(picked):
+            if option.factor:
+                groups.setdefault((option.factor, option.digit), []).append(axis)
+        if not groups or space is None:
+            yield tuple(option.row for option in picked)
+            return
+        for orders in product(*(permutations(axes) for axes in groups.values())):
+            digits: dict[str, list[tuple[int, int]]] = {}
+            rows: list[Row | None] = [option.row for option in picked]
+            for (factor, digit), order in zip(groups, orders, strict=True):
+                for axis in order:
+                    size = self._mesh.sizes[axis]
+                    digits.setdefault(factor, []).append((digit, digit * size))
+                    rows[axis] = factor_row(space, factor, digit, size)
+                    digit *= size
+            if all(row is not None for row in rows) and all(_apart(space.sizes[f], at) for f, at in digits.items()):
+                yield tuple(row for row in rows if row is not None)
+
+
+def _apart(length: int, digits: list[tuple[int, int]]) -> bool:
+    """Whether digits (first, end) of a factor do not cut through each other."""
+    end = 1
+    for first, behind in sorted(digits):
+        if first % end:
+            return False
+        end = behind
+    return length % end == 0
+
+
+def _choice(rows: tuple[Row, ...]) -> Choice:
+    needs = tuple(Layout(placements) for placements in zip(*(row.operands for row in rows), strict=True))
+    return Choice(needs, tuple(Layout(placements) for placements in zip(*(row.results for row in rows), strict=True)))
+
+
+def _space(node: Node) -> Space | None:
+    if node.op == "placeholder" or is_reshard(node):
+        shape = tuple(tensor_of(node).shape)
+        dims: Dims = tuple((f"d{dim}",) if size > 1 else () for dim, size in enumerate(shape))
+        sizes = {f"d{dim}": size for dim, size in enumerate(shape) if size > 1}
+        return Space(sizes, (), (dims,))
+    rule = rule_of(node.target)
+    return rule.space(call_of(node)) if rule is not None and isinstance(node.target, OpOverload) else None
+
+
+def _whole(node: Node) -> list[_Option]:
+    count = 0 if node.op == "placeholder" or is_reshard(node) else len(operands(node))
+    return [_Option(replicated_row(count, len(results_of(node))))]
+
+
+class _Rows:
+    """Rows on an axis of one size. `table` grows until no row implies another one at a neighbour."""
+
+    def __init__(self, nodes: tuple[Node, ...], spaces: Mapping[Node, Space | None], size: int) -> None:
+        self.nodes, self.spaces, self.size = nodes, spaces, size
+        self.table: dict[Node, list[_Option]] = {node: _whole(node) for node in nodes}
+        self.given: dict[tuple[Node, int], dict[Placement, None]] = {}
+        for node in nodes:
+            for factor in self._factors(node):
+                self._add(node, factor, 1)
+        for _ in range(SWEEPS):
+            before = sum(map(len, self.table.values()))
+            for node in nodes:
+                self._from_operands(node)
+            for node in reversed(nodes):
+                self._to_operands(node)
+            if sum(map(len, self.table.values())) == before:
+                break
+
+    def _factors(self, node: Node) -> tuple[str, ...]:
+        space = self.spaces[node]
+        return () if space is None or item_of(node) is not None else tuple(space.sizes)
+
+    def _add(self, node: Node, factor: str, digit: int) -> None:
+        space = self.spaces[node]
+        row = factor_row(space, factor, digit, self.size) if space is not None else None
+        if row is not None:
+            self._put(node, _Option(row, factor, digit))
+
+    def _put(self, node: Node, option: _Option) -> None:
+        options = self.table[node]
+        if len(options) < ROWS and all(option.row != other.row for other in options):
+            options.append(option)
+
+    def _placements(self, value: Node) -> list[Placement]:
+        source, position = item_of(value) or (value, 0)
+        return list(dict.fromkeys(option.row.results[position] for option in self.table[source]))
+
+    def _from_operands(self, node: Node) -> None:
+        space = self.spaces[node]
+        if space is None or node.op == "placeholder" or is_reshard(node):
+            return
+        for i, value in enumerate(operands(node)):
+            for placement in self._placements(value):
+                if isinstance(placement, Shard) and (at := factor_at(space, space.operands[i], placement, self.size)):
+                    self._add(node, *at)
+                elif isinstance(placement, Partial) and (row := row_sharding(space, i, placement, self.size)):
+                    self._put(node, _Option(row))
+
+    def _to_operands(self, node: Node) -> None:
+        if node.op == "placeholder" or is_reshard(node) or item_of(node) is not None:
+            return
+        for i, value in enumerate(operands(node)):
+            source, position = item_of(value) or (value, 0)
+            space = self.spaces.get(source)
+            if space is None:
+                continue
+            for placement in dict.fromkeys(option.row.operands[i] for option in self.table[node]):
+                if isinstance(placement, Shard) and (at := factor_at(space, space.results[position], placement, self.size)):
+                    self._add(source, *at)
+                elif isinstance(placement, Partial) and (row := row_giving(space, position, placement, self.size)):
+                    self._put(source, _Option(row))

@@ -1,0 +1,122 @@
+"""Seconds and bytes of what a node does with a choice, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from passes.cost.compute import kernel_seconds
+from passes.cost.regions import bytes_read, is_alias, is_fusible, regions, source_of
+from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
+from passes.ir.layout import Layout
+from passes.ir.mesh import Mesh
+from passes.rules.rule import Call, Tensor, call_of
+from passes.search.choices import Choice
+from passes.search.prices import Prices
+
+UPDATE = 7  # tensors as large as the parameter that AdamW reads and writes: weight, gradient, two moments
+STATE = 4  # ... and that it keeps: weight, gradient, two moments
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A fused op's part of its kernel: what it reads first and what is read outside, as bytes of the whole tensor."""
+
+    reads: tuple[int, ...]  # per operand
+    writes: tuple[int, ...]  # per result
+    launches: bool
+
+
+class Kernels:
+    """What the nodes of one graph cost; the calls of a fused region share the bytes at its border."""
+
+    def __init__(self, graph: Graph, prices: Prices) -> None:
+        self.prices = prices
+        self._shares: dict[Node, _Share] = {}
+        for region in regions(graph):
+            if is_fusible(region[0].target):
+                self._shares |= _shares(region)
+        self._calls: dict[Node, Call] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.prices.mesh
+
+    def seconds(self, node: Node, choice: Choice) -> float:
+        """Of a call; of a parameter, its update by the optimizer."""
+        if node.op == "placeholder":
+            return UPDATE * self._stored(node, choice) / self.prices.hardware.memory_bandwidth
+        if is_reshard(node) or is_alias(node):
+            return 0.0
+        if node in self._shares:
+            return self._fused(node, choice)
+        if node not in self._calls:
+            self._calls[node] = call_of(node)
+        return kernel_seconds(self._local(self._calls[node], choice), self.prices.hardware)
+
+    def _fused(self, node: Node, choice: Choice) -> float:
+        share, hardware = self._shares[node], self.prices.hardware
+        moved = 0.0
+        for operand, need, nbytes in zip(operands(node), choice.needs, share.reads, strict=True):
+            moved += nbytes * self.prices.part(tuple(operand.meta["val"].shape), need) if nbytes else 0.0
+        for result, layout, nbytes in zip(results_of(node), choice.results, share.writes, strict=True):
+            moved += nbytes * self.prices.part(tuple(result.shape), layout) if nbytes else 0.0
+        return moved / hardware.memory_bandwidth + (hardware.launch if share.launches else 0.0)
+
+    def _local(self, call: Call, choice: Choice) -> Call:
+        layouts = list(choice.needs)
+        args, kwargs = self._swap(call.args, layouts), self._swap(call.kwargs, layouts)
+        results = tuple(self._part(t, layout) for t, layout in zip(call.results, choice.results, strict=True))
+        return Call(call.op, args, kwargs, results)
+
+    def _swap(self, value: Any, layouts: list[Layout]) -> Any:
+        if isinstance(value, Tensor):
+            return self._part(value, layouts.pop(0))
+        if isinstance(value, tuple | list):
+            return tuple(self._swap(item, layouts) for item in value)
+        if isinstance(value, Mapping):
+            return {key: self._swap(item, layouts) for key, item in value.items()}
+        return value
+
+    def _part(self, tensor: Tensor, layout: Layout) -> Tensor:
+        return Tensor(self.prices.local(tensor.shape, layout), tensor.dtype)
+
+    def state(self, node: Node, choice: Choice) -> float:
+        """Bytes of a parameter with its gradient and AdamW's state."""
+        return STATE * self._stored(node, choice)
+
+    def _stored(self, node: Node, choice: Choice) -> float:
+        if node.op != "placeholder" or input_of(node).role is not InputRole.PARAMETER:
+            return 0.0
+        tensor: torch.Tensor = node.meta["val"]
+        return self.prices.nbytes(tuple(tensor.shape), tensor.element_size(), choice.results[0])
+
+    def held(self, node: Node, choice: Choice) -> float:
+        """Bytes of a call's operands and results."""
+        if node.op == "placeholder" or is_reshard(node) or is_alias(node):
+            return 0.0
+        tensors = [(operand.meta["val"], need) for operand, need in zip(operands(node), choice.needs, strict=True)]
+        tensors += zip(results_of(node), choice.results, strict=True)
+        return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in tensors)
+
+
+def _shares(region: tuple[Node, ...]) -> dict[Node, _Share]:
+    inside, seen = set(region), set[Node]()
+    found = {}
+    for number, node in enumerate(region):
+        reads = []
+        for operand in operands(node):
+            source = source_of(operand)
+            reads.append(0 if source in inside or source in seen else bytes_read(node, operand))
+            seen.add(source)
+        writes = tuple(t.numel() * t.element_size() if _is_read_outside(node, inside) else 0 for t in results_of(node))
+        found[node] = _Share(tuple(reads), writes, number == 0)
+    return found
+
+
+def _is_read_outside(node: Node, inside: set[Node]) -> bool:
+    return any(_is_read_outside(user, inside) if is_alias(user) else user not in inside for user in node.users)

@@ -1,0 +1,91 @@
+"""The search as a mixed-integer program for HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from passes.search.problem import Floats, Ints
+
+
+@dataclass
+class Program:
+    """Columns and rows as they are added. `minimise` solves."""
+
+    costs: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    entries: list[float] = field(default_factory=list)
+
+    def column(self, cost: float = 0.0, upper: float = 1.0, *, integer: bool = False) -> int:
+        self.costs.append(cost)
+        self.lower.append(0.0)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.costs) - 1
+
+    def row(self, columns: Sequence[int], entries: Sequence[float], lower: float, upper: float) -> int:
+        number = len(self.row_lower)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        self.rows += [number] * len(columns)
+        self.columns += columns
+        self.entries += entries
+        return number
+
+    def minimise(self, *, gap: float, time_limit: float | None) -> Answer:
+        solver = highspy.Highs()
+        for name, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("random_seed", 0),
+            ("mip_rel_gap", gap),
+            ("mip_abs_gap", 1e-9),
+        ):
+            solver.setOptionValue(name, value)
+        if time_limit is not None:
+            solver.setOptionValue("time_limit", float(time_limit))
+        solver.passModel(self._model())
+        solver.run()
+        info, status = solver.getInfo(), solver.getModelStatus()
+        values = np.array(solver.getSolution().col_value)
+        feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        return Answer(
+            values if feasible else None,
+            float(info.objective_function_value),
+            float(info.mip_dual_bound) if any(self.integer) else float(info.objective_function_value),
+            status == highspy.HighsModelStatus.kInfeasible,
+        )
+
+    def _model(self) -> highspy.HighsLp:
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.costs), len(self.row_lower)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = (np.array(x) for x in (self.costs, self.lower, self.upper))
+        lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        order = np.argsort(np.array(self.rows, dtype=np.int64), kind="stable")
+        starts = np.concatenate([[0], np.cumsum(np.bincount(self.rows, minlength=lp.num_row_))])
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = starts.astype(np.int32)
+        lp.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)[order]
+        lp.a_matrix_.value_ = np.array(self.entries)[order]
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[whole] for whole in self.integer]
+        return lp
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`values` of the columns, None where none were found in time; the objective and the bound proven."""
+
+    values: Floats | None
+    objective: float
+    bound: float
+    is_infeasible: bool

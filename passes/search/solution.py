@@ -1,0 +1,86 @@
+"""What a search found: layouts by name, so that they hold for a folded graph and for the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule, Node
+
+from passes.ir.graph import input_of, note_of, operands, outputs_of, placeholders, returned
+from passes.ir.layout import Layout
+from passes.ir.repeats import Repeats, expand_names
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Layouts of a node: needed of each operand, and of each result."""
+
+    needs: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan's layouts, and how good it is by the model of the search.
+
+    `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of values that are a parameter,
+    moved for the forward and kept for the backward rather than moved again. Seconds; bytes.
+    """
+
+    nodes: Mapping[str, Placed]
+    outputs: Mapping[str, Layout]
+    kept: tuple[str, ...] = ()
+    objective: float = 0.0  # predicted step
+    bound: float = 0.0  # no plan is better than this
+    memory: float = 0.0  # predicted, per device
+    seconds: float = 0.0  # the search took
+    variables: int = 0
+    is_complete: bool = True  # False: the time limit came first
+
+    @property
+    def gap(self) -> float:
+        """How much better, as part of the objective, a plan could be at most."""
+        return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
+
+    def expanded(self, repeats: Repeats) -> Solution:
+        """The same for the graph that was folded."""
+        nodes = expand_names(repeats, self.nodes)
+        marked = {key for key in self.nodes if "#" in key}
+        for removed, kept in repeats.parameters.items():
+            nodes |= {
+                f"{removed}#{key.rpartition('#')[2]}": self.nodes[key]
+                for key in marked
+                if key.rpartition("#")[0] == kept
+            }
+        every = expand_names(repeats, dict.fromkeys(self.kept, True))
+        more = [f"{removed}#{key.rpartition('#')[2]}" for removed, name in repeats.parameters.items() for key in self.kept if "#" in key and key.rpartition("#")[0] == name]
+        return replace(self, nodes=nodes, kept=tuple(dict.fromkeys([*every, *more])))
+
+
+def keys_of(gm: GraphModule) -> dict[Node, str]:
+    """Names of nodes that are the same in the folded graph and in the whole one.
+
+    A node of the program has its own name; one that a pass added is told by the parameter or output next to it.
+    """
+    keys = {node: node.name for node in gm.graph.nodes}
+    for node in placeholders(gm.graph):
+        _walk(node, input_of(node).name, keys, down=True)
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        if isinstance(value, Node):
+            _walk(value, f"{output.name}", keys, down=False)
+    return keys
+
+
+def _walk(node: Node, name: str, keys: dict[Node, str], *, down: bool) -> None:
+    """Name the chain of added nodes behind a placeholder, or in front of what is returned."""
+    number = 0
+    if down:
+        for user in node.users:
+            if user.op == "call_function" and note_of(user) and len(operands(user)) == 1:
+                keys[user] = f"{name}#{number}"
+                number += 1
+        return
+    while node.op == "call_function" and note_of(node) and len(operands(node)) == 1:
+        keys[node] = f"{name}#-{number}"
+        node, number = operands(node)[0], number + 1

@@ -1,0 +1,71 @@
+"""Which nodes of a graph take the same choice: those of equal layers, at the same place of each.
+
+Layers are equal where they are the same calls in the same order; what surrounds them may differ, as it does for the
+first and the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule, Node
+
+from passes.ir.graph import input_of, pins_of
+from passes.ir.layers import Indexed, Layers, depth_of
+from passes.ir.repeats import repeats_of
+
+
+@dataclass(frozen=True)
+class Ties:
+    """`first[node]` is the first node that takes the same choice; `count[node]` is how many nodes of the whole
+    model the node stands for (more than 1 in a folded graph); `layer[node]` names the layer, "" outside of all."""
+
+    first: Mapping[Node, Node]
+    count: Mapping[Node, int]
+    layer: Mapping[Node, str]
+
+
+def ties_of(gm: GraphModule) -> Ties:
+    """Ties of a CAPTURED graph, folded or not. Parameters pinned otherwise are not alike."""
+    graph = _with_casts(Indexed.of(gm.graph, _tags(gm)))
+    levels = [_tied(Layers.of(graph, level)) for level in range(depth_of(graph))]
+    first, layer = max(levels, key=lambda tied: len(tied[0]) - len(set(tied[0].values())), default=({}, {}))
+    removed: dict[str, int] = {}
+    for kept in repeats_of(gm).nodes.values():
+        removed[kept] = removed.get(kept, 0) + 1
+    count = {node: 1 + removed.get(node.name, 0) for node in graph.nodes}
+    return Ties(
+        {node: first.get(node, node) for node in graph.nodes},
+        count,
+        {node: layer.get(node, "") for node in graph.nodes},
+    )
+
+
+def _with_casts(graph: Indexed) -> Indexed:
+    """A call without a module whose operands are parameters alone belongs to their module, as casts of them do."""
+    fqns = list(graph.fqns)
+    for i, inputs in enumerate(graph.inputs):
+        if not fqns[i] and inputs and all(graph.nodes[j].op == "placeholder" for j in inputs):
+            fqns[i] = fqns[inputs[0]].rpartition(".")[0]
+    return replace(graph, fqns=tuple(fqns))
+
+
+def _tags(gm: GraphModule) -> dict[str, str]:
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder" and pins_of(node)]
+    return {input_of(node).name: str(pins_of(node)) for node in nodes}
+
+
+def _tied(layers: Layers) -> tuple[dict[Node, Node], dict[Node, str]]:
+    nodes = layers.graph.nodes
+    first: dict[Node, Node] = {}
+    layer: dict[Node, str] = {}
+    leaders: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for prefix, indices in layers.lists():
+        for index in indices:
+            members = layers.members[prefix, index]
+            calls = tuple(layers.named[i] for i in members)
+            leader = leaders.setdefault((prefix, calls), members)
+            first |= {nodes[i]: nodes[j] for i, j in zip(members, leader, strict=True)}
+            layer |= {nodes[i]: f"{prefix}.{index}" for i in members}
+    return first, layer

@@ -1,0 +1,127 @@
+"""Choose all layouts at once: the least predicted step that fits the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from passes.base import Pass, PassContext
+from passes.errors import UserError
+from passes.ir.graph import (
+    OutputRole,
+    Stage,
+    add_reshard,
+    input_of,
+    is_reshard,
+    is_tensor,
+    item_of,
+    layout_of,
+    layouts_of,
+    needs_of,
+    operands,
+    output_node,
+    outputs_of,
+    placeholders,
+    results_of,
+    returned,
+    set_layouts,
+    set_needs,
+    set_recompute,
+)
+from passes.ir.layout import Layout
+from passes.recipes.weights import weights_of
+from passes.search.find import Goal, find
+from passes.search.solution import Placed, Solution, keys_of
+
+
+@dataclass(frozen=True)
+class Solve(Pass):
+    """Give every value a layout and every operand a needed layout, by cost.
+
+    1. `solution` says the layouts by name; where it is not given, it is searched for.
+    2. A parameter that the forward or the backward needs otherwise than it is stored is gathered behind the
+       last cast or move that the search chose; again in the backward, unless the search keeps it.
+
+    Before:
+
+        mesh tp=2
+        stage CAPTURED
+        %w: f32[8, 6] = parameter("w")
+        %x: f32[4, 8] = input("x")
+        %mm: f32[4, 6] = mm(%x, %w)
+        return output("output") %mm
+
+    After:
+
+        mesh tp=2
+        stage PLACED
+    """
+
+    name: ClassVar[str] = "solve"
+    takes: ClassVar[Stage] = Stage.CAPTURED
+    gives: ClassVar[Stage] = Stage.PLACED
+
+    goal: Goal = Goal()
+    solution: Solution | None = None
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        if self.solution is None and ctx.mesh.hardware is None:
+            raise UserError(
+                "a search needs to know the hardware: Mesh('dp=2,tp=4', hardware='h100'), or a recipe in Options(recipe=...)"
+            )
+        solution = self.solution or find(gm, ctx.mesh, self.goal)
+        _place(gm, solution)
+        _gather(gm, solution)
+        return True
+
+
+def _place(gm: GraphModule, solution: Solution) -> None:
+    keys = keys_of(gm)
+    for node in gm.graph.nodes:
+        if node.op == "output" or not results_of(node):
+            continue
+        if (item := item_of(node)) is not None:
+            layout = layouts_of(item[0])[item[1]]
+            placed = Placed((layout,), (layout,))
+        else:
+            placed = solution.nodes[keys[node]]
+        set_layouts(node, *placed.results)
+        if is_reshard(node):
+            set_needs(node, (layout_of(operands(node)[0]),))
+        elif node.op != "placeholder":
+            set_needs(node, placed.needs)
+    _place_output(gm, solution)
+
+
+def _place_output(gm: GraphModule, solution: Solution) -> None:
+    stored = {input_of(node).name: layout_of(node) for node in placeholders(gm.graph) if results_of(node)}
+    needs = []
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        if not isinstance(value, Node):
+            continue
+        if output.role is OutputRole.OUTPUT:
+            needs.append(solution.outputs[output.name])
+        else:
+            needs.append(stored[output.name.removeprefix("input:")])
+    set_needs(output_node(gm.graph), tuple(needs))
+
+
+def _gather(gm: GraphModule, solution: Solution) -> None:
+    """One reshard per parameter value and layout that its users need."""
+    keys = keys_of(gm)
+    for node in weights_of(gm.graph):
+        made: dict[Layout, Node] = {}
+        for user in list(node.users):
+            if user.op == "output" or is_reshard(user):
+                continue
+            for operand, need in zip(operands(user), needs_of(user), strict=True):
+                if operand is not node or need == layout_of(node):
+                    continue
+                if need not in made:
+                    made[need] = add_reshard(node, "solve: gathered for use")
+                    set_layouts(made[need], need)
+                    set_needs(made[need], (layout_of(node),))
+                    set_recompute(made[need], keys[node] not in solution.kept)
+                user.replace_input_with(node, made[need])

@@ -1,0 +1,147 @@
+"""The schedule hides communication behind compute, keeps every dependency, and is never worse than what it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.schedule import prefetch, schedule
+from passes.cost.simulate import simulate
+from tests.cost.programs import gather, kernel, program, programs
+
+LAW = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def _names(given: Program) -> list[str]:
+    return [task.name for task in given.tasks]
+
+
+def _layers(count: int, *, compute: float = 4, link: float = 3) -> Program:
+    """A forward of `count` layers, each of which gathers its weight where it uses it."""
+    tasks = []
+    for n in range(count):
+        tasks.append(gather(f"g{n}", link, f"w{n}", prefetchable=True))
+        tasks.append(kernel(f"h{n}", compute, f"g{n}", *([f"h{n - 1}"] if n else [])))
+    return program(*tasks, sizes={f"g{n}": 10 for n in range(count)})
+
+
+def test_a_gather_runs_beside_the_kernels_before_its_use() -> None:
+    given = _layers(4)
+    assert simulate(given).step_time == 28
+    assert simulate(prefetch(given, 10)).step_time == 3 + 4 * 4
+    assert _names(prefetch(given, 10))[:4] == ["g0", "g1", "h0", "g2"]
+
+
+@pytest.mark.parametrize(("window", "most"), [(10, 1), (20, 2), (40, 4)])
+def test_the_window_bounds_what_is_gathered_ahead(window: int, most: int) -> None:
+    order = _names(prefetch(_layers(8, compute=6, link=1), window))
+    ahead = [sum(n[0] == "g" for n in order[:i]) - sum(n[0] == "h" for n in order[:i]) for i in range(len(order) + 1)]
+    assert max(ahead) <= most + 1, "one is in use"
+    assert simulate(prefetch(_layers(8, compute=6, link=1), window)).peak_memory <= 10 * (most + 1) + 16
+
+
+def test_what_makes_the_operand_of_a_gather_goes_with_it() -> None:
+    given = program(
+        kernel("h0", 5),
+        kernel("cast", 1, "w"),
+        gather("g", 3, "cast", prefetchable=True),
+        kernel("h1", 1, "h0", "g"),
+        kinds={"cast": "gathered"},
+    )
+    assert _names(prefetch(given, 10)) == ["cast", "g", "h0", "h1"]
+
+
+def test_a_reduction_starts_when_its_gradient_is_made_and_holds_nothing_up() -> None:
+    reduce = replace(gather("r", 4, "dw"), deferrable=True, backward=True)
+    given = program(
+        *(replace(kernel(n, 2, *i), backward=True) for n, i in (("dw", ()), ("dx", ()), ("dv", ("dx",)))),
+        reduce,
+        replace(kernel("cast", 1, "r"), backward=True),
+        replace(kernel("du", 3, "dv"), backward=True),
+        kinds={"cast": "gradient"},
+    )
+    ordered = prefetch(given, 0)
+    assert _names(ordered) == ["dw", "r", "dx", "dv", "cast", "du"]
+    assert simulate(ordered).exposed == 0
+
+
+def test_an_independent_kernel_fills_the_gap_of_a_collective_on_the_path() -> None:
+    given = program(kernel("a", 1), gather("c", 3, "a"), kernel("b", 1, "c"), kernel("other", 3, "a"))
+    assert _names(prefetch(given, 0)) == ["a", "c", "other", "b"]
+    assert simulate(prefetch(given, 0)).exposed == 0
+
+
+def test_gradients_of_weights_can_wait_for_a_gap() -> None:
+    tasks = [kernel("dy", 1), kernel("dw", 3, "dy"), kernel("dx", 1, "dy"), gather("c", 3, "dx"), kernel("dz", 1, "c")]
+    given = program(*(replace(task, backward=True) for task in tasks), kinds={"dw": "gradient"})
+    update = Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)
+    given = replace(given, tasks=(*given.tasks, update))
+    held = prefetch(given, 0, hold=True)
+    assert _names(held) == ["dy", "dx", "c", "dw", "dz", "update"]
+    assert schedule(given).program == held
+
+
+def test_the_backward_does_not_start_before_the_forward_has_ended() -> None:
+    forward, backward = _layers(3), [gather("b", 3, "w0", prefetchable=True), kernel("bh", 1, "b", "h2")]
+    tasks = (*forward.tasks, *(replace(task, backward=True) for task in backward))
+    order = _names(prefetch(program(*tasks), 100))
+    assert order.index("b") > order.index("h2")
+
+
+def test_a_memory_limit_makes_the_window_small() -> None:
+    given = _layers(8, compute=2, link=3)
+    free = schedule(given)
+    limit = simulate(prefetch(given, 10)).peak_memory
+    assert schedule(given, memory_limit=limit).timeline.peak_memory <= limit
+    assert free.timeline.step_time <= schedule(given, memory_limit=limit).timeline.step_time
+    assert schedule(given, memory_limit=1).timeline.peak_memory <= free.timeline.peak_memory, "none fits"
+
+
+@st.composite
+def marked(draw: st.DrawFn) -> Program:
+    """Random programs with a forward, a backward, gathers of parameters and reductions that none waits for."""
+    given = draw(programs())
+    border = draw(st.integers(0, len(given.tasks)))
+    early: set[str] = {"w"}
+    tasks = []
+    for number, task in enumerate(given.tasks):
+        is_early = early.issuperset(task.inputs)
+        early.update(task.outputs if is_early else ())
+        is_read = any(task.name in other.inputs for other in given.tasks)
+        tasks.append(
+            replace(
+                task,
+                backward=number >= border,
+                prefetchable=is_early and task.is_collective,
+                deferrable=task.is_collective and not is_early and not is_read,
+            )
+        )
+    return replace(given, tasks=tuple(tasks))
+
+
+@LAW
+@given(marked(), st.sampled_from((0, 3, 100)), st.booleans())
+def test_an_order_keeps_dependencies_and_is_never_worse(given: Program, window: int, hold: bool) -> None:
+    ordered = prefetch(given, window, hold=hold)
+    assert sorted(_names(ordered)) == sorted(_names(given))
+    made: set[str] = {"w"}
+    for task in ordered.tasks:
+        assert made.issuperset(task.inputs), task.name
+        made.update(task.outputs)
+    assert simulate(ordered).step_time <= simulate(given).step_time
+    assert prefetch(given, window, hold=hold) == ordered
+
+
+@LAW
+@given(marked(), st.integers(0, 30))
+def test_a_schedule_fits_where_any_order_tried_fits(given: Program, limit: int) -> None:
+    best = schedule(given, memory_limit=limit).timeline
+    as_given = simulate(given)
+    if as_given.peak_memory <= limit:
+        assert best.peak_memory <= limit and best.step_time <= as_given.step_time
+    else:
+        assert best.peak_memory <= as_given.peak_memory

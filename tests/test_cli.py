@@ -1,0 +1,181 @@
+"""The command line: a plan for a model in a file; a mistake is one message on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoshard import ShardingPlan
+from autoshard.cli.main import DONE, USERS_FAULT, main
+
+SOURCE = """
+import torch
+from torch import nn
+
+WIDTH = 8
+
+def small(batch: int = 6, seq: int = 4):
+    x = torch.zeros(batch, seq, WIDTH)
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)), (x,)
+
+def named(*, width):
+    return nn.Linear(width, width), (torch.zeros(2, width),), {}
+
+def broken():
+    raise KeyError("weights")
+
+def bare():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "model.py").write_text(SOURCE)
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "notes.txt").write_text("model")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("autoshard_target_")]:
+        del sys.modules[name]
+
+
+def plan(*words: str) -> int:
+    return main(["plan", "model.py:small", "--mesh", "dp=2,tp=2", "--hardware", "h100", *words])
+
+
+def test_plan_prints_and_saves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "fsdp+megatron", "-o", "plan.json") == DONE
+    printed = capsys.readouterr()
+    saved = ShardingPlan.load("plan.json")
+    assert printed.out.startswith("plan on 4 ranks of h100: dp=2 fsdp, tp=2 megatron\n")
+    assert saved.inputs["input"].shape == (6, 4, 8)
+    lines = printed.err.splitlines()
+    assert lines[-1] == f"saved plan.json, fingerprint {saved.fingerprint}"
+    assert [line.split(":")[0] for line in lines][:2] == ["model", "capture"]
+    assert "\x1b" not in printed.err + printed.out
+
+
+def test_show_prints_a_saved_plan_as_it_was_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "ddp", "--batch", "4", "-o", "plan.json") == DONE
+    printed = capsys.readouterr().out
+    assert main(["show", "plan.json"]) == DONE
+    assert capsys.readouterr().out == printed
+
+
+def test_sizes_go_to_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--batch", "10", "--seq", "3", "-o", "plan.json") == DONE
+    assert ShardingPlan.load("plan.json").inputs["input"].shape == (10, 3, 8)
+
+
+def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "dp=ddp,tp=none", "--bf16", "--inference", "-o", "plan.json") == DONE
+    made = ShardingPlan.load("plan.json")
+    assert made.recipes == ("ddp", None)
+    assert made.settings.options["mixed_precision"] == {
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+        "output_dtype": None,
+        "cast_forward_inputs": True,
+    }
+    assert not made.settings.training
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan model.py --mesh dp=2", "cannot read the target 'model.py'; write it as 'file.py:function'"),
+        (
+            "plan modle.py:small --mesh dp=2",
+            "there is no file 'modle.py'; the target is 'file.py:function', seen from {cwd}",
+        ),
+        ("plan notes.txt:small --mesh dp=2", "'notes.txt' is no Python file; the target is 'file.py:function'"),
+        (
+            "plan model.py:smal --mesh dp=2",
+            "model.py has no 'smal'; its functions are small, named, broken, bare. Did you mean 'small'?",
+        ),
+        ("plan model.py:WIDTH --mesh dp=2", "model.py:WIDTH is int, not a function that gives (model, args)"),
+        (
+            "plan model.py:broken --mesh dp=2",
+            """model.py:broken raised KeyError: 'weights' (model.py:15: raise KeyError("weights"))""",
+        ),
+        (
+            "plan model.py:bare --mesh dp=2",
+            "model.py:bare gives Linear; it has to give (model, args) or (model, args, kwargs): an nn.Module, a tuple "
+            "and a dict",
+        ),
+        (
+            "plan model.py:bare --mesh dp=2 --batch 4",
+            "model.py:bare takes (), which does not go with --batch 4: got an unexpected keyword argument 'batch'; "
+            "--batch and --seq give the arguments of these names",
+        ),
+        (
+            "plan model.py:named --mesh dp=2",
+            "model.py:named takes (*, width), which does not go with no arguments: missing a required argument: "
+            "'width'; --batch and --seq give the arguments of these names",
+        ),
+        (
+            "plan model.py:small --mesh dp2",
+            "cannot read 'dp2' in mesh 'dp2'; write it as 'dp=2,tp=4'",
+        ),
+        (
+            "plan model.py:small",
+            "the following arguments are required: --mesh; see `python -m autoshard plan --help`",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --batch many",
+            "argument --batch: invalid int value: 'many'; see `python -m autoshard plan --help`",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --recipe fdsp",
+            "unknown recipe 'fdsp'; recipes are ddp, zero2, fsdp, hsdp, megatron, or two of them joined, such as "
+            "'fsdp+megatron'. Did you mean 'fsdp'?",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --recipe pp=fsdp",
+            "unknown mesh axis 'pp'; this mesh has dp=2: name one of these",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --recipe fsdp -o none/plan.json",
+            "there is no folder 'none' to save none/plan.json in; make it, or give another path",
+        ),
+        (
+            "show none.json",
+            "the plan none.json cannot be read: No such file or directory; give the path that it was saved to",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(
+    words: str, expected: str, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == USERS_FAULT
+    assert capsys.readouterr().err.splitlines()[-1] == f"autoshard: {expected.format(cwd=target)}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan syntax.py:f --mesh dp=2", "autoshard: syntax.py cannot be imported: SyntaxError: "),
+        ("plan model.py:small --mesh dp=2 --hardware h10", "autoshard: unknown hardware 'h10' (did you mean 'h100'?)"),
+        ("simulate", "autoshard: argument command: invalid choice: 'simulate' (choose from "),
+    ],
+)
+def test_a_mistake_that_others_describe(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == USERS_FAULT
+    assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
+
+
+@pytest.mark.slow
+def test_the_command_exits_with_its_code() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "autoshard", "show", "none.json"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1].startswith("autoshard: the plan none.json cannot be read")

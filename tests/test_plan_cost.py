@@ -1,0 +1,100 @@
+"""What a plan costs, how it was found and what else was tried is on one screen with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.report.table import format_plan
+from passes.ir.plan import Candidate, Cost, Memory, Search
+
+GIB = 1 << 30
+SOLVED = Cost(1.312, 1.2, 0.9, 0.112, Memory(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB, 3 * GIB, temporary=GIB // 2))
+DDP = Cost(1.5, 1.2, 0.7, 0.3, Memory(16 * GIB, 16 * GIB, 32 * GIB, 30 * GIB))
+SEARCH = Search(
+    "solved",
+    (
+        Candidate("hsdp", None, fits=False, note="the batch of 6 does not divide"),
+        Candidate("ddp", DDP, fits=False),
+        Candidate("solved", SOLVED, fits=True),
+        Candidate("fsdp", replace(SOLVED, step_time=1.4), fits=True),
+    ),
+    memory_limit=72 * GIB,
+    objective=1.3,
+    bound=1.29,
+    seconds=8.1,
+)
+
+
+def made(search: Search | None = SEARCH, layers: int = 2) -> ShardingPlan:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), torch.empty(6, 8)
+    bare = plan(model, Mesh("dp=2", hardware="h100"), (x,), options=Options(recipe="fsdp"))
+    collectives = tuple(replace(one, exposed=0.004 if one.backward else 0.0) for one in bare.collectives)
+    return replace(bare, cost=SOLVED, search=search, collectives=collectives)
+
+
+def test_a_plan_reads_as_a_table_with_its_cost() -> None:
+    assert_expected_inline(
+        format_plan(made(), width=100, colour=False),
+        """\
+plan on 2 ranks of h100: dp=2 fsdp
+step    1.31 s: compute 1.20 s, exposed communication 112 ms; 788 ms of communication hidden
+memory  41.5 GiB of 72.0 GiB at the peak: activations 30.0 GiB, optimizer 4.0 GiB, gathered 3.0 GiB,
+        parameters 2.0 GiB, gradients 2.0 GiB, temporary 512.0 MiB
+search  chose solved of 4 candidates; the solver's plan is proven within 0.77 % of the best by its
+        model; 8.10 s
+candidate    step  compute  exposed  hidden    memory
+* solved   1.31 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
+  fsdp     1.40 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
+  ddp      1.50 s   1.20 s   300 ms  400 ms  94.0 GiB  does not fit
+  hsdp          -        -        -       -         -  the batch of 6 does not divide
+value       global shape   dp    per rank
+input       float32[6, 8]  S(0)  3x8
+0-1.weight  float32[8, 8]  S(0)  4x8
+0-1.bias    float32[8]     S(0)  4
+output      float32[6, 8]  S(0)  3x8
+collective      over  forward  backward  received per rank  exposed  for
+all_gather      dp    4        4         576 B              0 s      fsdp: gathered for use
+reduce_scatter  dp    -        4         288 B              16.0 ms  gradient""",
+    )
+
+
+def test_a_recipe_alone_has_a_cost_and_no_candidates() -> None:
+    text = format_plan(made(None), width=100, colour=False)
+    assert "step    1.31 s: " in text
+    assert "search" not in text and "candidate" not in text
+
+
+def test_what_is_proven_is_said() -> None:
+    def said(objective: float | None, bound: float | None) -> str:
+        text = format_plan(made(replace(SEARCH, objective=objective, bound=bound)), width=120, colour=False)
+        (line,) = (line for line in text.splitlines() if line.startswith("search"))
+        return line
+
+    proven = "search  chose solved of 4 candidates; the solver's plan is proven within {} % of the best by its model; 8.10 s"
+    assert said(1.0, 1.0) == proven.format(0)
+    assert said(1.0, 0.9) == proven.format(10)
+    assert said(None, None) == "search  chose solved of 4 candidates; 8.10 s"
+
+
+def test_memory_by_kind_adds_up_to_the_peak() -> None:
+    assert SOLVED.peak_memory == SOLVED.memory.total == int(41.5 * GIB)
+    kinds = {"parameter": 1, "gradient": 2, "optimizer": 4, "activation": 8, "gathered": 16, "buffer": 32, "input": 64}
+    more = {"output": 128, "temporary": 256, "workspace": 512}
+    assert Memory.of(kinds | more).total == 1023
+    assert Memory.of(kinds | more).temporary == 768
+
+
+def test_hidden_communication_is_what_is_not_exposed() -> None:
+    assert abs(SOLVED.hidden_comm - 0.788) < 1e-12
+
+
+def test_a_plan_of_32_layers_is_one_screen() -> None:
+    text = format_plan(made(layers=32), width=100, colour=False)
+    assert len(text.splitlines()) < 50
+    assert max(map(len, text.splitlines())) <= 100
