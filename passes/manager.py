@@ -27,6 +27,7 @@ class PassManager:
         through; any other exception of a pass becomes a PassError.
         """
         check_order(self.passes, stage_of(gm))
+        rewritten = False
         for i, pass_ in enumerate(self.passes):
             for observer in self.observers:
                 observer.before(pass_, gm, ctx)
@@ -37,10 +38,11 @@ class PassManager:
             except Exception as error:
                 raise PassError(_failure(pass_, error, gm, self.passes[:i])) from error
             set_stage(gm, pass_.gives)
-            if changed:
-                gm.recompile()
+            rewritten |= changed
             for observer in self.observers:
                 observer.after(pass_, gm, ctx, changed)
+        if rewritten:
+            gm.recompile()  # once: code is for running, and takes as long as a pass
 
 
 def check_order(passes: Sequence[Pass], stage: Stage) -> None:
