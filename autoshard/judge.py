@@ -24,6 +24,8 @@ from passes.ir.text import format_graph
 from passes.manager import PassManager
 from passes.normalize import Normalize
 
+MARGIN = 1  # what the partitioner saves, and what is fused, differs next to a first or last layer that is unlike the others
+
 
 @dataclass(frozen=True)
 class Folded:
@@ -41,7 +43,7 @@ def fold(problem: Problem) -> Folded:
     ctx = PassContext(problem.mesh)
     tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
     tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    PassManager((Normalize(), Fold(tuple(tags)))).run(gm, ctx)
+    PassManager((Normalize(), Fold(tuple(tags), margin=MARGIN))).run(gm, ctx)
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
 
 
