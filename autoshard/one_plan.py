@@ -18,6 +18,9 @@ def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> 
     Raises PlanError there, and DistributedError elsewhere, where it cannot be read.
     """
 
+    if not isinstance(plan, ShardingPlan | str | PathLike):
+        raise PlanError(f"plan={plan!r}: give a ShardingPlan, or the path of a file that one was saved to")
+
     def text() -> str | None:
         if not _leads(groups):
             return None

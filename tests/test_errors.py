@@ -83,6 +83,32 @@ def test_text_where_devices_are_needed() -> None:
     )
 
 
+def test_a_plan_for_another_model(one_rank: DeviceMesh) -> None:
+    made = plan(nn.Linear(6, 4), "dp=1", (torch.randn(4, 6),))
+    assert message(autoshard, Tiny(), one_rank, (torch.randn(4, 6),), plan=made) == (
+        "PlanError: the plan does not fit: parameter 'up.weight' is not in the plan; parameter 'up.bias' is not in the "
+        "plan; parameter 'down.weight' is not in the plan; parameter 'down.bias' is not in the plan; the plan has "
+        "parameter 'weight', which is not there; and 3 more. Make a plan for this model and these inputs"
+    )
+
+
+def test_a_plan_for_another_mesh(one_rank: DeviceMesh) -> None:
+    made = plan(Tiny(), "dp=2", (torch.randn(4, 6),))
+    assert message(autoshard, Tiny(), one_rank, plan=made) == (
+        "PlanError: the plan does not fit: the mesh is dp=1, the plan's dp=2. Make a plan for this mesh and these "
+        "options, or leave options out to take the plan's"
+    )
+
+
+def test_what_is_no_plan(one_rank: DeviceMesh) -> None:
+    assert message(autoshard, Tiny(), one_rank, plan=3) == (
+        "PlanError: plan=3: give a ShardingPlan, or the path of a file that one was saved to"
+    )
+    assert message(autoshard, Tiny(), one_rank, plan="none.json") == (
+        "PlanError: the plan none.json cannot be read: No such file or directory; give the path that it was saved to"
+    )
+
+
 def test_no_mesh() -> None:
     assert message(autoshard, Tiny()) == (
         "MeshError: autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class"
