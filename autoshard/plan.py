@@ -19,6 +19,7 @@ from passes.errors import UserError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search, Value
+from passes.search.solution import Solution
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class ShardingPlan:
     """What every value's layout is, which collectives run, and what a step costs.
 
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). Without hardware
-    there is no `cost`; without a search (a recipe was asked for) no `search`.
+    there is no `cost`; without a search (a recipe was asked for) no `search`. A solved plan has a `solution`: the layouts
+    of every node, by the names of the graph in which repeated layers are folded.
     """
 
     mesh: Mesh
@@ -41,6 +43,7 @@ class ShardingPlan:
     settings: Settings
     cost: Cost | None = None
     search: Search | None = None
+    solution: Solution | None = None
 
     @property
     def fingerprint(self) -> str:

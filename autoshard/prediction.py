@@ -7,16 +7,15 @@ from dataclasses import replace
 
 from autoshard.options import Options
 from passes.cost.program import Program, Task
-from passes.cost.schedule import bucket, prefetch
-from passes.cost.simulate import Timeline, simulate
+from passes.cost.schedule import schedule
+from passes.cost.simulate import Timeline
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
 
 
 def run_step(program: Program, options: Options) -> Timeline:
-    """One step in the messages and the order in which the runtime issues it."""
-    limit = options.memory_bytes(memory_of(program.mesh))
-    return simulate(prefetch(bucket(program, options.bucket_bytes), limit))
+    """One step in the best order found for it that fits in memory."""
+    return schedule(program, memory_limit=options.memory_bytes(memory_of(program.mesh))).timeline
 
 
 def memory_of(mesh: Mesh) -> int:
