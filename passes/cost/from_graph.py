@@ -28,6 +28,7 @@ from passes.ir.graph import (
     origin_of,
     results_of,
     returned,
+    tensor_of,
     transfer_of,
     value_of,
 )
@@ -360,11 +361,19 @@ def _kind(node: Node) -> str:
 
 
 def _workspace(node: Node) -> int:
-    """Bytes that a kernel takes beside its results. A flash attention's backward sums the query's gradient in f32."""
+    """Bytes that a kernel takes beside its operands and results.
+
+    A convolution turns its largest operand or result to channels last, and its backward one on each side. A flash
+    attention's backward sums the gradient of the query in f32.
+    """
     name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
-    if not (name.startswith("_scaled_dot_product") and name.endswith("attention_backward")):
-        return 0
-    return 4 * math.prod(results_of(node)[0].shape)
+    if name == "convolution":
+        return max(map(_nbytes, (*results_of(node), *map(tensor_of, operands(node)))))
+    if name == "convolution_backward":
+        return sum(_nbytes(tensor_of(operand)) for operand in operands(node)[:2])
+    if name.startswith("_scaled_dot_product") and name.endswith("attention_backward"):
+        return 4 * math.prod(results_of(node)[0].shape)
+    return 0
 
 
 def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer]) -> list[Task]:
