@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from passes.cost.program import Buffer, Program, Task
@@ -220,12 +221,12 @@ class _Copier:
     def _task(self, member: int, period: int) -> Task:
         task = self.program.tasks[self.lower.tasks[member]]
         layer = self._layer(self.lower.layers[member], period)
-        names = tuple(self._name(self.lower.numbers[name], period) for name in task.outputs)
+        names = self._names[period]
         return replace(
             task,
             name=f"{task.name}@{self.run.prefix}.{layer}",
             inputs=self._inputs(period, member),
-            outputs=names,
+            outputs=tuple(names[self.lower.numbers[name]] for name in task.outputs),
             fqn=self._fqn(task.fqn, period),
         )
 
@@ -242,21 +243,23 @@ class _Copier:
             if task is not None and not 0 <= other <= self.run.copies + 1:
                 found.append(task.inputs[slot])
             else:
-                found.append(read.outside or self._name(read.buffer, other))
+                found.append(read.outside or self._names[other][read.buffer])
         return tuple(found)
 
     def buffers(self) -> Iterator[Buffer]:
         for period in range(1, self.run.copies + 1):
             for number, buffer in enumerate(self.lower.buffers):
-                yield replace(buffer, name=self._name(number, period), fqn=self._fqn(buffer.fqn, period))
+                yield replace(buffer, name=self._names[period][number], fqn=self._fqn(buffer.fqn, period))
 
-    def _name(self, buffer: int, period: int) -> str:
-        if period > self.run.copies:
-            return self.upper.buffers[buffer].name
-        name = self.lower.buffers[buffer].name
-        if period == 0:
-            return name
-        return f"{name}@{self.run.prefix}.{self._layer(self.lower.buffer_layers[buffer], period)}"
+    @cached_property
+    def _names(self) -> list[tuple[str, ...]]:
+        """Of each period, the names of its buffers."""
+        names = [tuple(buffer.name for buffer in self.lower.buffers)]
+        for period in range(1, self.run.copies + 1):
+            suffixes = [f"@{self.run.prefix}.{self._layer(place, period)}" for place in range(self.run.period)]
+            named = zip(self.lower.buffers, self.lower.buffer_layers, strict=True)
+            names.append(tuple(f"{buffer.name}{suffixes[place]}" for buffer, place in named))
+        return [*names, tuple(buffer.name for buffer in self.upper.buffers)]
 
     def _layer(self, place: int, period: int) -> int:
         return self.run.removed[(period - 1) * self.run.period + place]
