@@ -147,6 +147,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "there is no folder 'none' to save none/plan.json in; make it, or give another path",
         ),
         (
+            "crossover --devices 8",
+            "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
+        ),
+        (
             "show none.json",
             "the plan none.json cannot be read: No such file or directory; give the path that it was saved to",
         ),
@@ -170,6 +174,18 @@ def test_a_mistake_is_one_message(
 def test_a_mistake_that_others_describe(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == USERS_FAULT
     assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("crossover --devices 8 --hardware h100 --tokens 16384", "faster from H ="),
+        ("hsdp --nodes 100 --hardware h100", "hsdp"),
+    ],
+)
+def test_questions_are_answered(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == DONE
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow
