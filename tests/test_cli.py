@@ -12,6 +12,9 @@ import pytest
 
 from autoshard import ShardingPlan
 from autoshard.cli.main import DONE, USERS_FAULT, main
+from autoshard.cli.target import load_target
+
+ROOT = Path(__file__).parent.parent
 
 SOURCE = """
 import torch
@@ -177,6 +180,22 @@ def test_a_mistake_that_others_describe(words: str, expected: str, capsys: pytes
 
 
 @pytest.mark.parametrize(
+    ("target", "billions", "tokens"),
+    [
+        ("llama.py:llama3_8b", 8.03, (64, 8192)),
+        ("llama.py:llama3_70b", 70.55, (64, 8192)),
+        ("llama.py:llama3_405b", 405.85, (32, 8192)),
+        ("gpt.py:gpt2", 0.12, (64, 1024)),
+    ],
+)
+def test_the_examples_are_targets(target: str, billions: float, tokens: tuple[int, int]) -> None:
+    made = load_target(str(ROOT / "examples" / target), {})
+    assert round(sum(p.numel() for p in made.model.parameters()) / 1e9, 2) == billions
+    assert [tuple(arg.shape) for arg in made.args] == [tokens, tokens]
+    assert all(tensor.is_meta for tensor in (*made.model.parameters(), *made.args))
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("crossover --devices 8 --hardware h100 --tokens 16384", "faster from H ="),
@@ -190,7 +209,7 @@ def test_questions_are_answered(words: str, said: str, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_the_command_exits_with_its_code() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "autoshard", "show", "none.json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (process.returncode, process.stdout) == (2, "")
