@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autoshard import ShardingPlan
+from autoshard.cli.display import Display
 from autoshard.cli.main import DONE, USERS_FAULT, main
 from autoshard.cli.target import load_target
 
@@ -205,6 +208,28 @@ def test_the_examples_are_targets(target: str, billions: float, tokens: tuple[in
 def test_questions_are_answered(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == DONE
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("terminal", "clock"), [(True, "0:00:00"), (False, "solve: ")])
+def test_phases_have_a_clock_on_a_terminal_and_a_line_each_in_a_pipe(terminal: bool, clock: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with Display(console) as display:
+        display("capture")
+        display("solve")
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert clock in text and "capture" in text
+    assert ("\x1b" in text) is terminal
+    assert "in all, at most" in text.splitlines()[-1]
+
+
+def test_a_failed_phase_does_not_end() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with pytest.raises(ValueError, match="no"), Display(console) as display:
+        display("capture")
+        raise ValueError("no")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
 
 
 @pytest.mark.slow
