@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,9 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from autoshard import ShardingPlan
+from autoshard.cli.display import Display
 from autoshard.cli.main import DONE, USERS_FAULT, main
+from autoshard.cli.target import load_target
+
+ROOT = Path(__file__).parent.parent
 
 SOURCE = """
 import torch
@@ -147,6 +153,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "there is no folder 'none' to save none/plan.json in; make it, or give another path",
         ),
         (
+            "crossover --devices 8",
+            "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
+        ),
+        (
             "show none.json",
             "the plan none.json cannot be read: No such file or directory; give the path that it was saved to",
         ),
@@ -172,9 +182,59 @@ def test_a_mistake_that_others_describe(words: str, expected: str, capsys: pytes
     assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("target", "billions", "tokens"),
+    [
+        ("llama.py:llama3_8b", 8.03, (64, 8192)),
+        ("llama.py:llama3_70b", 70.55, (64, 8192)),
+        ("llama.py:llama3_405b", 405.85, (32, 8192)),
+        ("gpt.py:gpt2", 0.12, (64, 1024)),
+    ],
+)
+def test_the_examples_are_targets(target: str, billions: float, tokens: tuple[int, int]) -> None:
+    made = load_target(str(ROOT / "examples" / target), {})
+    assert round(sum(p.numel() for p in made.model.parameters()) / 1e9, 2) == billions
+    assert [tuple(arg.shape) for arg in made.args] == [tokens, tokens]
+    assert all(tensor.is_meta for tensor in (*made.model.parameters(), *made.args))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("crossover --devices 8 --hardware h100 --tokens 16384", "faster from H ="),
+        ("hsdp --nodes 100 --hardware h100", "hsdp"),
+    ],
+)
+def test_questions_are_answered(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == DONE
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("terminal", "clock"), [(True, "0:00:00"), (False, "solve: ")])
+def test_phases_have_a_clock_on_a_terminal_and_a_line_each_in_a_pipe(terminal: bool, clock: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    with Display(console) as display:
+        display("capture")
+        display("solve")
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert clock in text and "capture" in text
+    assert ("\x1b" in text) is terminal
+    assert "in all, at most" in text.splitlines()[-1]
+
+
+def test_a_failed_phase_does_not_end() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with pytest.raises(ValueError, match="no"), Display(console) as display:
+        display("capture")
+        raise ValueError("no")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+
+
 @pytest.mark.slow
 def test_the_command_exits_with_its_code() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "autoshard", "show", "none.json"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (process.returncode, process.stdout) == (2, "")

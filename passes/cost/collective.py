@@ -155,6 +155,17 @@ def _exchange(where: Where) -> sympy.Expr:
     return S + steps + sympy.Max(_in_node(sympy.Min(k, m)) + 2 * N / c, (k - p) / k * N / B)
 
 
+def sent_formula(kind: str, where: Where) -> tuple[sympy.Expr, sympy.Expr]:
+    """Bytes that a rank sends of large messages, on mean, inside its node and over the network."""
+    sweeps = 2 if kind == "all_reduce" else 1
+    sent = sweeps * (k - 1) / k * N
+    if where == "inside":
+        return sent, sympy.Integer(0)
+    # Of p rings, each crosses between two nodes at one of the p ranks; all to all, all but p ranks are elsewhere.
+    network = (k - p) / k * N if kind == "all_to_all" else sent / p
+    return sympy.simplify(sent - network), network
+
+
 @cache
 def _compiled(kind: str, where: Where, switch: bool, scatter_sends_all: bool) -> Callable[..., Any]:
     formula = collective_formula(kind, where, switch=switch, scatter_sends_all=scatter_sends_all)

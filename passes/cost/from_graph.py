@@ -28,6 +28,7 @@ from passes.ir.graph import (
     origin_of,
     results_of,
     returned,
+    tensor_of,
     transfer_of,
     value_of,
 )
@@ -104,6 +105,7 @@ class _Values:
     readers: dict[str, list[Node]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     inlined: dict[str, dict[str, int]] = field(default_factory=dict)  # what a reader reads instead, and bytes of it
+    needed: set[str] = field(default_factory=set)  # read by another kernel than makes it
 
 
 class _Builder:
@@ -126,8 +128,11 @@ class _Builder:
         self.names |= values.names
         if self.fused:
             self._inline(graph)
-        for group in self._groups(graph):
-            self._emit(group)
+        kernels = [(group, self._reads(group)) for group in self._groups(graph)]
+        values.needed = {name for value in graph.output_node().all_input_nodes for name in values.names[value]}
+        values.needed.update(name for _, reads in kernels for name in reads)
+        for group, reads in kernels:
+            self._emit(group, reads)
 
     def _values(self, graph: Graph, held: dict[Node, Any]) -> _Values:
         values = _Values()
@@ -174,7 +179,8 @@ class _Builder:
         calls = [(node,) for node in graph.nodes if node.op == "call_function"]
         groups = regions(graph) if self.fused else calls
         made = (tuple(node for node in group if viewed_by(node) is None) for group in groups)
-        return [group for group in made if group]
+        inlined = self.values.inlined
+        return [g for g in made if not all(name in inlined for node in g for name in self.values.names[node])]
 
     def _inline(self, graph: Graph) -> None:
         """Find values that are never in memory: each kernel that reads one makes it again."""
@@ -205,17 +211,9 @@ class _Builder:
     def _size(self, name: str) -> int:
         return self.buffers[name].nbytes if name in self.buffers else self.values.sizes[name]
 
-    def _emit(self, group: tuple[Node, ...]) -> None:
-        inside, values = set(group), self.values
-        reads = self._reads(group)
-        outputs = [
-            name
-            for node in group
-            for name in values.names[node]
-            if name not in values.inlined and any(reader not in inside for reader in values.readers.get(name, ()))
-        ]
-        if all(name in values.inlined for node in group for name in values.names[node]):
-            return
+    def _emit(self, group: tuple[Node, ...], reads: dict[str, int]) -> None:
+        values = self.values
+        outputs = [name for node in group for name in values.names[node] if name in values.needed]
         makers = {name: node for node in group for name in values.names[node]}
         early = all(name in self.early for name in reads) and not any(map(_is_random, group))
         for name in outputs:
@@ -363,11 +361,19 @@ def _kind(node: Node) -> str:
 
 
 def _workspace(node: Node) -> int:
-    """Bytes that a kernel takes beside its results. A flash attention's backward sums the query's gradient in f32."""
+    """Bytes that a kernel takes beside its operands and results.
+
+    A convolution turns its largest operand or result to channels last, and its backward one on each side. A flash
+    attention's backward sums the gradient of the query in f32.
+    """
     name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
-    if not (name.startswith("_scaled_dot_product") and name.endswith("attention_backward")):
-        return 0
-    return 4 * math.prod(results_of(node)[0].shape)
+    if name == "convolution":
+        return max(map(_nbytes, (*results_of(node), *map(tensor_of, operands(node)))))
+    if name == "convolution_backward":
+        return sum(_nbytes(tensor_of(operand)) for operand in operands(node)[:2])
+    if name.startswith("_scaled_dot_product") and name.endswith("attention_backward"):
+        return 4 * math.prod(results_of(node)[0].shape)
+    return 0
 
 
 def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer]) -> list[Task]:

@@ -13,10 +13,11 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from passes.cost.bucket import bucket
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.simulate import Timeline, simulate
 
@@ -34,20 +35,30 @@ class Schedule:
     timeline: Timeline
     window_bytes: int  # 0: as it was given
     hold: bool
+    bucket_bytes: int  # 0: no collectives joined
 
 
-def schedule(program: Program, *, memory_limit: int | None = None) -> Schedule:
-    """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory."""
-    best = Schedule(program, simulate(program), 0, False)
+def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequence[int] = (0,)) -> Schedule:
+    """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
+
+    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing.
+    """
+    found = [_schedule(bucket(program, nbytes) if nbytes else program, nbytes, memory_limit) for nbytes in buckets]
+    return min(found, key=lambda one: _key(one.timeline, memory_limit))
+
+
+def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
+    best = Schedule(program, simulate(program), 0, False, bucket_bytes)
     for hold in (False, True):
+        fastest = float("inf")
         for window in _windows(program):
             tried = _ordered(program, window, hold=hold)
             timeline = simulate(tried)
-            gain = best.timeline.step_time - timeline.step_time
             if _key(timeline, memory_limit) < _key(best.timeline, memory_limit):
-                best = Schedule(tried, timeline, window, hold)
-            if gain < WORTH * timeline.step_time:
+                best = Schedule(tried, timeline, window, hold, bucket_bytes)
+            if timeline.step_time > (1 - WORTH) * fastest:
                 break
+            fastest = timeline.step_time
     return best
 
 

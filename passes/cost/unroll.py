@@ -7,12 +7,16 @@ the lower one reads the upper, the one above it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 from passes.cost.program import Buffer, Program, Task
 from passes.errors import UnlikeLayersError
 from passes.ir.repeats import Repeats, Run, index_in, moved_to
+
+T = TypeVar("T", Task, Buffer)
 
 
 def unroll(program: Program, repeats: Repeats) -> Program:
@@ -35,13 +39,15 @@ def _unrolled(program: Program, run: Run) -> Program:
     _check_readers(program, run, lower, upper, layers)
     reads = [_reads(program, run, lower, upper, member) for member in range(len(lower.tasks))]
     copier = _Copier(program, run, lower, upper, tuple(reads))
-    copies = {behind: tasks for behind, tasks in copier.tasks()}
-    members = {number: (period, member) for period, one in ((0, lower), (run.copies + 1, upper)) for member, number in enumerate(one.tasks)}
+    copies = dict(copier.copies())
+    kept = dict(copier.kept_tasks())
     tasks: list[Task] = []
     for number, task in enumerate(program.tasks):
-        tasks.append(task if number not in members else replace(task, inputs=copier.inputs(*members[number])))
+        tasks.append(kept.get(number, task))
         tasks += copies.get(number, ())
-    return replace(program, tasks=tuple(tasks), buffers=(*program.buffers, *copier.buffers()))
+    kept_buffers = dict(copier.kept_buffers())
+    buffers = [kept_buffers.get(buffer.name, buffer) for buffer in program.buffers]
+    return replace(program, tasks=tuple(tasks), buffers=(*buffers, *copier.buffers()))
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,21 @@ def _layers(program: Program, prefix: str) -> list[int | None]:
 
 
 def _check_alike(program: Program, run: Run, lower: _Period, upper: _Period) -> None:
-    for what, one, other in (("tasks", lower.tasks, upper.tasks), ("buffers", lower.buffers, upper.buffers)):
-        if len(one) != len(other):
-            raise _unlike(run, f"they have {len(one)} and {len(other)} {what}")
+    counts = ("tasks", len(lower.tasks), len(upper.tasks)), ("buffers", len(lower.buffers), len(upper.buffers))
+    for what, below, above in counts:
+        if below != above:
+            raise _unlike(run, f"they have {below} and {above} {what}")
     for one, other in zip(lower.tasks, upper.tasks, strict=True):
-        tasks = program.tasks[one], program.tasks[other]
-        if _kind_of_task(run, tasks[0]) != _kind_of_task(run, tasks[1]):
-            raise _unlike(run, f"{tasks[0].name} is unlike {tasks[1].name}")
+        _check_same(run, _kind_of_task, program.tasks[one], program.tasks[other])
     for buffers in zip(lower.buffers, upper.buffers, strict=True):
-        if _kind_of_buffer(run, buffers[0]) != _kind_of_buffer(run, buffers[1]):
-            raise _unlike(run, f"{buffers[0].name} is unlike {buffers[1].name}")
+        _check_same(run, _kind_of_buffer, *buffers)
+
+
+def _check_same(run: Run, kind_of: Callable[[Run, T], Mapping[str, object]], one: T, other: T) -> None:
+    kinds = kind_of(run, one), kind_of(run, other)
+    for name, value in kinds[0].items():
+        if value != kinds[1][name]:
+            raise _unlike(run, f"{name} of {one.name} is {value}, that of {other.name} is {kinds[1][name]}")
 
 
 def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, layers: Sequence[int | None]) -> None:
@@ -118,15 +129,15 @@ def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, l
             raise _unlike(run, f"{task.name} reads values of several layers")
 
 
-def _kind_of_task(run: Run, task: Task) -> tuple[object, ...]:
+def _kind_of_task(run: Run, task: Task) -> dict[str, object]:
     """What is the same in every layer."""
-    what = replace(task, name="", inputs=(), outputs=(), nodes=(), steps=(), fqn=_relative(run, task.fqn))
-    return what, len(task.inputs), len(task.outputs)
+    relative = {"fqn": _relative(run, task.fqn), "inputs": len(task.inputs), "outputs": len(task.outputs)}
+    return vars(task) | relative | {"name": "", "nodes": (), "steps": ()}
 
 
-def _kind_of_buffer(run: Run, buffer: Buffer) -> Buffer:
+def _kind_of_buffer(run: Run, buffer: Buffer) -> dict[str, object]:
     """What is the same in every layer; which values are kept may differ: the lower layers' are taken for all."""
-    return replace(buffer, name="", node="", kind="", fqn=_relative(run, buffer.fqn))
+    return vars(buffer) | {"name": "", "node": "", "kind": "", "fqn": _relative(run, buffer.fqn)}
 
 
 def _relative(run: Run, fqn: str) -> str:
@@ -175,7 +186,20 @@ class _Copier:
     upper: _Period
     reads: tuple[tuple[_Read, ...], ...]
 
-    def tasks(self) -> Iterator[tuple[int, list[Task]]]:
+    def kept_tasks(self) -> Iterator[tuple[int, Task]]:
+        """Tasks of the kept layers with their new neighbours, by number."""
+        for period, kept in ((0, self.lower), (self.run.copies + 1, self.upper)):
+            for member, number in enumerate(kept.tasks):
+                task = self.program.tasks[number]
+                yield number, replace(task, inputs=self._inputs(period, member), fqn=self._fqn(task.fqn, period))
+
+    def kept_buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """Buffers of the kept layers, by name: a kernel that reaches into the next layer makes a value of it."""
+        for period, kept in ((0, self.lower), (self.run.copies + 1, self.upper)):
+            for buffer in kept.buffers:
+                yield buffer.name, replace(buffer, fqn=self._fqn(buffer.fqn, period))
+
+    def copies(self) -> Iterator[tuple[int, list[Task]]]:
         """Numbers of tasks of the folded program, and the copies that follow each."""
         for members, is_forward in self._segments():
             copies = range(1, self.run.copies + 1)
@@ -197,16 +221,16 @@ class _Copier:
     def _task(self, member: int, period: int) -> Task:
         task = self.program.tasks[self.lower.tasks[member]]
         layer = self._layer(self.lower.layers[member], period)
-        names = tuple(self._name(self.lower.numbers[name], period) for name in task.outputs)
+        names = self._names[period]
         return replace(
             task,
             name=f"{task.name}@{self.run.prefix}.{layer}",
-            inputs=self.inputs(period, member),
-            outputs=names,
-            fqn=self._fqn(task.fqn, layer),
+            inputs=self._inputs(period, member),
+            outputs=tuple(names[self.lower.numbers[name]] for name in task.outputs),
+            fqn=self._fqn(task.fqn, period),
         )
 
-    def inputs(self, period: int, member: int) -> tuple[str, ...]:
+    def _inputs(self, period: int, member: int) -> tuple[str, ...]:
         """Names of what task `member` of a period reads."""
         task = None
         if period == 0:
@@ -219,25 +243,40 @@ class _Copier:
             if task is not None and not 0 <= other <= self.run.copies + 1:
                 found.append(task.inputs[slot])
             else:
-                found.append(read.outside or self._name(read.buffer, other))
+                found.append(read.outside or self._names[other][read.buffer])
         return tuple(found)
 
     def buffers(self) -> Iterator[Buffer]:
         for period in range(1, self.run.copies + 1):
             for number, buffer in enumerate(self.lower.buffers):
-                layer = self._layer(self.lower.buffer_layers[number], period)
-                yield replace(buffer, name=self._name(number, period), fqn=self._fqn(buffer.fqn, layer))
+                yield replace(buffer, name=self._names[period][number], fqn=self._fqn(buffer.fqn, period))
 
-    def _name(self, buffer: int, period: int) -> str:
-        if period > self.run.copies:
-            return self.upper.buffers[buffer].name
-        name = self.lower.buffers[buffer].name
-        if period == 0:
-            return name
-        return f"{name}@{self.run.prefix}.{self._layer(self.lower.buffer_layers[buffer], period)}"
+    @cached_property
+    def _names(self) -> list[tuple[str, ...]]:
+        """Of each period, the names of its buffers."""
+        names = [tuple(buffer.name for buffer in self.lower.buffers)]
+        for period in range(1, self.run.copies + 1):
+            suffixes = [f"@{self.run.prefix}.{self._layer(place, period)}" for place in range(self.run.period)]
+            named = zip(self.lower.buffers, self.lower.buffer_layers, strict=True)
+            names.append(tuple(f"{buffer.name}{suffixes[place]}" for buffer, place in named))
+        return [*names, tuple(buffer.name for buffer in self.upper.buffers)]
 
     def _layer(self, place: int, period: int) -> int:
         return self.run.removed[(period - 1) * self.run.period + place]
 
-    def _fqn(self, fqn: str, layer: int) -> str:
-        return fqn if index_in(self.run.prefix, fqn) is None else moved_to(self.run.prefix, layer, fqn)
+    def _fqn(self, fqn: str, period: int) -> str:
+        """What is `fqn` in the lower layers (of the last period: in the upper ones), in another period."""
+        run = self.run
+        index = index_in(run.prefix, fqn)
+        if index is None:
+            return fqn
+        is_last = period > run.copies
+        if index in (run.below if is_last else run.above):
+            neighbour = run.below.index(index) - run.period if is_last else run.above.index(index) + run.period
+            return moved_to(run.prefix, self._index(period * run.period + neighbour), fqn)
+        return fqn if is_last else moved_to(run.prefix, self._index(period * run.period + index - run.below[0]), fqn)
+
+    def _index(self, place: int) -> int:
+        """Index of the layer `place` layers behind the first of the lower ones."""
+        layers = self.run.below + self.run.removed + self.run.above
+        return layers[place] if 0 <= place < len(layers) else layers[0] + place

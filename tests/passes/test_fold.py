@@ -13,7 +13,6 @@ from autoshard.capture import capture
 from passes.base import PassContext
 from passes.fold import Fold
 from passes.ir.graph import InputRole, input_of, origin_of, outputs_of, placeholders, set_origin
-from passes.ir.layers import Indexed, Layers
 from passes.ir.mesh import Mesh
 from passes.ir.repeats import Repeats, Run, expand_names, index_in, moved_to, repeats_of
 from passes.ir.text import format_graph, parse_graph

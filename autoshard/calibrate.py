@@ -1,0 +1,297 @@
+"""Measure this machine: what it computes, holds and moves, in the form of the presets.
+
+    python -m autoshard calibrate -o machine.json                                  # one process: no links
+    torchrun --nproc-per-node 8 -m autoshard calibrate --mesh dp=2,tp=4 -o machine.json
+
+Products over sizes and dtypes, a copy, small kernels, attention; under torchrun each collective over each axis of the
+mesh, over sizes, gloo on CPU and NCCL on CUDA. A link that no axis uses keeps the figures of the preset of this device.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.figures import ProductTime, TransferTime, fit_links, fit_products
+from autoshard.topology import hardware_of
+from passes.cost.collective import collective_seconds
+from passes.cost.compute import Product, product_seconds
+from passes.errors import UserError
+from passes.ir.hardware import Hardware, hardware_named
+from passes.ir.mesh import Mesh
+from passes.ir.tokens import DTYPES
+from passes.ir.units import format_bytes, format_seconds
+
+c10d = torch.ops._c10d_functional
+
+KIB, MIB = 1 << 10, 1 << 20
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: sizes, and how often each."""
+
+    edges: tuple[int, ...]  # of square products
+    copied: int  # bytes
+    attended: int  # positions
+    sent: tuple[int, ...]  # bytes
+    rounds: int
+
+
+QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3)
+CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7)
+CUDA = Effort((128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of a machine, and the times that they were fitted to."""
+
+    hardware: Hardware
+    products: tuple[ProductTime, ...]
+    transfers: tuple[TransferTime, ...]
+
+
+def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: bool = False) -> Calibration:
+    """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
+
+    `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" where there is one, else "cpu".
+    Every rank of a world has to call it, and gets the same figures: rank 0's for what a device does by itself, and
+    for transfers those of the slowest rank. Raises UserError for a mesh that is not of the world's size.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"device={device!r}: choose cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device='cuda': this process sees no CUDA device; choose cpu")
+    effort = QUICK if is_quick else CUDA if device == "cuda" else CPU
+    with _world(device) as size:
+        axes = Mesh(mesh or f"all={size}")
+        if axes.size != size:
+            raise UserError(
+                f"mesh {axes} has {axes.size} ranks but the world has {size}; start as many processes "
+                f"(torchrun --nproc-per-node {axes.size} ...)"
+            )
+        machine, products = _agreed(_measure_device(device, effort) if _rank() == 0 else None)
+        transfers = _measure_links(machine, axes, device, effort) if size > 1 else ()
+    return Calibration(replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers)), products, transfers)
+
+
+@contextmanager
+def _world(device: str) -> Iterator[int]:
+    """The world that there is, or that torchrun asks for while this lasts; its size."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield dist.get_world_size() if dist.is_initialized() else 1
+        return
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _agreed(measured: tuple[Hardware, tuple[ProductTime, ...]] | None) -> tuple[Hardware, tuple[ProductTime, ...]]:
+    """What rank 0 measured, while the others wait."""
+    held = [measured]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(held, src=0)
+    assert held[0] is not None
+    return held[0]
+
+
+# One device -------------------------------------------------------------------------------------------------------
+
+
+def _measure_device(device: str, effort: Effort) -> tuple[Hardware, tuple[ProductTime, ...]]:
+    clock = _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
+    machine = _blank(device)
+    one = torch.zeros(1, device=device)
+    machine = replace(machine, launch=clock.seconds(lambda: one.add(1.0)))
+    source = torch.empty(effort.copied, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    machine = replace(machine, memory_bandwidth=2 * effort.copied / clock.seconds(lambda: copy.copy_(source)))
+    products = tuple(_measure_products(device, effort, clock))
+    machine = fit_products(machine, products)
+    return replace(machine, attention=_measure_attention(device, effort, clock, machine)), products
+
+
+def _blank(device: str) -> Hardware:
+    """What is known of the device without measuring; the rest is the preset's, or the nearest one's."""
+    known = hardware_of(device)
+    machine = known or hardware_named("a100")
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory, units = int(found.total_memory), int(found.multi_processor_count)
+        machine = replace(machine, name=found.name, memory_bytes=memory, units=units)
+        return machine if known else replace(machine, node_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+    node_size = processes if processes < size else machine.node_size
+    return replace(machine, memory_bytes=memory, units=torch.get_num_threads(), node_size=node_size)
+
+
+def _measure_products(device: str, effort: Effort, clock: Clock) -> Iterator[ProductTime]:
+    dtypes = ("bf16", "f16", "f32", "f64") if device == "cuda" else ("bf16", "f32", "f64")
+    for name in dtypes:
+        for edge in effort.edges:
+            for shape in ((edge, edge, edge), (4 * edge, edge, edge // 4), (edge // 4, edge, 4 * edge)):
+                rows, columns, terms = shape
+                left = torch.randn(rows, terms, device=device).to(DTYPES[name])
+                right = torch.randn(terms, columns, device=device).to(DTYPES[name])
+                seconds = clock.seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+                yield ProductTime(Product(1, *shape), name, left.element_size(), seconds)
+
+
+def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardware) -> float:
+    """Part of the rate that a causal attention forward reaches, as `passes.cost.compute.ATTENTION` counts it."""
+    heads, width, positions = 8, 64, effort.attended
+    dtype = "bf16" if device == "cuda" else "f32"
+    query = torch.randn(1, heads, positions, width, device=device).to(DTYPES[dtype])
+    seconds = clock.seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    flops = 4 * heads * width * positions * (positions + 1) / 2
+    waste = 1 + machine.units * machine.tile / (2 * heads * positions)
+    return min(1.0, flops * waste / (machine.rate(dtype) * max(seconds - machine.launch, seconds / 10)))
+
+
+class Clock(abc.ABC):
+    """Seconds of a call: the median of some rounds, each long enough to be measured."""
+
+    ROUND = 2e-3  # s
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        call()
+        once = max(self.round(call, 1), 1e-9)
+        repeats = max(1, min(1000, int(self.ROUND / once)))
+        return self.repeated(call, repeats)
+
+    def repeated(self, call: Callable[[], object], repeats: int) -> float:
+        """As `seconds`, with as many calls a round as every rank of a collective has to make."""
+        return statistics.median(self.round(call, repeats) for _ in range(self._rounds))
+
+    @abc.abstractmethod
+    def round(self, call: Callable[[], object], repeats: int) -> float:
+        """Seconds a call, over `repeats` of them."""
+
+
+class _CpuClock(Clock):
+    def round(self, call: Callable[[], object], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began) / repeats
+
+
+class _CudaClock(Clock):
+    def round(self, call: Callable[[], object], repeats: int) -> float:
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        began.record()
+        for _ in range(repeats):
+            call()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3 / repeats
+
+
+# Links ------------------------------------------------------------------------------------------------------------
+
+
+def _measure_links(machine: Hardware, axes: Mesh, device: str, effort: Effort) -> tuple[TransferTime, ...]:
+    """Every kind of collective over every axis; the groups of an axis send side by side, as they do in training."""
+    clock = _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
+    placed = Mesh(str(axes), hardware=machine)
+    device_mesh = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
+    found = []
+    for axis, ranks in zip(axes.names, axes.sizes, strict=True):
+        for kind in KINDS if ranks > 1 else ():
+            for nbytes in effort.sent:
+                call = _collective(kind, device_mesh, axis, nbytes, device)
+                call()
+                repeats = 20 if nbytes <= 64 * KIB else 3
+                dist.barrier()
+                seconds = torch.tensor([clock.repeated(call, repeats)], dtype=torch.float64, device=device)
+                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+                found.append(TransferTime(kind, (axis,), placed.group_shape((axis,)), nbytes, float(seconds.item())))
+    return tuple(found)
+
+
+def _collective(kind: str, mesh: DeviceMesh, axis: str, nbytes: int, device: str) -> Callable[[], object]:
+    """The call that a compiled graph makes, and its wait."""
+    group = mesh.get_group(axis)
+    name, ranks = group.group_name, group.size()
+    part = torch.zeros(max(1, nbytes // (4 * ranks)), device=device)
+    whole = torch.zeros(part.numel() * ranks, device=device)
+    even = [part.numel()] * ranks
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_gather": lambda: c10d.all_gather_into_tensor(part, ranks, name),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", ranks, name),
+        "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
+        "all_to_all": lambda: c10d.all_to_all_single(whole, even, even, name),
+    }
+    call = calls[kind]
+    return lambda: c10d.wait_tensor(call())
+
+
+# Report -----------------------------------------------------------------------------------------------------------
+
+
+def _sources(device: str, axes: Mesh, transfers: tuple[TransferTime, ...]) -> tuple[tuple[str, str], ...]:
+    by = f"measured by calibrate on {device} with torch {torch.__version__}"
+    links = {"inside" if time.group.nodes == 1 else "across" for time in transfers}
+    sources = [(name, by) for name in ("flops", "memory_bandwidth", "launch", "tile", "attention")]
+    sources += [("memory_bytes", "as the device or the system says, divided among the node's processes")]
+    sources += [("efficiency", "1: the rates are what products reach")]
+    for link in ("inside", "across"):
+        sources.append((link, f"{by}, over {axes}" if link in links else "not measured: that of the preset"))
+    return tuple(sources)
+
+
+def format_calibration(calibration: Calibration) -> str:
+    """The figures, and beside each measured time what the planner's formulas now make of it."""
+    machine = calibration.hardware
+    inside, across = machine.inside, machine.across
+    lines = [
+        f"{machine.name}: {format_bytes(machine.memory_bytes)} at {machine.memory_bandwidth / 1e9:.1f} GB/s, "
+        f"launch {format_seconds(machine.launch)}, tile {machine.tile} x {machine.units}, "
+        f"attention {machine.attention:.0%}",
+        "rates: " + ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in machine.flops),
+        *(
+            f"{where}: {link.bandwidth / 1e9:.2f} GB/s, {format_seconds(link.latency)} a step, "
+            f"{format_seconds(link.setup)} setup"
+            for where, link in (("inside", inside), ("across", across))
+        ),
+        "",
+        f"{'':<34} {'measured':>10} {'formula':>10}",
+    ]
+    for product in calibration.products:
+        shape = product.product
+        formula = product_seconds(shape, product.nbytes, product.dtype, machine)
+        what = f"{product.dtype} [{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
+        lines.append(f"{what:<34} {format_seconds(product.seconds):>10} {format_seconds(formula):>10}")
+    for sent in calibration.transfers:
+        formula = collective_seconds(sent.kind, sent.nbytes, sent.group, machine)
+        what = f"{sent.kind} {'.'.join(sent.axes)} {format_bytes(sent.nbytes)}"
+        lines.append(f"{what:<34} {format_seconds(sent.seconds):>10} {format_seconds(formula):>10}")
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""`crossover` and `hsdp`: questions about a cluster that the cost's formulas answer without a model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autoshard.crossover import Question, crossovers, format_crossovers
+from autoshard.hybrid import Cluster, format_shardings, shardings
+from passes.ir.hardware import hardware_named
+
+
+def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
+    crossover = commands.add_parser(
+        "crossover", help="from which size on a sharded product is faster", description=_crossover.__doc__
+    )
+    _add_hardware(crossover)
+    crossover.add_argument("--devices", type=int, required=True, metavar="N")
+    crossover.add_argument("--tokens", type=int, metavar="T", help="batch x sequence; the hidden size is asked for")
+    crossover.add_argument("--hidden", type=int, metavar="H", help="the hidden size; the tokens are asked for")
+    crossover.add_argument("--dtype", default="bf16", help="of x, weight and result (bf16)")
+    crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each; else filled nodes")
+    crossover.add_argument("--training", action="store_true", help="a step with both gradients, nothing gathered")
+    crossover.set_defaults(run=_crossover)
+    hsdp = commands.add_parser("hsdp", help="what HSDP saves on the network, and costs", description=_hsdp.__doc__)
+    _add_hardware(hsdp)
+    hsdp.add_argument("--nodes", type=int, default=100, metavar="N", help="full ones (100)")
+    hsdp.add_argument("--parameters", type=float, default=8e9, metavar="P", help="of the model (8e9)")
+    hsdp.add_argument("--buckets", type=int, default=32, metavar="N", help="collectives for a pass over the model (32)")
+    hsdp.add_argument("--gathered", default="bf16", metavar="DTYPE", help="of parameters on the way (bf16)")
+    hsdp.add_argument("--reduced", default="f32", metavar="DTYPE", help="of gradients on the way (f32)")
+    hsdp.add_argument("--stored", default="f32", metavar="DTYPE", help="of parameters, gradients and moments (f32)")
+    hsdp.set_defaults(run=_hsdp)
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hardware", default="h100", help="a preset, or a file of `calibrate` (h100)")
+
+
+def _crossover(given: argparse.Namespace) -> None:
+    """From which size on is [tokens, H] x [H, 4H] on N devices faster than on one? Give the tokens or H."""
+    question = Question(
+        given.devices,
+        hardware_named(given.hardware),
+        tokens=given.tokens,
+        hidden=given.hidden,
+        dtype=given.dtype,
+        link=given.link,
+        is_training=given.training,
+    )
+    print(format_crossovers(question, crossovers(question)))
+
+
+def _hsdp(given: argparse.Namespace) -> None:
+    """What does a device send in a step, and hold, if parameters are sharded over all devices or in each node?"""
+    cluster = Cluster(
+        hardware_named(given.hardware),
+        nodes=given.nodes,
+        parameters=int(given.parameters),
+        buckets=given.buckets,
+        gathered=given.gathered,
+        reduced=given.reduced,
+        stored=given.stored,
+    )
+    print(format_shardings(cluster, shardings(cluster)))

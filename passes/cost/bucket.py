@@ -1,0 +1,149 @@
+"""Join collectives of parameters and of gradients in a program, as `bucket_collectives` joins them in a graph.
+
+A folded graph is planned without buckets, so that its layers stay equal; its unrolled program gets them here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from passes.cost.collective import collective_seconds
+from passes.cost.compute import region_seconds
+from passes.cost.program import COMPUTE, Buffer, Program, Task
+
+
+def bucket(program: Program, nbytes: int) -> Program:
+    """`program` with buckets of at most `nbytes` (of the larger side), where one collective is faster than several.
+
+    Members are of one kind, group, dtype and direction, neighbours in the program, and as many collectives away from
+    the parameter or the gradient. A bucket of gathers stands where the first of its members stood, one of reductions
+    where the last did. A kernel copies the members' operands together, another one the results apart.
+    """
+    buckets = [members for members in _buckets(program, nbytes) if len(members) > 1 and _is_faster(program, members)]
+    if not buckets:
+        return program
+    places: dict[str, int] = {}
+    tasks = {task.name: task for task in program.tasks}
+    buffers = list(program.buffers)
+    for members in buckets:
+        for number in members:
+            del tasks[program.tasks[number].name]
+        joined, more = _join(program, members)
+        place = members[0] if program.tasks[members[0]].prefetchable else members[-1]
+        for task in joined:
+            tasks[task.name] = task
+            places[task.name] = place
+        buffers += more
+    return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
+
+
+def _buckets(program: Program, nbytes: int) -> list[list[int]]:
+    levels = _levels(program)
+    found: list[list[int]] = []
+    open_: dict[object, tuple[list[int], int]] = {}
+    for number, task in enumerate(program.tasks):
+        if not _is_movable(task):
+            continue
+        key = (task.kind, task.axes, task.dtype, task.backward, levels[number])
+        members, filled = open_.get(key, ([], nbytes))
+        if filled + task.nbytes > nbytes:
+            members, filled = [], 0
+            found.append(members)
+        members.append(number)
+        open_[key] = members, filled + task.nbytes
+    return found
+
+
+def _is_movable(task: Task) -> bool:
+    if task.kind == "all_gather":
+        return task.prefetchable
+    return task.kind in ("reduce_scatter", "all_reduce") and task.deferrable
+
+
+def _levels(program: Program) -> list[int]:
+    """Per task, collectives between a gather and the parameters, or between a reduction and the gradients."""
+    index, tasks = program.index, program.tasks
+    levels = [0] * len(tasks)
+    for number in range(len(tasks)):
+        makers = (index.makers[buffer] for buffer in index.inputs[number])
+        levels[number] = max((levels[m] + tasks[m].is_collective for m in makers if m >= 0), default=0)
+    ahead = [0] * len(tasks)
+    for number in reversed(range(len(tasks))):
+        readers = (reader for buffer in index.outputs[number] for reader in index.readers[buffer])
+        ahead[number] = max((ahead[r] + tasks[r].is_collective for r in readers), default=0)
+    return [ahead[n] if task.deferrable and not task.prefetchable else levels[n] for n, task in enumerate(tasks)]
+
+
+def _is_faster(program: Program, members: Sequence[int]) -> bool:
+    joined, _ = _join(program, members)
+    return sum(task.seconds for task in joined) < sum(program.tasks[number].seconds for number in members)
+
+
+def _join(program: Program, members: Sequence[int]) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
+    """Copy together, one collective, copy apart; and the buffers between them."""
+    tasks, index, buffers = [program.tasks[n] for n in members], program.index, program.buffers
+    assert program.mesh.hardware is not None
+    first, hardware = tasks[0], program.mesh.hardware
+    sent = sum(buffers[b].nbytes for number in members for b in index.inputs[number])
+    received = sum(buffers[b].nbytes for number in members for b in index.outputs[number])
+    nbytes = sum(task.nbytes for task in tasks)
+    name = f"{first.name}+{len(tasks) - 1}"
+    kind = "gathered" if first.prefetchable else "temporary"
+    given = Buffer(f"{name}.sent", sent, kind, first.fqn, backward=first.backward)
+    made = Buffer(f"{name}.received", received, kind, first.fqn, backward=first.backward)
+    group = program.mesh.group_shape(first.axes)
+    collective = replace(
+        first,
+        name=name,
+        seconds=collective_seconds(first.kind, nbytes, group, hardware),
+        inputs=(given.name,),
+        outputs=(made.name,),
+        nbytes=nbytes,
+        nodes=tuple(node for task in tasks for node in task.nodes),
+        steps=tuple(step for task in tasks for step in task.steps),
+    )
+    inputs = tuple(name for task in tasks for name in task.inputs)
+    outputs = tuple(name for task in tasks for name in task.outputs)
+    copies = [
+        Task(copy.name, "compute", COMPUTE, 0.0, reads, makes, nbytes=2 * copy.nbytes, fqn=first.fqn)
+        for copy, reads, makes in ((given, inputs, (given.name,)), (made, (made.name,), outputs))
+    ]
+    copies = [
+        replace(copy, seconds=region_seconds(0.0, copy.nbytes, hardware), backward=first.backward) for copy in copies
+    ]
+    return (copies[0], collective, copies[1]), (given, made)
+
+
+def _in_order(program: Program, tasks: list[Task], joined: dict[str, int]) -> tuple[Task, ...]:
+    """Tasks where they stood, those of a bucket in its place, and what makes its operands in front of it."""
+    places = {task.name: number for number, task in enumerate(program.tasks)} | joined
+    makers = {name: task for task in tasks for name in task.outputs}
+    early = [task for task in tasks if task.name in joined]
+    while early:
+        task = early.pop()
+        for maker in (makers[name] for name in task.inputs if name in makers):
+            if places[maker.name] > places[task.name]:
+                places[maker.name] = places[task.name]
+                early.append(maker)
+    readers: dict[str, list[Task]] = {}
+    missing: dict[str, int] = {}
+    for task in tasks:
+        missing[task.name] = sum(name in makers for name in task.inputs)
+        for name in task.inputs:
+            readers.setdefault(name, []).append(task)
+    ready = [(places[task.name], number, task) for number, task in enumerate(tasks) if missing[task.name] == 0]
+    heapq.heapify(ready)
+    numbers = {task.name: number for number, task in enumerate(tasks)}
+    found: list[Task] = []
+    while ready:
+        task = heapq.heappop(ready)[-1]
+        found.append(task)
+        for name in task.outputs:
+            for reader in readers.get(name, ()):
+                missing[reader.name] -= 1
+                if missing[reader.name] == 0:
+                    heapq.heappush(ready, (places[reader.name], numbers[reader.name], reader))
+    assert len(found) == len(tasks), "a bucket waits for itself"
+    return tuple(found)

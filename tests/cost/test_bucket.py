@@ -1,0 +1,84 @@
+"""Joined collectives: what may share a message does, nothing waits for itself, and it is done where it pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from passes.cost.bucket import bucket
+from passes.cost.collective import collective_seconds
+from passes.cost.program import Program, Task
+from passes.cost.schedule import schedule
+from passes.cost.simulate import simulate
+from passes.ir.mesh import Mesh
+from tests.cost.programs import gather, kernel, program
+
+MESH = Mesh("dp=64", hardware="h100")  # eight nodes: a collective costs about 0.3 ms, whatever its size
+KiB = 1 << 10
+
+
+def _priced(task: Task, nbytes: int) -> Task:
+    assert MESH.hardware is not None
+    seconds = collective_seconds(task.kind, nbytes, MESH.group_shape(("dp",)), MESH.hardware)
+    return replace(task, seconds=seconds, nbytes=nbytes, dtype="f32")
+
+
+def _gathers(*sizes: int) -> Program:
+    """A forward that gathers and uses a weight of each size in bytes, cast first."""
+    tasks: list[Task] = []
+    for n, size in enumerate(sizes):
+        tasks.append(kernel(f"cast{n}", 1e-6, f"w{n}"))
+        tasks.append(_priced(gather(f"g{n}", 0, f"cast{n}", prefetchable=True), size))
+        tasks.append(kernel(f"h{n}", 1e-4, f"g{n}", *([f"h{n - 1}"] if n else [])))
+    given = program(*tasks, sizes={f"g{n}": size for n, size in enumerate(sizes)})
+    return replace(given, mesh=MESH)
+
+
+def _names(given: Program) -> list[str]:
+    return [task.name for task in given.tasks]
+
+
+def test_gathers_are_joined_where_the_first_stood() -> None:
+    joined = bucket(_gathers(64 * KiB, 64 * KiB, 64 * KiB), 128 * KiB)
+    assert _names(joined) == [
+        "cast0", "cast1", "g0+1.sent", "g0+1", "g0+1.received", "h0", "h1", "cast2", "g2", "h2",
+    ]  # fmt: skip
+    assert simulate(joined).step_time < simulate(_gathers(64 * KiB, 64 * KiB, 64 * KiB)).step_time
+
+
+def test_reductions_are_joined_where_the_last_stood() -> None:
+    tasks = [kernel("dw0", 1e-4), kernel("dw1", 1e-4), kernel("dx", 1e-4)]
+    reductions = [_priced(replace(gather(f"r{n}", 0, f"dw{n}", deferrable=True), kind="reduce_scatter"), KiB) for n in (0, 1)]
+    order = (tasks[0], reductions[0], kernel("grad0", 1e-6, "r0"), tasks[1], reductions[1], tasks[2])
+    joined = bucket(replace(program(*order), mesh=MESH), 2 * KiB)
+    assert _names(joined)[:2] == ["dw0", "dw1"]
+    assert _names(joined).index("r0+1") < _names(joined).index("grad0")
+    assert _names(joined)[2] == "r0+1.sent"
+
+
+def test_a_gather_of_a_gather_is_not_joined_with_it() -> None:
+    first = _priced(gather("a", 0, "w", prefetchable=True), KiB)
+    second = _priced(gather("b", 0, "a", prefetchable=True), KiB)
+    given = replace(program(first, second, kernel("h", 1e-4, "b")), mesh=MESH)
+    assert bucket(given, 1 << 20) == given
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bf16"}, {"backward": True}, {"axes": ("tp",)}, {"kind": "all_to_all"}])
+def test_what_differs_is_not_joined(change: dict[str, object]) -> None:
+    given = _gathers(KiB, KiB)
+    tasks = tuple(replace(task, **change) if task.name == "g1" else task for task in given.tasks)  # type: ignore[arg-type]
+    given = replace(given, tasks=tasks)
+    assert bucket(given, 1 << 20) == given
+
+
+def test_what_costs_more_together_is_not_joined() -> None:
+    given = _gathers(1 << 30, 1 << 30)
+    assert bucket(given, 4 << 30) == given, "copying a gigabyte takes longer than another message"
+
+
+def test_a_schedule_takes_the_best_size_of_buckets() -> None:
+    given = _gathers(*[64 * KiB] * 12)
+    best = schedule(given, buckets=(0, 128 * KiB, 1 << 20))
+    assert best.bucket_bytes == 128 * KiB or best.timeline.step_time < schedule(given, buckets=(128 * KiB,)).timeline.step_time
+    assert best.timeline.step_time < schedule(given).timeline.step_time

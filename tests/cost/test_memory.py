@@ -1,0 +1,93 @@
+"""The memory that is predicted is the memory that a step takes, measured on one rank of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from autoshard.compile import Mode, Split, split_program
+from autoshard.options import Options
+from autoshard.planner import make_plan
+from passes.cost.from_graph import program_of
+from passes.cost.memory import state_bytes
+from passes.cost.program import Program
+from passes.cost.simulate import Timeline, simulate
+from passes.ir.mesh import Mesh
+from tests.cost.measured import measure_step
+from tests.models import GPT, MLP, Case, ConvNet, Llama
+
+
+def _tokens(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(batch, seq, dtype=torch.int64), torch.zeros(batch, seq, dtype=torch.int64)
+
+
+CASES: dict[str, tuple[Callable[[], Case], str, str]] = {  # model, mesh, recipe
+    "gpt": (lambda: Case(GPT(layers=1, seq=64), _tokens(16, 64), {}), "dp=2,tp=2", "fsdp+megatron"),
+    "llama, long sequence": (lambda: Case(Llama(layers=1, seq=512), _tokens(16, 512), {}), "dp=8", "fsdp"),
+    "conv_net": (
+        lambda: Case(ConvNet(64), (torch.zeros(32, 3, 24, 24), torch.zeros(32, dtype=torch.int64)), {}),
+        "dp=2",
+        "ddp",
+    ),
+    "mlp, large batch": (
+        lambda: Case(MLP((96, 384, 192, 64)), (torch.zeros(4096, 96), torch.zeros(4096, 64)), {}),
+        "dp=2,tp=4",
+        "zero2+megatron",
+    ),
+}
+MEASURED = pytest.mark.parametrize("name", CASES)
+
+
+@cache
+def _split(name: str, mode: Mode) -> tuple[Split, Mesh]:
+    make, axes, recipe = CASES[name]
+    case, mesh = make(), Mesh(axes, hardware="cpu")
+    case.model.to(torch.float32)
+    planned = make_plan(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe))
+    return split_program(planned.graph, mode=mode), mesh
+
+
+def _program(split: Split, mesh: Mesh, mode: Mode) -> Program:
+    fused = mode == "inductor"
+    return program_of(
+        split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients, fused=fused
+    )
+
+
+def _error(name: str, mode: Mode) -> tuple[float, Timeline]:
+    split, mesh = _split(name, mode)
+    timeline = simulate(_program(split, mesh, mode))
+    measured = measure_step(split, mesh, mode=mode)
+    print(f"{name}, {mode}: predicted {timeline.peak_memory}, measured {measured}, {timeline.memory_by_kind}")
+    return timeline.peak_memory / measured - 1, timeline
+
+
+@MEASURED
+def test_predicted_memory_is_what_an_eager_step_takes(name: str) -> None:
+    error, timeline = _error(name, "eager")
+    assert abs(error) < (0.1 if name == "conv_net" else 0.01), "what a convolution takes for itself is estimated"
+    assert sum(timeline.memory_by_kind.values()) == timeline.peak_memory
+
+
+@pytest.mark.slow
+@MEASURED
+def test_predicted_memory_is_what_a_compiled_step_takes(name: str) -> None:
+    error, _ = _error(name, "inductor")
+    assert abs(error) < 0.1
+
+
+def test_fusion_saves_memory() -> None:
+    split, mesh = _split("llama, long sequence", "eager")
+    eager, fused = (simulate(_program(split, mesh, mode)).peak_memory for mode in ("eager", "inductor"))
+    assert fused < 0.97 * eager
+
+
+def test_adam_keeps_two_values_per_parameter_and_a_gradient_as_large() -> None:
+    split, mesh = _split("llama, long sequence", "eager")
+    state = state_bytes(_program(split, mesh, "eager"))
+    assert state["gradient"] == state["parameter"] and state["optimizer"] == 2 * state["parameter"]
+    whole = sum(p.numel() * p.element_size() for p in Llama(layers=1).parameters())
+    assert whole <= 8 * state["parameter"] < 1.01 * whole, "an eighth, and the padding of a row"

@@ -1,0 +1,60 @@
+"""A machine is measured into the form of the presets, alone and with real gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoshard import Mesh, UserError
+from autoshard.calibrate import KINDS, QUICK, Calibration, calibrate, format_calibration
+from passes.cost.collective import collective_seconds
+from passes.ir.hardware import hardware_named
+from tests.spawn import run_on_ranks
+
+
+def test_one_process_measures_its_device(tmp_path: Path) -> None:
+    calibration = calibrate(device="cpu", is_quick=True)
+    machine = calibration.hardware
+    assert [rate for rate, _ in machine.flops] == ["bf16", "f32", "f64"]
+    assert machine.rate("f32") > 1e8 and machine.memory_bandwidth > 1e8 and 0 < machine.launch < 1e-2
+    assert 0 < machine.attention <= 1 and machine.memory_bytes > 1 << 28
+    assert machine.inside == hardware_named("cpu").inside, "one process has no links"
+    assert dict(machine.sources)["inside"] == "not measured: that of the preset"
+    path = tmp_path / "machine.json"
+    path.write_text(machine.to_json())
+    assert Mesh("dp=2", hardware=str(path)).hardware == machine
+    assert "f32 [128, 128] x [128, 128]" in format_calibration(calibration)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu': choose cpu or cuda"),
+        ({"mesh": "dp=2", "device": "cpu"}, "mesh dp=2 has 2 ranks but the world has 1; start as many processes"),
+    ],
+)
+def test_what_cannot_be_measured(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        calibrate(is_quick=True, **arguments)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_two_ranks_measure_their_link() -> None:
+    first, second = run_on_ranks(_calibrated, 2)
+    assert first == second, "all ranks get the same figures"
+    machine = first.hardware
+    asked = [(kind, ("dp",), nbytes) for kind in KINDS for nbytes in QUICK.sent]
+    assert [(time.kind, time.axes, time.nbytes) for time in first.transfers] == asked
+    assert machine.inside != hardware_named("cpu").inside and machine.across == hardware_named("cpu").across
+    assert 1e6 < machine.inside.bandwidth < 1e12 and machine.scatter_sends_all
+    for time in first.transfers:
+        if time.kind in ("all_gather", "all_reduce"):
+            explained = collective_seconds(time.kind, time.nbytes, time.group, machine)
+            assert time.seconds / 10 < explained < time.seconds * 10, time
+
+
+def _calibrated(rank: int) -> Calibration:
+    return calibrate("dp=2,tp=1", device="cpu", is_quick=True)
