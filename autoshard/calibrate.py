@@ -51,7 +51,9 @@ class Effort:
 
 QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3)
 CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7)
-CUDA = Effort((128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11)
+CUDA = Effort(
+    (128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
             )
         machine, products = _agreed(_measure_device(device, effort) if _rank() == 0 else None)
         transfers = _measure_links(machine, axes, device, effort) if size > 1 else ()
-    return Calibration(replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers)), products, transfers)
+    machine = replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers))
+    return Calibration(machine, products, transfers)
 
 
 @contextmanager

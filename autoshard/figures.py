@@ -45,7 +45,8 @@ class TransferTime:
 
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
     """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached."""
-    useful = [time for time in times if time.nbytes / machine.memory_bandwidth < BOUND_BY_MEMORY * time.seconds] or times
+    limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
+    useful = [time for time in times if time.nbytes < limit * time.seconds] or times
     reached = {tile: _reached(useful, machine, tile) for tile in TILES}
     tile = min(TILES, key=lambda tile: sum(map(_spread, reached[tile].values())))
     rates = tuple((dtype, _mean(rates)) for dtype, rates in reached[tile].items())

@@ -19,7 +19,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     crossover.add_argument("--tokens", type=int, metavar="T", help="batch x sequence; the hidden size is asked for")
     crossover.add_argument("--hidden", type=int, metavar="H", help="the hidden size; the tokens are asked for")
     crossover.add_argument("--dtype", default="bf16", help="of x, weight and result (bf16)")
-    crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each; else filled nodes")
+    crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each (nodes filled)")
     crossover.add_argument("--training", action="store_true", help="a step with both gradients, nothing gathered")
     crossover.set_defaults(run=_crossover)
     hsdp = commands.add_parser("hsdp", help="what HSDP saves on the network, and costs", description=_hsdp.__doc__)

@@ -142,7 +142,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )
     except KeyError as error:
-        raise UserError(f"{where} lacks {error.args[0]!r}; write it anew with `python -m autoshard calibrate`") from error
+        raise UserError(f"{where} lacks {error.args[0]!r}; calibrate anew") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where} holds a figure that cannot be: {error}; correct it or calibrate anew") from error
 
@@ -173,7 +173,7 @@ _RING = f"{_NCCL}: 22, 106, 442 us for a ring over 2, 8, 32 nodes = 8 + 14 (n - 
 _NVLINK = "vendor datasheet, half of what it gives for both directions"
 _SIZED = "8192^3 reaches it less the edges: products reach 70-80 % of the dense rate"
 _TILE = "128 x 128 results a thread block and one block an SM, as in CUTLASS's default kernels"
-_FA2 = "FlashAttention-2 (Dao 2023): 0.50 to 0.73 of an A100; FlashAttention-3 (Shah 2024): version 2 has 0.35 of an H100"
+_FA2 = "FlashAttention-2 (Dao 2023): 0.50-0.73 of an A100; FlashAttention-3 (Shah 2024): version 2 has 0.35 of an H100"
 
 
 def _nvlink(bandwidth: float) -> Link:
