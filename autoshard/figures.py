@@ -114,10 +114,11 @@ def _fit_inside(machine: Hardware, lines: Sequence[_Line]) -> Link:
     steps = [min(line.sweeps * (line.group.ranks - 1), 2 * math.log2(line.group.ranks)) for line in lines]
     setup, latency = _fit_latency(steps, [line.start for line in lines])
     copied = 2 / machine.memory_bandwidth
-    rings = [line for line in lines if line.kind == "all_gather"] or lines
+    # gloo has no switch; with NCCL an all-reduce may have gone through one.
+    rings = [line for line in lines if machine.scatter_sends_all or line.sweeps == 1] or lines
     per_byte = _fit_slope([_part(line) for line in rings], [line.slope for line in rings], copied)
     # On two ranks a switch saves nothing.
-    sums = [line for line in lines if line.kind == "all_reduce" and line.group.ranks > 2]
+    sums = [line for line in lines if line not in rings and line.group.ranks > 2]
     in_switch = [line for line in sums if line.slope < SWITCH_GAIN * (_part(line) * per_byte + copied)]
     reduces = 1 / max(line.slope for line in in_switch) if in_switch else 0.0
     return replace(machine.inside, bandwidth=1 / per_byte, latency=latency, setup=setup, reduces=reduces)
@@ -129,7 +130,7 @@ def _fit_across(machine: Hardware, lines: Sequence[_Line]) -> Link:
     in_node = [line.sweeps * (line.group.ranks - line.group.nodes) * machine.inside.latency for line in lines]
     starts = [max(line.start - part, LEAST_PART * line.start) for line, part in zip(lines, in_node, strict=True)]
     setup, latency = _fit_latency(steps, starts)
-    rings = [line for line in lines if line.kind == "all_gather"] or lines
+    rings = [line for line in lines if line.sweeps == 1] or lines
     parts = [_part(line) / line.group.per_node for line in rings]
     per_byte = _fit_slope(parts, [line.slope for line in rings], 0.0)
     return replace(machine.across, bandwidth=1 / per_byte, latency=latency, setup=setup)
@@ -149,8 +150,7 @@ def _fit_latency(steps: Sequence[float], starts: Sequence[float]) -> tuple[float
         setup, latency = np.linalg.lstsq(rows, np.ones(len(starts)), rcond=None)[0]
         if setup >= 0 and latency >= 0:
             return float(setup), float(latency)
-        if latency < 0:
-            return float(1 / weights.mean()), 0.0
+    # Noise, or one count of steps: all goes to the steps, so that more ranks are never thought to be free.
     return 0.0, float((counts * weights).sum() / ((counts * weights) ** 2).sum())
 
 
