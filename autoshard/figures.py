@@ -44,13 +44,17 @@ class TransferTime:
 
 
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
-    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached."""
+    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
+
+    A dtype that was not measured keeps what `machine` says it reaches.
+    """
     limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
     useful = [time for time in times if time.nbytes < limit * time.seconds] or times
     reached = {tile: _reached(useful, machine, tile) for tile in TILES}
     tile = min(TILES, key=lambda tile: sum(map(_spread, reached[tile].values())))
-    rates = tuple((dtype, _mean(rates)) for dtype, rates in reached[tile].items())
-    return replace(machine, flops=rates, efficiency=1.0, tile=tile)
+    rates = {dtype: rate * machine.efficiency for dtype, rate in machine.flops}
+    rates |= {dtype: _mean(measured) for dtype, measured in reached[tile].items()}
+    return replace(machine, flops=tuple(rates.items()), efficiency=1.0, tile=tile)
 
 
 def _reached(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[float]]:
