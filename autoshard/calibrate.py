@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +50,9 @@ class Effort:
 
 QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3)
 CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7)
-CUDA = Effort((128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11)
+CUDA = Effort(
+    (128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
             )
         machine, products = _agreed(_measure_device(device, effort) if _rank() == 0 else None)
         transfers = _measure_links(machine, axes, device, effort) if size > 1 else ()
-    return Calibration(replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers)), products, transfers)
+    machine = replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers))
+    return Calibration(machine, products, transfers)
 
 
 @contextmanager
@@ -172,7 +174,7 @@ def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardw
 
 
 class Clock(abc.ABC):
-    """Seconds of a call: the median of some rounds, each long enough to be measured."""
+    """Seconds of a call: the least of some rounds, each long enough to be measured; what else runs only adds."""
 
     ROUND = 2e-3  # s
 
@@ -187,7 +189,7 @@ class Clock(abc.ABC):
 
     def repeated(self, call: Callable[[], object], repeats: int) -> float:
         """As `seconds`, with as many calls a round as every rank of a collective has to make."""
-        return statistics.median(self.round(call, repeats) for _ in range(self._rounds))
+        return min(self.round(call, repeats) for _ in range(self._rounds))
 
     @abc.abstractmethod
     def round(self, call: Callable[[], object], repeats: int) -> float:

@@ -44,12 +44,17 @@ class TransferTime:
 
 
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
-    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached."""
-    useful = [time for time in times if time.nbytes / machine.memory_bandwidth < BOUND_BY_MEMORY * time.seconds] or times
+    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
+
+    A dtype that was not measured keeps what `machine` says it reaches.
+    """
+    limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
+    useful = [time for time in times if time.nbytes < limit * time.seconds] or times
     reached = {tile: _reached(useful, machine, tile) for tile in TILES}
     tile = min(TILES, key=lambda tile: sum(map(_spread, reached[tile].values())))
-    rates = tuple((dtype, _mean(rates)) for dtype, rates in reached[tile].items())
-    return replace(machine, flops=rates, efficiency=1.0, tile=tile)
+    rates = {dtype: rate * machine.efficiency for dtype, rate in machine.flops}
+    rates |= {dtype: _mean(measured) for dtype, measured in reached[tile].items()}
+    return replace(machine, flops=tuple(rates.items()), efficiency=1.0, tile=tile)
 
 
 def _reached(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[float]]:
@@ -113,10 +118,11 @@ def _fit_inside(machine: Hardware, lines: Sequence[_Line]) -> Link:
     steps = [min(line.sweeps * (line.group.ranks - 1), 2 * math.log2(line.group.ranks)) for line in lines]
     setup, latency = _fit_latency(steps, [line.start for line in lines])
     copied = 2 / machine.memory_bandwidth
-    rings = [line for line in lines if line.kind == "all_gather"] or lines
+    # gloo has no switch; with NCCL an all-reduce may have gone through one.
+    rings = [line for line in lines if machine.scatter_sends_all or line.sweeps == 1] or lines
     per_byte = _fit_slope([_part(line) for line in rings], [line.slope for line in rings], copied)
     # On two ranks a switch saves nothing.
-    sums = [line for line in lines if line.kind == "all_reduce" and line.group.ranks > 2]
+    sums = [line for line in lines if line not in rings and line.group.ranks > 2]
     in_switch = [line for line in sums if line.slope < SWITCH_GAIN * (_part(line) * per_byte + copied)]
     reduces = 1 / max(line.slope for line in in_switch) if in_switch else 0.0
     return replace(machine.inside, bandwidth=1 / per_byte, latency=latency, setup=setup, reduces=reduces)
@@ -128,7 +134,7 @@ def _fit_across(machine: Hardware, lines: Sequence[_Line]) -> Link:
     in_node = [line.sweeps * (line.group.ranks - line.group.nodes) * machine.inside.latency for line in lines]
     starts = [max(line.start - part, LEAST_PART * line.start) for line, part in zip(lines, in_node, strict=True)]
     setup, latency = _fit_latency(steps, starts)
-    rings = [line for line in lines if line.kind == "all_gather"] or lines
+    rings = [line for line in lines if line.sweeps == 1] or lines
     parts = [_part(line) / line.group.per_node for line in rings]
     per_byte = _fit_slope(parts, [line.slope for line in rings], 0.0)
     return replace(machine.across, bandwidth=1 / per_byte, latency=latency, setup=setup)
@@ -148,8 +154,7 @@ def _fit_latency(steps: Sequence[float], starts: Sequence[float]) -> tuple[float
         setup, latency = np.linalg.lstsq(rows, np.ones(len(starts)), rcond=None)[0]
         if setup >= 0 and latency >= 0:
             return float(setup), float(latency)
-        if latency < 0:
-            return float(1 / weights.mean()), 0.0
+    # Noise, or one count of steps: all goes to the steps, so that more ranks are never thought to be free.
     return 0.0, float((counts * weights).sum() / ((counts * weights) ** 2).sum())
 
 

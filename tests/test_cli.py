@@ -157,6 +157,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),
         (
+            "calibrate --quick -o none/this.json",
+            "there is no folder 'none' to save none/this.json in; make it, or give another path",
+        ),
+        (
             "show none.json",
             "the plan none.json cannot be read: No such file or directory; give the path that it was saved to",
         ),

@@ -17,7 +17,8 @@ H100, CPU = hardware_named("h100"), hardware_named("cpu")
 
 def product(rows: float, columns: float, terms: float, question: Question) -> float:
     nbytes = 2.0 * (rows * columns + columns * terms + rows * terms)
-    return product_seconds(Product(1, rows, columns, terms), nbytes, "bf16", question.hardware)  # type: ignore[arg-type]
+    shape = Product(1, rows, columns, terms)  # type: ignore[arg-type]
+    return product_seconds(shape, nbytes, "bf16", question.hardware)
 
 
 def tried(question: Question, size: int) -> tuple[float, dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from autoshard.crossover import Question, crossovers, format_crossovers
@@ -19,12 +20,13 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     crossover.add_argument("--tokens", type=int, metavar="T", help="batch x sequence; the hidden size is asked for")
     crossover.add_argument("--hidden", type=int, metavar="H", help="the hidden size; the tokens are asked for")
     crossover.add_argument("--dtype", default="bf16", help="of x, weight and result (bf16)")
-    crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each; else filled nodes")
+    crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each (nodes filled)")
     crossover.add_argument("--training", action="store_true", help="a step with both gradients, nothing gathered")
     crossover.set_defaults(run=_crossover)
     hsdp = commands.add_parser("hsdp", help="what HSDP saves on the network, and costs", description=_hsdp.__doc__)
     _add_hardware(hsdp)
     hsdp.add_argument("--nodes", type=int, default=100, metavar="N", help="full ones (100)")
+    hsdp.add_argument("--per-node", type=int, metavar="P", help="devices on a node (the hardware's)")
     hsdp.add_argument("--parameters", type=float, default=8e9, metavar="P", help="of the model (8e9)")
     hsdp.add_argument("--buckets", type=int, default=32, metavar="N", help="collectives for a pass over the model (32)")
     hsdp.add_argument("--gathered", default="bf16", metavar="DTYPE", help="of parameters on the way (bf16)")
@@ -53,8 +55,9 @@ def _crossover(given: argparse.Namespace) -> None:
 
 def _hsdp(given: argparse.Namespace) -> None:
     """What does a device send in a step, and hold, if parameters are sharded over all devices or in each node?"""
+    hardware = hardware_named(given.hardware)
     cluster = Cluster(
-        hardware_named(given.hardware),
+        replace(hardware, node_size=given.per_node or hardware.node_size),
         nodes=given.nodes,
         parameters=int(given.parameters),
         buckets=given.buckets,

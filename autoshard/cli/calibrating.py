@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.calibrate import calibrate, format_calibration
+from autoshard.cli.output import check_output
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -21,6 +22,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _calibrate(given: argparse.Namespace) -> None:
     """Measure products, memory, launches and, under torchrun, collectives: what presets say of other machines."""
+    check_output(given.output)
     calibration = calibrate(given.mesh, device=given.device, is_quick=given.quick)
     if int(os.environ.get("RANK", "0")):
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cli.display import Display
+from autoshard.cli.output import check_output
 from autoshard.cli.target import load_target
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
@@ -45,9 +45,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def _plan(given: argparse.Namespace) -> None:
     """Find the fastest plan that fits in memory (or take a recipe's), print it, and save it."""
-    if given.output is not None and not Path(given.output).parent.is_dir():
-        folder = str(Path(given.output).parent)
-        raise UserError(f"there is no folder {folder!r} to save {given.output} in; make it, or give another path")
+    check_output(given.output)
     found = _find(given)
     print(found)
     if given.output is not None:

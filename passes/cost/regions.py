@@ -204,7 +204,9 @@ class _Fusion:
 
     def _merge(self, region: _Region, into: _Region, read: list[_Region]) -> bool:
         """Make `region` one with `into`, whose last node reads it, where nothing else does."""
-        if region.is_read or region.late or not (region.is_open and into.is_open) or _are_apart(region.phase, into.phase):
+        if region.is_read or region.late or not (region.is_open and into.is_open):
+            return False
+        if _are_apart(region.phase, into.phase):
             return False
         if len(region.nodes) + len(into.nodes) > MAX_NODES or not _nests(region.elements, into.elements):
             return False
@@ -272,8 +274,8 @@ _POINTWISE = frozenset(  # functional ops that torch does not tag: copies, fills
         "floor_divide", "full", "full_like", "gather", "hardswish", "index", "index_select", "iota", "lift_fresh_copy",
         "log_sigmoid_forward", "masked_fill", "new_empty", "new_full", "new_ones", "new_zeros", "one_hot", "ones",
         "ones_like", "rand", "rand_like", "randn", "randn_like", "repeat", "roll", "scalar_tensor", "select_scatter",
-        "slice_scatter", "stack", "tril", "triu", "where", "zeros", "zeros_like", "inductor_seed", "inductor_lookup_seed",
-        "inductor_random",
+        "slice_scatter", "stack", "tril", "triu", "where", "zeros", "zeros_like", "inductor_seed",
+        "inductor_lookup_seed", "inductor_random",
     }
 )
 _REDUCTIONS = frozenset(

@@ -13,6 +13,7 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,6 +24,7 @@ from passes.cost.simulate import Timeline, simulate
 
 LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
+LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 4, 16)  # what `schedule` tries, in largest gathers
 WORTH = 0.002  # part of the step that a larger window must save
 
@@ -132,7 +134,7 @@ class _Scheduler:
         self.is_late = _late(program)
         self.is_held = _slack(program) if hold else [False] * len(self.tasks)
         self.urgent: list[int] = []  # collectives whose operands' makers are issued
-        self.reductions: list[int] = []
+        self.reductions: tuple[deque[int], ...] = (deque(), deque(), deque())  # by stream
         self.late = self.held = self.path = _Queue([], self.issued)
         self.phase: set[int] = set()
 
@@ -170,7 +172,7 @@ class _Scheduler:
 
     def _kernel(self) -> int | None:
         """The kernel whose turn it is; None where each has to wait."""
-        late = next(self._startable(self.late, LOOKAHEAD), None)
+        late = next(self._startable(self.late, LATE), None)
         if late is not None:
             return late
         held = list(self._startable(self.held, HELD + 1))
@@ -196,10 +198,9 @@ class _Scheduler:
             self._issue(number)
         while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
             self.unit += 1
-        for number in [n for n in self.reductions if self._turn(n) <= self.clocks[0]]:
-            if self.clocks[self.index.streams[number]] <= until:
-                self.reductions.remove(number)
-                self._issue(number)
+        for stream, queue in enumerate(self.reductions):
+            while queue and self.clocks[stream] <= until and self._turn(queue[0]) <= self.clocks[0]:
+                self._issue(queue.popleft())
         return len(self.order) > count
 
     def _gather(self, unit: _Unit, until: float) -> bool:
@@ -220,10 +221,11 @@ class _Scheduler:
 
     def _wait(self) -> bool:
         """Go on to the next time at which something can start; False where there is none."""
-        queues = (self.late.waiting(LOOKAHEAD), self.held.waiting(HELD + 1), self.path.waiting(LOOKAHEAD))
+        queues = (self.late.waiting(LATE), self.held.waiting(HELD + 1), self.path.waiting(LOOKAHEAD))
         waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
-        times = [self._turn(number) for number in (*waiting, *self.urgent, *self.reductions)]
-        times += [self.clocks[self.index.streams[number]] for number in self.reductions]
+        heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]
+        times = [self._turn(number) for number in (*waiting, *self.urgent, *(head for _, head in heads))]
+        times += [self.clocks[stream] for stream, _ in heads]
         if self.unit < len(self.units):
             unit = self.units[self.unit]
             times += [self.clocks[unit.stream], *(self.ready[buffer] for buffer in unit.reads)]
@@ -256,7 +258,8 @@ class _Scheduler:
     def _operands_made(self, number: int) -> None:
         if self.index.streams[number] == 0 or number in self.in_unit or number not in self.phase:
             return
-        (self.reductions if self.tasks[number].deferrable else self.urgent).append(number)
+        waiting = self.reductions[self.index.streams[number]] if self.tasks[number].deferrable else self.urgent
+        waiting.append(number)
 
 
 def _phases(tasks: tuple[Task, ...]) -> Iterator[list[int]]:

@@ -142,7 +142,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )
     except KeyError as error:
-        raise UserError(f"{where} lacks {error.args[0]!r}; write it anew with `python -m autoshard calibrate`") from error
+        raise UserError(f"{where} lacks {error.args[0]!r}; calibrate anew") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where} holds a figure that cannot be: {error}; correct it or calibrate anew") from error
 
@@ -173,7 +173,7 @@ _RING = f"{_NCCL}: 22, 106, 442 us for a ring over 2, 8, 32 nodes = 8 + 14 (n - 
 _NVLINK = "vendor datasheet, half of what it gives for both directions"
 _SIZED = "8192^3 reaches it less the edges: products reach 70-80 % of the dense rate"
 _TILE = "128 x 128 results a thread block and one block an SM, as in CUTLASS's default kernels"
-_FA2 = "FlashAttention-2 (Dao 2023): 0.50 to 0.73 of an A100; FlashAttention-3 (Shah 2024): version 2 has 0.35 of an H100"
+_FA2 = "FlashAttention-2 (Dao 2023): 0.50-0.73 of an A100; FlashAttention-3 (Shah 2024): version 2 has 0.35 of an H100"
 
 
 def _nvlink(bandwidth: float) -> Link:
@@ -312,23 +312,24 @@ _GB200 = replace(
         ("node_size", "GB200 NVL72: 72 GPUs in one NVLink domain; a tray has 4"),
     ),
 )
-_LOOPBACK = Link("loopback", 1.0e9, latency=0.3e-3, setup=0.1e-3)
+_LOOPBACK = Link("loopback", 0.31e9, latency=0.5e-3, setup=0.0)
 _CPU = Hardware(
     name="cpu",
-    flops=(("bf16", 200e9), ("f16", 50e9), ("f32", 100e9), ("f64", 45e9)),
+    flops=(("bf16", 127e9), ("f32", 103e9), ("f64", 38e9)),
     memory_bytes=12 * 10**9,
-    memory_bandwidth=15e9,
-    launch=8e-6,
+    memory_bandwidth=9.9e9,
+    launch=2.7e-6,
     node_size=1024,
     inside=_LOOPBACK,
     across=_LOOPBACK,
-    efficiency=0.8,
-    attention=0.3,
-    tile=16,
+    efficiency=1.0,
+    attention=0.18,
+    tile=32,
     units=1,
     scatter_sends_all=True,
     sources=(
-        ("*", "measured with gloo on a machine of 2 cores (AMD EPYC), 23 GiB, torch 2.13: one core a rank"),
+        ("*", "calibrate, 2 gloo ranks of one core each on 2 cores (AMD EPYC) and 23 GiB, torch 2.13, machine in use"),
+        ("inside.latency", "1 KiB takes 0.3-0.9 ms over 2 ranks, 2-8 ms over 4 that share 2 cores"),
         ("node_size", "all ranks on one machine: there is no figure for a network"),
         ("scatter_sends_all", "gloo's reduce-scatter moves 2 (k - 1) / k N"),
     ),

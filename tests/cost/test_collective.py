@@ -141,7 +141,8 @@ def test_ranks_spread_over_nodes_take_no_less(
     together = in_a_node(machine, ranks)
     count = min(spread, ranks)
     apart = Group(ranks, count, ranks // count)
-    assert _at_most(collective_seconds(kind, nbytes, together, machine), collective_seconds(kind, nbytes, apart, machine))
+    near, far = (collective_seconds(kind, nbytes, group, machine) for group in (together, apart))
+    assert _at_most(near, far)
 
 
 @law

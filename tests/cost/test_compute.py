@@ -142,7 +142,9 @@ def test_a_look_up_reads_what_it_takes_of_the_table() -> None:
 
 
 @settings(deadline=None)
-@given(st.tuples(*[st.integers(1, 10_000)] * 4), st.tuples(*[st.integers(0, 1000)] * 4), st.sampled_from(["bf16", "f32"]))
+@given(
+    st.tuples(*[st.integers(1, 10_000)] * 4), st.tuples(*[st.integers(0, 1000)] * 4), st.sampled_from(["bf16", "f32"])
+)
 def test_a_larger_product_takes_no_less(shape: tuple[int, ...], more: tuple[int, ...], dtype: str) -> None:
     small, large = Product(*shape), Product(*(a + b for a, b in zip(shape, more, strict=True)))
     assert product_seconds(small, 0.0, dtype, H100) <= product_seconds(large, 0.0, dtype, H100)
