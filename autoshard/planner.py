@@ -25,6 +25,7 @@ from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
 from autoshard.search import search
 from autoshard.settings import settings_of
+from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
 from passes.ir.layout import Layout
@@ -57,21 +58,25 @@ def plan_ahead(
     *,
     training: bool = True,
     device: str = "cpu",
+    every: bool = False,
     progress: Progress = silent,
 ) -> ShardingPlan:
     """The plan of a call on global arguments, with what a step will cost; no program is made of it.
 
-    Of many equal layers a few are planned, so that depth costs little. `progress` is told each phase as it begins.
+    Of many equal layers a few are planned, so that depth costs little. With `every`, a search simulates all recipes,
+    hopeless ones too. `progress` is told each phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
+    mesh = equipped(mesh, options.hardware, device)
     check_options(options, mesh)
     progress("capture")
     problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
-    if options.pipeline is not None:
-        return _program(problem, fold(problem), _Decision(recipes_of(options.recipe, mesh)), progress, Timer()).plan
     progress("fold")
     folded = fold(problem)
-    decision = _decide(problem, folded, progress)
+    decision = _decide(problem, folded, progress, every=every)
+    if options.pipeline is not None:
+        return _programmed(problem, folded, decision, Timer()).plan
+    progress("passes")
     judged = decision.judged or judge(problem, folded, decision.recipes)
     return _assembled(problem, folded, judged, decision)
 
@@ -96,6 +101,7 @@ def make_plan(
     it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
+    mesh = equipped(mesh, options.hardware, device)
     check_options(options, mesh)
     timer = Timer()
     started = time.perf_counter()
@@ -134,12 +140,12 @@ class _Decision:
     judged: Judged | None = None
 
 
-def _decide(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != "auto" or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
         return _Decision(recipes)
-    choice = search(problem, folded, progress)
+    choice = search(problem, folded, progress, every=every)
     return _Decision(choice.judged.recipes, choice.solution, choice.search, choice.judged.cost, choice.judged)
 
 

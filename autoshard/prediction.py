@@ -9,6 +9,7 @@ from autoshard.options import Options
 from passes.cost.program import Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import Timeline
+from passes.errors import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
 
@@ -19,8 +20,12 @@ def run_step(program: Program, options: Options) -> Timeline:
 
 
 def memory_of(mesh: Mesh) -> int:
-    """Bytes of memory of one device."""
-    assert mesh.hardware is not None
+    """Bytes of memory of one device. Raises UserError where the hardware is unknown."""
+    if mesh.hardware is None:
+        raise UserError(
+            "the figures of this device are not known, so that no step can be predicted: give Options(hardware='h100') or "
+            "another preset, measure it with `python -m autoshard calibrate`, or choose a recipe"
+        )
     return mesh.hardware.memory_bytes
 
 

@@ -43,6 +43,16 @@ def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
     return Mesh(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), ranks=ranks, hardware=hardware)
 
 
+def equipped(mesh: Mesh, hardware: str | Hardware, device_type: str) -> Mesh:
+    """`mesh` with the hardware asked for; with `"auto"` its own, else this machine's (None where that is unknown)."""
+    if hardware != "auto":
+        return mesh.on(hardware_named(hardware) if isinstance(hardware, str) else hardware)
+    if mesh.hardware is not None:
+        return mesh
+    found = hardware_of("cuda" if torch.cuda.is_available() else device_type)
+    return mesh if found is None else mesh.on(found)
+
+
 def hardware_of(device_type: str) -> Hardware | None:
     """The figures of this process's device: the preset of its name; None for a device that has none.
 

@@ -68,6 +68,10 @@ class Mesh:
         """`Mesh.of(dp=2, tp=4)`."""
         return Mesh(tuple(axes), tuple(axes.values()))
 
+    def on(self, hardware: Hardware) -> Mesh:
+        """The same mesh on other hardware."""
+        return Mesh(self.names, self.sizes, ranks=self.ranks, hardware=hardware)
+
     @property
     def size(self) -> int:
         return math.prod(self.sizes)
