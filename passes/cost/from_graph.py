@@ -108,6 +108,9 @@ class _Values:
     needed: set[str] = field(default_factory=set)  # read by another kernel than makes it
 
 
+_Kernel = tuple[tuple[Node, ...], dict[str, int]]  # its calls, and the bytes that it reads by buffer
+
+
 class _Builder:
     """Collects the tasks and buffers of a forward, then of its backward."""
 
@@ -117,6 +120,7 @@ class _Builder:
         self.updates: list[Task] = []
         self.buffers: dict[str, Buffer] = {}
         self.early: set[str] = set()  # buffers that parameters alone give
+        self.moves: set[str] = set()  # tasks of fusible calls
         self.names: dict[Node, tuple[str, ...]] = {}
         self.backward = False
         self.values = _Values()
@@ -128,7 +132,7 @@ class _Builder:
         self.names |= values.names
         if self.fused:
             self._inline(graph)
-        kernels = [(group, self._reads(group)) for group in self._groups(graph)]
+        kernels = self._side_by_side([(group, self._reads(group)) for group in self._groups(graph)])
         values.needed = {name for value in graph.output_node().all_input_nodes for name in values.names[value]}
         values.needed.update(name for _, reads in kernels for name in reads)
         for group, reads in kernels:
@@ -193,6 +197,28 @@ class _Builder:
             if not is_met and not _is_random(node) and len(reads := self._reads((node,))) <= MAX_READS:
                 values.inlined |= {name: reads for name in values.names[node]}
 
+    def _side_by_side(self, kernels: list[_Kernel]) -> list[_Kernel]:
+        """Neighbours that loop over the same elements and read the same of them are one kernel."""
+        found: list[_Kernel] = []
+        for group, reads in kernels:
+            if self.fused and found and self._is_one_loop(*found[-1], group, reads):
+                group = (*found.pop()[0], *group)
+                reads = self._reads(group)
+            found.append((group, reads))
+        return found
+
+    def _is_one_loop(
+        self, group: tuple[Node, ...], reads: dict[str, int], other: tuple[Node, ...], other_reads: dict[str, int]
+    ) -> bool:
+        if not all(is_fusible(node.target) and not is_reduction(node.target) for node in (*group, *other)):
+            return False
+        elements = [{math.prod(tensor.shape) for tensor in results_of(nodes[-1])} for nodes in (group, other)]
+        made = {name for node in group for name in self.values.names[node]}
+        shared = [self._size(name) for name in reads if name in other_reads]
+        return elements[0] == elements[1] and made.isdisjoint(other_reads) and max(shared, default=0) >= min(
+            self._size(name) for node in group for name in self.values.names[node]
+        )
+
     def _reads(self, group: tuple[Node, ...]) -> dict[str, int]:
         """Names of the buffers that a kernel reads, and how many bytes of each."""
         values = self.values
@@ -247,10 +273,14 @@ class _Builder:
         if len(group) == 1 and not is_fusible(node.target):
             call = call_of(node)
             seconds = kernel_seconds(call, self.hardware)
-            return replace(task, seconds=seconds, flops=kernel_flops(call), workspace=_workspace(node))
+            workspace = _workspace(node, fused=self.fused)
+            return replace(task, seconds=seconds, flops=kernel_flops(call), workspace=workspace)
         flops = float(sum(math.prod(tensor.shape) for n in group for tensor in results_of(n)))
         seconds = region_seconds(flops, moved, self.hardware)
-        return replace(task, seconds=seconds, flops=flops, in_place=self.fused)
+        self.moves.add(task.name)
+        # Inductor writes a kernel's result over an operand that one op of the kernel reads, and no other.
+        in_place = self.fused and len(outputs) == 1 and not any(is_reduction(n.target) for n in group)
+        return replace(task, seconds=seconds, flops=flops, in_place=in_place)
 
     def _collective(self, node: Node, task: Task, *, prefetchable: bool) -> Task:
         transfer = transfer_of(node)
@@ -306,7 +336,8 @@ class _Builder:
         self.updates.append(Task(name, OPTIMIZER, COMPUTE, seconds, tuple(inputs), nbytes=moved, fqn=fqn, backward=True))
 
     def program(self) -> Program:
-        return Program((*_with_deferrable(self.tasks, self.buffers), *self.updates), tuple(self.buffers.values()), self.mesh)
+        tasks = _with_deferrable(self.tasks, self.buffers, self.moves)
+        return Program((*tasks, *self.updates), tuple(self.buffers.values()), self.mesh)
 
 
 _INPUT_KINDS = {
@@ -360,23 +391,25 @@ def _kind(node: Node) -> str:
     return next(k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k))
 
 
-def _workspace(node: Node) -> int:
+def _workspace(node: Node, *, fused: bool) -> int:
     """Bytes that a kernel takes beside its operands and results.
 
-    A convolution turns its largest operand or result to channels last, and its backward one on each side. A flash
-    attention's backward sums the gradient of the query in f32.
+    A convolution keeps weights in an order of its own; where Inductor has not laid out the rest for it, also its
+    largest operand or result, and in the backward one on each side. A flash attention's backward sums the gradient
+    of the query in f32.
     """
     name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else ""
-    if name == "convolution":
-        return max(map(_nbytes, (*results_of(node), *map(tensor_of, operands(node)))))
-    if name == "convolution_backward":
-        return sum(_nbytes(tensor_of(operand)) for operand in operands(node)[:2])
+    tensors = [tensor_of(operand) for operand in operands(node)]
+    if name == "convolution":  # operands: value, weight, perhaps bias
+        return _nbytes(tensors[1]) if fused else max(map(_nbytes, (*results_of(node), *tensors)))
+    if name == "convolution_backward":  # operands: gradient, value, weight
+        return 2 * _nbytes(tensors[2]) if fused else _nbytes(tensors[0]) + _nbytes(tensors[1])
     if name.startswith("_scaled_dot_product") and name.endswith("attention_backward"):
         return 4 * math.prod(results_of(node)[0].shape)
     return 0
 
 
-def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer]) -> list[Task]:
+def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer], moves: set[str]) -> list[Task]:
     """Mark collectives whose results become results of the program by moves, casts and collectives alone."""
     readers: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
@@ -388,8 +421,7 @@ def _with_deferrable(tasks: list[Task], buffers: dict[str, Buffer]) -> list[Task
         ends = all(
             buffers[name].kind in ("gradient", "output") or readers.get(name) for name in task.outputs
         ) and all(late[reader] for name in task.outputs for reader in readers.get(name, ()))
-        moves = len(task.inputs) == 1 and (task.is_collective or task.in_place)
-        late[number] = ends and moves
+        late[number] = ends and len(task.inputs) == 1 and (task.is_collective or task.name in moves)
         if ends and task.is_collective and not task.prefetchable:
             found[number] = replace(task, deferrable=True)
     return found

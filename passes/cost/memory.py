@@ -61,9 +61,16 @@ def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> lis
 
 
 def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
-    """Let the outputs of a task take the memory of inputs of their size that go with it."""
-    index, buffers = program.index, program.buffers
-    dying = [b for b in dict.fromkeys(index.inputs[turn]) if lasts[b] == turn and buffers[b].kind not in PERSISTENT]
+    """Let the outputs of a task take the memory of inputs of their size that go with it.
+
+    What a graph is given is not written: the backward does not work in the forward's memory.
+    """
+    index, buffers, backward = program.index, program.buffers, program.tasks[turn].backward
+    dying = [
+        b
+        for b in dict.fromkeys(index.inputs[turn])
+        if lasts[b] == turn and buffers[b].kind not in PERSISTENT and buffers[b].backward is backward
+    ]
     for output in index.outputs[turn]:
         taken = next((b for b in dying if buffers[b].nbytes == buffers[output].nbytes), None)
         if taken is not None:
