@@ -20,7 +20,7 @@ from autoshard.one_plan import given_plan
 from autoshard.options import Options
 from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
-from autoshard.planner import Planned, make_plan
+from autoshard.planner import Planned, make_plan, plan_ahead
 from autoshard.runtime import Request, ShardedModule, shard_module
 from autoshard.settings import options_of
 from autoshard.topology import mesh_of
@@ -50,7 +50,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     training = torch.is_grad_enabled()
-    return make_plan(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training).plan
+    return plan_ahead(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training)
 
 
 @overload
@@ -150,11 +150,21 @@ class _Planner:
             check_asked(given, mesh, options)
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
+        self.first = given  # the plan that says how inputs are split
 
     def __call__(self, request: Request, followed: ShardingPlan | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
-        args, kwargs = global_call(request.module, request.args, request.kwargs, self._splits())
-        return self.plan(request.module, args, kwargs, request.gradients, request.parameters, followed=followed)
+        splits = self._splits()
+        args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
+        return self.plan(
+            request.module,
+            args,
+            kwargs,
+            request.gradients,
+            request.parameters,
+            batch_axes=splits.data_axes if self.options.recipe == "auto" else None,
+            followed=followed,
+        )
 
     def plan(
         self,
@@ -164,9 +174,11 @@ class _Planner:
         training: bool,
         stored: Mapping[str, Layout] | None = None,
         *,
+        batch_axes: tuple[int, ...] | None = None,
         followed: ShardingPlan | None,
     ) -> LocalProgram:
-        """The program for a call with the whole of each input. `followed` is what the first rank decided."""
+        """The program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
+        (None: as the plan says). `followed` is what the first rank decided."""
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
             stored = {name: value.layout for name, value in self.given.parameters.items()}
@@ -179,18 +191,20 @@ class _Planner:
             training=training,
             stored=stored,
             device=self.device,
+            batch_axes=batch_axes,
             plan=followed or given,
         )
         self.awaits = self.awaits and given is None
+        self.first = self.first or planned.plan
         return self._program(planned)
 
     def _splits(self) -> Splits:
-        """How a call's inputs are split: as the plan says; for those it does not know, its batch or the recipes."""
-        if self.given is None:
+        """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
+        if self.first is None:
             recipes = recipes_of(self.options.recipe, self.mesh)
             data_axes = tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
             return Splits(self.mesh, data_axes, self.options.inputs)
-        layouts = {name: value.layout for name, value in self.given.inputs.items() if value.shape}
+        layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {
             name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
         }

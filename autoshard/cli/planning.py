@@ -14,7 +14,7 @@ from autoshard.cli.output import check_output
 from autoshard.cli.target import load_target
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
-from autoshard.planner import make_plan
+from autoshard.planner import plan_ahead
 from autoshard.report.cost import candidates_table, cost_table
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
@@ -55,7 +55,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 def _recipes(given: argparse.Namespace) -> None:
     """Predict a step of every recipe that goes with the mesh, and of the solved plan: the fastest that fits first."""
-    found = _find(given)
+    found = _find(given, every=True)
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
     console = Console()
@@ -63,7 +63,7 @@ def _recipes(given: argparse.Namespace) -> None:
     console.print(candidates_table(found.search))
 
 
-def _find(given: argparse.Namespace) -> ShardingPlan:
+def _find(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
     mesh = Mesh(given.mesh, hardware=given.hardware)
     options = Options(
         recipe=_recipe(given.recipe),
@@ -76,9 +76,9 @@ def _find(given: argparse.Namespace) -> ShardingPlan:
         sizes = {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
         target = load_target(given.target, sizes)
         training = not given.inference
-        return make_plan(
-            target.model, target.args, target.kwargs, mesh, options, training=training, progress=display
-        ).plan
+        return plan_ahead(
+            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
+        )
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:
