@@ -14,10 +14,12 @@ from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
 from passes.base import PassContext
 from passes.errors import InputError, MemoryLimitError, RecipeError
+from passes.insert_reshards import InsertReshards
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
+from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Searched, find
 from passes.search.solution import Solution
@@ -112,7 +114,8 @@ class _Contest:
         if searched is None:
             return 0.0
         gm = seeded(self.problem, self.folded, recipes)
-        PassManager((Propagate(),)).run(gm, PassContext(self.problem.mesh))
+        passes = (Propagate(), InsertReshards(), MergeReductions())
+        PassManager(passes).run(gm, PassContext(self.problem.mesh))
         return searched.evaluate(gm) or 0.0
 
     def choice(self, seconds: float) -> Choice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from torch.fx import GraphModule, Node
 
@@ -15,15 +17,16 @@ from passes.ir.graph import (
     needs_of,
     note_of,
     operands,
+    outputs_of,
     placeholders,
     results_of,
+    returned,
 )
 from passes.search.build import Built
 from passes.search.model import ACROSS, COMPUTE, INSIDE
 from passes.search.prices import Prices
 from passes.search.problem import Floats, Value
 from passes.search.relax import BUCKET
-from passes.search.solution import keys_of
 
 
 def evaluate(gm: GraphModule, built: Built, prices: Prices, placed: GraphModule) -> float | None:
@@ -82,12 +85,28 @@ def _picked(gm: GraphModule, built: Built, placed: GraphModule) -> list[int] | N
 
 
 def _keys(gm: GraphModule) -> dict[Node, str]:
-    """As `keys_of`, but without the reshards that recipes put behind parameters."""
-    keys = {node: key for node, key in keys_of(gm).items() if not is_reshard(node)}
+    """Names of nodes that are the same with and without reshards: casts are told by their parameter or output."""
+    keys = {node: node.name for node in gm.graph.nodes if not is_reshard(node)}
     for node in placeholders(gm.graph):
-        casts = [user for user in node.users if user.op == "call_function" and note_of(user) and not is_reshard(user)]
+        casts = [user for user in _users(node) if user.op == "call_function" and note_of(user)]
         keys |= {cast: f"{input_of(node).name}#{number}" for number, cast in enumerate(casts)}
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        number = 0
+        while isinstance(value, Node) and value.op == "call_function" and note_of(value) and len(operands(value)) == 1:
+            if not is_reshard(value):
+                keys[value] = f"{output.name}#-{number}"
+                number += 1
+            value = operands(value)[0]
     return keys
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """Users of a value, whatever layout they take it in."""
+    for user in node.users:
+        if is_reshard(user):
+            yield from _users(user)
+        else:
+            yield user
 
 
 def _kept(placed: GraphModule) -> set[str]:
