@@ -1,0 +1,49 @@
+"""What a plan costs by the model of the search."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from passes.search.model import ACROSS, COMPUTE, INSIDE, Plan
+from passes.search.prices import Prices
+from passes.search.problem import Problem
+from passes.search.relax import Sides, move_of
+
+
+def evaluate(problem: Problem, sides: Sides, prices: Prices, picked: list[int], *, keeps: bool) -> Plan | None:
+    """The plan of these choices; None where a value cannot move as they need.
+
+    With `keeps`, what the forward gathered of parameters stays for the backward wherever that needs the same.
+    """
+    busy = np.zeros((len(problem.segments), 3))
+    memory = problem.base
+    for variable, choice in zip(problem.variables, picked, strict=True):
+        busy[variable.segment, COMPUTE] += variable.seconds[choice]
+        memory += variable.state[choice]
+    kept = []
+    moved: list[set[int]] = []  # per value, the layouts (numbers) that it is moved to
+    for number, value in enumerate(problem.values):
+        source = int(sides.makers[number].at[picked[value.maker.variable]])
+        targets = dict.fromkeys(int(slot.at[picked[slot.variable]]) for slot in sides.users[number])
+        waits = problem.segments[value.segment].exposed if value.hides else 1.0
+        moved.append(set())
+        for target in targets:
+            layout = sides.targets[number][target]
+            if layout == sides.sources[number][source]:
+                continue
+            move = move_of(problem, sides, prices, number, (source, target))
+            if move is None:
+                return None
+            moved[-1].add(layout)
+            nbytes = prices.nbytes(value.shape, value.itemsize, problem.layout(layout)) * value.count
+            if keeps and value.again >= 0 and layout in moved[value.again]:
+                kept.append(number)
+                memory += nbytes
+                continue
+            memory += nbytes if value.saved else 0.0
+            row = busy[value.segment]
+            row[INSIDE] += move.inside * value.count
+            row[ACROSS] += move.across * value.count
+            row[COMPUTE] += (move.local + waits * (move.inside + move.across)) * value.count
+    objective = float(busy.max(1).sum())
+    return Plan(picked, sorted(set(kept)), objective, 0.0, float(memory), busy)
