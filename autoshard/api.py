@@ -16,7 +16,7 @@ from autoshard.execution import LocalProgram
 from autoshard.fit import check_asked
 from autoshard.global_call import Splits, global_call
 from autoshard.groups import open_groups
-from autoshard.one_plan import given_plan
+from autoshard.one_plan import Decided, given_plan
 from autoshard.options import Options
 from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
@@ -151,7 +151,7 @@ class _Planner:
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
 
-    def __call__(self, request: Request, followed: ShardingPlan | None) -> LocalProgram:
+    def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
         args, kwargs = global_call(request.module, request.args, request.kwargs, self._splits())
         return self.plan(request.module, args, kwargs, request.gradients, request.parameters, followed=followed)
@@ -164,7 +164,7 @@ class _Planner:
         training: bool,
         stored: Mapping[str, Layout] | None = None,
         *,
-        followed: ShardingPlan | None,
+        followed: Decided | None,
     ) -> LocalProgram:
         """The program for a call with the whole of each input. `followed` is what the first rank decided."""
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
@@ -179,7 +179,7 @@ class _Planner:
             training=training,
             stored=stored,
             device=self.device,
-            plan=followed or given,
+            plan=given if followed is None else followed(),
         )
         self.awaits = self.awaits and given is None
         return self._program(planned)
