@@ -16,7 +16,7 @@ from autoshard.execution import LocalProgram
 from autoshard.fit import check_asked
 from autoshard.global_call import Splits, global_call
 from autoshard.groups import open_groups
-from autoshard.one_plan import given_plan
+from autoshard.one_plan import Decided, given_plan
 from autoshard.options import Options
 from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
@@ -152,7 +152,7 @@ class _Planner:
         self.awaits = given is not None  # no program was made of `given` yet
         self.first = given  # the plan that says how inputs are split
 
-    def __call__(self, request: Request, followed: ShardingPlan | None) -> LocalProgram:
+    def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
         splits = self._splits()
         args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
@@ -175,7 +175,7 @@ class _Planner:
         stored: Mapping[str, Layout] | None = None,
         *,
         batch_axes: tuple[int, ...] | None = None,
-        followed: ShardingPlan | None,
+        followed: Decided | None,
     ) -> LocalProgram:
         """The program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
         (None: as the plan says). `followed` is what the first rank decided."""

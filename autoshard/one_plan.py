@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike
 
 from autoshard.execution import LocalProgram
@@ -10,6 +11,8 @@ from autoshard.groups import MeshGroups
 from autoshard.guards import of_first, together
 from autoshard.plan import ShardingPlan
 from passes.errors import DistributedError, PlanError
+
+Decided = Callable[[], ShardingPlan]  # waits for what the first rank decided
 
 
 def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> ShardingPlan:
@@ -31,41 +34,59 @@ def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> 
     return plan if isinstance(plan, ShardingPlan) and _leads(groups) else ShardingPlan.from_json(sent)
 
 
-def plan_together(groups: MeshGroups, attempt: Callable[[ShardingPlan | None], LocalProgram]) -> LocalProgram:
-    """`attempt(None)` decides on the first rank; on the others, `attempt(plan)` makes the program of that plan.
+def plan_together(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
+    """`attempt(None)` decides on the first rank; on the others, `attempt(decided)` makes the program of its plan.
 
-    Raises what `attempt` raises here, and DistributedError where it failed on another rank, or where this rank has
-    another model or other arguments than the first.
+    `decided()` waits for the plan, so that a rank can capture its model meanwhile. Raises what `attempt` raises here,
+    and DistributedError where it failed on another rank, or where this rank has another model or other arguments than
+    the first.
     """
     run = _lead if _leads(groups) else _follow
-    local = together(groups, "planning", lambda: run(groups, attempt))
-    assert local is not None, "the first rank failed, and together did not say so"
-    return local
+    return together(groups, "planning", lambda: run(groups, attempt))
 
 
 def _leads(groups: MeshGroups) -> bool:
     return groups.rank == groups.mesh.ranks[0]
 
 
-def _lead(groups: MeshGroups, attempt: Callable[[ShardingPlan | None], LocalProgram]) -> LocalProgram:
-    text = None
+@dataclass(frozen=True)
+class _Told:
+    """What the first rank tells of its attempt."""
+
+    plan: str  # JSON; empty: it failed
+    failure: str = ""
+
+
+def _lead(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
+    told = _Told("", "it was stopped")
     try:
         local = attempt(None)
-        if groups.mesh.size > 1:
-            text = local.plan.to_json()
+        told = _Told(local.plan.to_json() if groups.mesh.size > 1 else "")
         return local
+    except Exception as error:
+        told = _Told("", f"{type(error).__name__}: {error}")
+        raise
     finally:
-        of_first(groups, text)  # None: it failed, as `together` will say
+        of_first(groups, told)
 
 
-def _follow(groups: MeshGroups, attempt: Callable[[ShardingPlan | None], LocalProgram]) -> LocalProgram | None:
-    text = of_first(groups, None)
-    if text is None:
-        return None
+def _follow(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
+    received: list[_Told] = []
+    first = groups.mesh.ranks[0]
+
+    def decided() -> ShardingPlan:
+        received.append(of_first(groups, _Told("")))
+        if not received[0].plan:
+            raise DistributedError(f"planning failed on rank {first}: {received[0].failure}")
+        return ShardingPlan.from_json(received[0].plan)
+
     try:
-        return attempt(ShardingPlan.from_json(text))
+        return attempt(decided)
     except PlanError as error:
         raise DistributedError(
-            f"rank {groups.rank} and rank {groups.mesh.ranks[0]} have different models or inputs: {error.differences or error}; "
-            "build the same model, with the same options and example inputs, on each"
+            f"rank {groups.rank} and rank {first} have different models or inputs: {error.differences or error}; build "
+            "the same model, with the same options and example inputs, on each"
         ) from error
+    finally:
+        if not received:
+            of_first(groups, _Told(""))  # the first rank tells, whoever listens

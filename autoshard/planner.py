@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,14 @@ def make_plan(
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
     batch_axes: tuple[int, ...] | None = None,
-    plan: ShardingPlan | None = None,
+    plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
     progress: Progress = silent,
 ) -> Planned:
     """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
 
     `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
-    the caller splits the batch over (None: free to choose), `plan` one to follow. `progress` is told each phase as
-    it begins.
+    the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
+    told each phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     mesh = equipped(mesh, options.hardware, device)
@@ -124,6 +124,7 @@ def make_plan(
     if plan is None:
         decision = _decide(problem, folded, progress)
     else:
+        plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
         decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost)
     timer.seconds["decide"] = time.perf_counter() - started

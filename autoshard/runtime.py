@@ -17,7 +17,7 @@ from autoshard.compile import Mode
 from autoshard.execution import Execution, LocalProgram, Slot, bind, parameter_slots
 from autoshard.groups import MeshGroups
 from autoshard.guards import Given, check_equal_values, differences, exchange, together
-from autoshard.one_plan import plan_together
+from autoshard.one_plan import Decided, plan_together
 from autoshard.parameters import Place, distributed_copy, lay_out, plain_copy
 from autoshard.plan import ShardingPlan
 from passes._torch import local_of_dtensor
@@ -38,7 +38,7 @@ class Request:
     parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
 
 
-Planner = Callable[[Request, ShardingPlan | None], LocalProgram]  # with the plan that it has to follow
+Planner = Callable[[Request, Decided | None], LocalProgram]  # with the plan that it has to follow
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def shard_module(
     planner: Planner,
     *,
     mode: Mode,
-    program: Callable[[ShardingPlan | None], LocalProgram] | None = None,
+    program: Callable[[Decided | None], LocalProgram] | None = None,
     gradients: bool = True,
 ) -> ShardedModule:
     """A copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
@@ -211,7 +211,7 @@ def _key(state: RuntimeState) -> Key:
 def _install(model: ShardedModule, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state = model._autoshard
 
-    def plan(followed: ShardingPlan | None) -> LocalProgram:
+    def plan(followed: Decided | None) -> LocalProgram:
         return state.planner(Request(as_written(model), args, kwargs, key[0], state.layouts), followed)
 
     _build(model, key, plan_together(state.groups, plan))

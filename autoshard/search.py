@@ -116,7 +116,7 @@ class _Contest:
         gm = seeded(self.problem, self.folded, recipes)
         passes = (Propagate(), InsertReshards(), MergeReductions())
         PassManager(passes).run(gm, PassContext(self.problem.mesh))
-        return searched.evaluate(gm) or 0.0
+        return searched.price(gm) or 0.0
 
     def choice(self, seconds: float) -> Choice:
         if self.best is None:

@@ -71,7 +71,7 @@ class Solve(Pass):
             raise UserError(
                 "a search needs to know the hardware: Mesh('dp=2,tp=4', hardware='h100'), or a recipe in Options(recipe=...)"
             )
-        solution = self.solution or find(gm, ctx.mesh, self.goal)
+        solution = self.solution or find(gm, ctx.mesh, self.goal).solution
         _place(gm, solution)
         _gather(gm, solution)
         return True

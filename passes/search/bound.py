@@ -12,9 +12,11 @@ A move that several users share is split between them; what one user has no use 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.search.problem import Floats, Ints
 
@@ -45,25 +47,39 @@ class Slot:
         return found
 
 
-@dataclass(eq=False)
 class Exchange:
-    """A value: `costs[user, source, target]` is each user's part of a move."""
+    """A value: `costs[user, source, target]` is each user's part of a move, and what was carried to it."""
 
-    maker: Slot
-    users: list[Slot]
-    costs: Floats
-    used: Floats = field(init=False)  # [user, 1, target]: 1 where the user may need it
-
-    def __post_init__(self) -> None:
-        self.used = np.zeros((len(self.users), 1, self.costs.shape[2]))
-        for number, user in enumerate(self.users):
+    def __init__(self, maker: Slot, users: list[Slot], moves: Floats) -> None:
+        """`moves[source, target]` is paid once, whoever needs it."""
+        self.maker, self.users = maker, users
+        self.used = np.zeros((len(users), 1, moves.shape[1]))  # 1 where the user may need the target
+        for number, user in enumerate(users):
             self.used[number, 0, user.present] = 1.0
+        self.counts = np.maximum(self.used.sum(0), 1.0)
+        self.paid = np.where(self.used > 0, moves / self.counts, 0.0)  # each user's part of the move itself
+        self.costs = np.where(self.used > 0, self.paid, NEVER)
+        self.moves, self.exact = moves.copy(), np.zeros(moves.shape, dtype=np.bool_)
+
+    def raise_to(self, source: int, target: int, seconds: float) -> None:
+        """The price of a move, no longer from below."""
+        more = max(0.0, seconds - self.moves[source, target]) / self.counts[0, target]
+        self.paid[:, source, target] += more * self.used[:, 0, target]
+        self.costs[:, source, target] += more * self.used[:, 0, target]
+        self.moves[source, target], self.exact[source, target] = seconds, True
+
+    def copied(self) -> Exchange:
+        new = copy(self)
+        new.paid, new.costs = self.paid.copy(), self.costs.copy()
+        return new
 
     def share(self) -> None:
-        """Level what users have left of each move."""
+        """What users pay for a move without need goes to all in equal parts."""
         if len(self.users) > 1:
-            level = (self.costs * self.used).sum(0) / np.maximum(self.used.sum(0), 1.0)
-            self.costs = np.where(self.used > 0, level, NEVER)
+            given = np.minimum(self.costs, self.paid) * self.used
+            change = (given.sum(0) / self.counts - given) * self.used
+            self.paid += change
+            self.costs += change
 
 
 @dataclass(eq=False)
@@ -73,10 +89,13 @@ class Dual:
     choices: list[Floats]
     exchanges: list[Exchange]
     bound: float = 0.0
+    slack: float = float("inf")  # a choice that leaves more than this over the bound is struck
+    struck: list[NDArray[np.bool_]] = field(default_factory=list)  # per variable and choice
     made: list[list[int]] = field(default_factory=list)  # per variable, exchanges it makes
     used: list[list[tuple[int, int]]] = field(default_factory=list)  # per variable, exchanges and user numbers
 
     def __post_init__(self) -> None:
+        self.struck = [np.zeros(len(costs), dtype=np.bool_) for costs in self.choices]
         self.made = [[] for _ in self.choices]
         self.used = [[] for _ in self.choices]
         for number, exchange in enumerate(self.exchanges):
@@ -93,12 +112,27 @@ class Dual:
             for variable in reversed(range(len(self.choices))):
                 self._visit(variable, forward=False)
             if self.bound - before < tolerance * max(self.bound, 1e-12):
-                return
+                break
 
-    def settle(self) -> None:
-        """Leave in the choices what says most of them: collect everything at each variable."""
-        for variable in range(len(self.choices)):
-            self._collect(variable)
+    def strike(self, worst: float, sweeps: int) -> None:
+        """Strike choices that no plan of less than `worst` makes."""
+        self.slack = worst - self.bound
+        self.ascend(sweeps, 0.0)
+
+    @property
+    def closed(self) -> float:
+        """What a move that was struck costs at least."""
+        return min(self.slack, NEVER / 2)
+
+    def copied(self) -> Dual:
+        """The same, to be struck or to go on from here."""
+        exchanges = [exchange.copied() for exchange in self.exchanges]
+        dual = Dual([costs.copy() for costs in self.choices], exchanges, self.bound)
+        return dual
+
+    def alive(self) -> list[Ints]:
+        """The choices that were not struck."""
+        return [np.flatnonzero(~struck) for struck in self.struck]
 
     def _collect(self, variable: int) -> None:
         costs = self.choices[variable]
@@ -107,15 +141,21 @@ class Dual:
             exchange.share()
             least = exchange.costs.min(2)
             exchange.costs -= least[:, :, None]
+            exchange.costs[exchange.costs > self.slack] = NEVER
             costs = costs + least.sum(0)[exchange.maker.at]
         for number, user in self.used[variable]:
             exchange = self.exchanges[number]
             least = exchange.costs[user].min(0)
             exchange.costs[user] -= least[None, :]
+            exchange.costs[user][exchange.costs[user] > self.slack] = NEVER
             costs = costs + least[exchange.users[user].at]
         low = float(costs.min())
         self.bound += low
-        self.choices[variable] = costs - low
+        costs -= low
+        self.slack -= low
+        self.struck[variable] |= costs > self.slack
+        costs[self.struck[variable]] = NEVER
+        self.choices[variable] = costs
 
     def _visit(self, variable: int, *, forward: bool) -> None:
         self._collect(variable)

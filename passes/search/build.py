@@ -16,6 +16,7 @@ from passes.ir.graph import (
     is_reshard,
     is_tensor,
     item_of,
+    note_of,
     operands,
     outputs_of,
     pins_of,
@@ -254,6 +255,7 @@ class _Builder:
                 sum(self.ties.count[member] for member, _ in members),
                 self.segment.get(self.ties.first[place], 0),
                 hides=hides,
+                is_term=node in self.gradients and any(_is_widening(user) for user in node.users),
                 again=again.get((maker, members[0][0]), -1) if not is_forward else -1,
             )
 
@@ -372,6 +374,13 @@ def _to_gradients(gm: GraphModule) -> set[Node]:
         if all(user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users):
             found.add(node)
     return found
+
+
+def _is_widening(user: Node) -> bool:
+    """Whether mixed precision casts to the dtype that gradients are reduced in."""
+    if user.op != "call_function" or not note_of(user) or is_reshard(user):
+        return False
+    return tensor_of(user).element_size() > tensor_of(operands(user)[0]).element_size()
 
 
 def _reshards_before(value: Node) -> tuple[Node, ...]:

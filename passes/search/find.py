@@ -5,19 +5,26 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import numpy as np
 from torch.fx import GraphModule, Node
 
 from passes.errors import CompilerError
-from passes.ir.graph import OutputRole, is_tensor, item_of, operands, outputs_of, results_of, returned
+from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_of, returned
 from passes.ir.mesh import Mesh
+from passes.search.bound import Dual
 from passes.search.build import Built, build
+from passes.search.evaluate import evaluate
+from passes.search.experts import price
 from passes.search.kernels import Kernels
-from passes.search.model import Model
+from passes.search.model import Model, Plan
 from passes.search.prices import Prices
+from passes.search.problem import Problem
+from passes.search.relax import Sides, Weights, refine, relaxed
 from passes.search.solution import Placed, Solution, keys_of
 
-WIDENINGS = (0.15, 0.5, 2.0, 10.0, 1e9)  # over the least seconds of computation: how long a plan may take
+WIDENINGS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # over the bound: how long a plan may take
+SWEEPS = 30  # of dual ascent; it stops before where the bound stays
+REFINED = (0.002, 0.01)  # over the bound: moves that a plan of that length may make get their own price
+STRIKES = 3  # sweeps that strike choices
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,21 @@ class Goal:
     time_limit: float | None = None
 
 
-def find(gm: GraphModule, mesh: Mesh, goal: Goal = Goal()) -> Solution:
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What a search found, and what it knows of the graph."""
+
+    solution: Solution
+    graph: GraphModule
+    built: Built
+    prices: Prices
+
+    def price(self, placed: GraphModule) -> float | None:
+        """Predicted step, in seconds, of the layouts of `placed`; None where the search does not consider them."""
+        return price(self.graph, self.built, self.prices, placed)
+
+
+def find(gm: GraphModule, mesh: Mesh, goal: Goal = Goal()) -> Searched:
     """The layouts of a CAPTURED graph with the least predicted step that fits the memory.
 
     Raises ConstraintError for pins that no layout meets.
@@ -38,27 +59,64 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal = Goal()) -> Solution:
     assert mesh.hardware is not None
     prices = Prices(mesh, mesh.hardware)
     built = build(gm, Kernels(gm.graph, prices))
-    picked, objective, bound = solve(built, prices, goal)
-    return _solution(gm, built, picked, objective, bound, time.perf_counter() - started)
+    plan, bound = solve(built.problem, prices, goal)
+    solution = _solution(gm, built, plan, bound, time.perf_counter() - started)
+    return Searched(solution, gm, built, prices)
 
 
-def solve(built: Built, prices: Prices, goal: Goal) -> tuple[list[int], float, float]:
-    """The number of the choice of each variable, the objective and the bound, in seconds."""
-    problem = built.problem
-    least = sum(float(variable.seconds.min()) for variable in problem.variables)
+def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
+    """The best plan, and what no plan is better than, in seconds."""
+    started = time.perf_counter()
+    sides = Sides(problem)
+    dual = relaxed(problem, sides, prices, Weights.computation(problem))
+    dual.ascend(SWEEPS)
+    best = _decoded(problem, sides, prices, dual, goal)
+    for refined in REFINED:
+        refine(dual, problem, sides, prices, dual.bound * (1 + refined))
+        dual.ascend(SWEEPS)
+        plan = _decoded(problem, sides, prices, dual, goal)
+        if plan is not None and (best is None or plan.objective < best.objective):
+            best = plan
+        if best is not None and best.objective - dual.bound <= goal.gap * best.objective:
+            return best, min(dual.bound, best.objective)
+    bound = dual.bound
     for widening in WIDENINGS:
-        model = Model(problem, prices, max(widening * least, 1e-12))
-        model.reduce()
-        answer = model.solve(goal.gap, goal.time_limit)
-        if answer is not None and answer.objective <= least + model.slack:
-            return answer.picked, answer.objective, min(answer.bound, least + model.slack)
+        worst = dual.bound * (1 + widening)
+        if best is not None:
+            worst = min(worst, best.objective)
+        struck = dual.copied()
+        struck.strike(worst, STRIKES)
+        if all(len(alive) for alive in struck.alive()):
+            left = None if goal.time_limit is None else goal.time_limit - (time.perf_counter() - started)
+            plan = None
+            if left is None or left > 0:
+                plan = Model(problem, sides, prices, struck, goal.memory_limit).solve(goal.gap / 2, left)
+            if plan is not None and (best is None or plan.objective < best.objective):
+                best = plan
+            if plan is None and left is not None and best is not None:
+                return best, bound
+            bound = max(bound, min(worst, plan.bound if plan is not None else worst))
+        else:
+            bound = max(bound, worst)
+        if best is not None and best.objective - bound <= goal.gap * best.objective:
+            return best, min(bound, best.objective)
     raise CompilerError("no layouts fit together")
 
 
+def _decoded(problem: Problem, sides: Sides, prices: Prices, dual: Dual, goal: Goal) -> Plan | None:
+    """A plan that the dual points to; None where it does not fit."""
+    picked = dual.decode(range(len(dual.choices)))
+    for keeps in (True, False):
+        plan = evaluate(problem, sides, prices, picked, keeps=keeps)
+        if plan is not None and (goal.memory_limit is None or plan.memory <= goal.memory_limit):
+            return plan
+    return None
+
+
 def _solution(
-    gm: GraphModule, built: Built, picked: list[int], objective: float, bound: float, seconds: float
+    gm: GraphModule, built: Built, plan: Plan, bound: float, seconds: float
 ) -> Solution:
-    keys, problem = keys_of(gm), built.problem
+    keys, problem, picked = keys_of(gm), built.problem, plan.picked
     nodes: dict[str, Placed] = {}
     for node in gm.graph.nodes:
         if node.op == "output" or not results_of(node) or item_of(node) is not None:
@@ -78,4 +136,7 @@ def _solution(
                 outputs[output.name] = problem.variables[use.variable].choices[picked[use.variable]].needs[use.slot]
             else:
                 outputs[output.name] = nodes[keys[value]].results[0]
-    return Solution(nodes, outputs, (), objective, bound, 0.0, seconds, len(problem.variables))
+    kept = [keys[problem.values[number].node] for number in plan.kept]
+    return Solution(
+        nodes, outputs, tuple(kept), plan.objective, bound, plan.memory, seconds, len(problem.variables)
+    )

@@ -1,146 +1,183 @@
-"""The mixed-integer program of a problem.
+"""The mixed-integer program of a problem, of the choices that were not struck.
 
-Columns: a choice per variable; per value and user, what of which layout becomes which (a flow); what moves at all (a
-flow bounds it from below), shared by the users. Per segment its time T, at least its computation with the moves
-that cannot hide, and at least what each link carries.
+Columns: a choice per variable; per value and user, what of which layout becomes which (a flow); what moves at all,
+at least each user's flow. Per segment its time, at least its computation with the moves that cannot hide, and at
+least what each link carries. Bytes of parameters and of what is saved for the backward are one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.milp import Answer, Program
+from passes.search.bound import Dual
+from passes.search.milp import Program
 from passes.search.prices import Prices
-from passes.search.problem import Floats, Ints, Move, Problem, Value
+from passes.search.problem import Floats, Move, Problem, Value
+from passes.search.relax import Sides, move_of
 
-BUCKET = 25 << 20  # bytes
-SCALE = 1e3  # seconds to the unit of the program: milliseconds
+SCALE = 1e3  # seconds to the program's unit: milliseconds
+TIE = 1e-6  # of a move's seconds: of plans as quick as each other the one that moves less
+COMPUTE, INSIDE, ACROSS = range(3)
 
-
-@dataclass(frozen=True)
-class Arc:
-    """A value of layout `source` is needed as `target`."""
-
-    source: int
-    target: int
-    move: Move
-    share: float  # seconds that it adds to the step at least... when nothing hides it
+Arc = tuple[int, int]  # positions of source and target in `Sides`
 
 
 @dataclass(frozen=True)
-class Picked:
-    """The number of each variable's choice; objective and bound in seconds."""
+class Plan:
+    """The number of each variable's choice; `kept` are values (numbers) whose moves are kept from the forward.
+
+    Objective and bound in seconds, `memory` in bytes, `busy` [segment, computation and links] in seconds.
+    """
 
     picked: list[int]
+    kept: list[int]
     objective: float
     bound: float
+    memory: float
+    busy: Floats
 
 
-@dataclass
 class Model:
-    """`alive` are the choices that are looked at, `slack` the seconds over `base` that a plan may take."""
+    """What is left of the problem where `dual` struck choices."""
 
-    problem: Problem
-    prices: Prices
-    slack: float
-    alive: list[Ints] = field(default_factory=list)
-    arcs: list[list[Arc]] = field(default_factory=list)
+    def __init__(self, problem: Problem, sides: Sides, prices: Prices, dual: Dual, limit: float | None) -> None:
+        self.problem, self.sides, self.prices, self.limit = problem, sides, prices, limit
+        self.program = Program()
+        self.total = [self.program.column(SCALE, float("inf")) for _ in problem.segments]
+        self.busy: list[list[list[tuple[int, float]]]] = [[[], [], []] for _ in problem.segments]
+        self.bytes: list[tuple[int, float]] = []
+        self.picks = [self._choices(number, alive.tolist()) for number, alive in enumerate(dual.alive())]
+        self.moved: list[dict[Arc, int]] = []
+        self.keeps: dict[int, int] = {}  # column -> value
+        for number in range(len(problem.values)):
+            self._value(number, dual)
+        for segment, rows in enumerate(self.busy):
+            for row in rows:
+                self._row([(self.total[segment], 1.0), *((column, -seconds) for column, seconds in row)], 0.0)
+        if limit is not None:
+            self._row([(column, -nbytes / 1e9) for column, nbytes in self.bytes], -(limit - problem.base) / 1e9)
 
-    def reduce(self) -> None:
-        problem = self.problem
-        self.alive = [np.flatnonzero(v.seconds - v.seconds.min() <= self.slack) for v in problem.variables]
-        self.arcs = [self._arcs(value) for value in problem.values]
+    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = float("inf")) -> None:
+        self.program.row([column for column, _ in terms], [entry for _, entry in terms], lower, upper)
 
-    def solve(self, gap: float, time_limit: float | None) -> Picked | None:
+    def _choices(self, number: int, alive: list[int]) -> dict[int, int]:
+        variable = self.problem.variables[number]
+        columns = {choice: self.program.column(integer=True) for choice in alive}
+        self._row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
+        for choice, column in columns.items():
+            self._add(variable.segment, COMPUTE, column, float(variable.seconds[choice]))
+            self._hold(column, float(variable.state[choice]))
+        return columns
+
+    def _add(self, segment: int, what: int, column: int, seconds: float) -> None:
+        if seconds:
+            self.busy[segment][what].append((column, seconds))
+
+    def _hold(self, column: int, nbytes: float) -> None:
+        if nbytes:
+            self.bytes.append((column, nbytes))
+
+    def _value(self, number: int, dual: Dual) -> None:
+        value, exchange = self.problem.values[number], dual.exchanges[number]
+        open_ = (exchange.costs < dual.closed) & (exchange.used > 0)
+        moves = self._moves(value, number, open_.any(0))
+        columns = {arc: self.program.column(TIE * SCALE * move.total * value.count) for arc, move in moves.items()}
+        self.moved.append(columns)
+        for arc, move in moves.items():
+            self._charge(value, columns[arc], move)
+        self._hold_moved(value, number, columns)
+        served = self._kept(number, columns) if value.again >= 0 else {arc: [column] for arc, column in columns.items()}
+        alone = len(value.uses) == 1 and value.again < 0
+        for user, slot in enumerate(self.sides.users[number]):
+            flow: dict[Arc, int] = {}
+            for source, target in np.argwhere(open_[user]).tolist():
+                arc = source, target
+                if self._is_same(number, arc):
+                    flow[arc] = self.program.column()
+                elif arc in columns and alone:
+                    flow[arc] = columns[arc]
+                elif arc in columns:
+                    flow[arc] = self.program.column()
+                    self._row([*((column, 1.0) for column in served[arc]), (flow[arc], -1.0)], 0.0)
+            maker = self.sides.makers[number]
+            self._balance(flow, 0, maker.at, self.picks[maker.variable])
+            self._balance(flow, 1, slot.at, self.picks[slot.variable])
+
+    def _is_same(self, number: int, arc: Arc) -> bool:
+        return self.sides.sources[number][arc[0]] == self.sides.targets[number][arc[1]]
+
+    def _moves(self, value: Value, number: int, open_: np.ndarray) -> dict[Arc, Move]:  # type: ignore[type-arg]
+        found = {}
+        for source, target in np.argwhere(open_).tolist():
+            if self._is_same(number, (source, target)):
+                continue
+            move = move_of(self.problem, self.sides, self.prices, number, (source, target))
+            if move is not None:
+                found[source, target] = move
+        return found
+
+    def _charge(self, value: Value, column: int, move: Move) -> None:
+        """On its links; in front of computation as well, where it cannot hide."""
+        waits = self.problem.segments[value.segment].exposed if value.hides else 1.0
+        self._add(value.segment, INSIDE, column, move.inside * value.count)
+        self._add(value.segment, ACROSS, column, move.across * value.count)
+        on_path = move.local + waits * (move.inside + move.across)
+        self._add(value.segment, COMPUTE, column, on_path * value.count)
+
+    def _hold_moved(self, value: Value, number: int, columns: dict[Arc, int]) -> None:
+        if not value.saved:
+            return
+        for arc, column in columns.items():
+            layout = self.problem.layout(self.sides.targets[number][arc[1]])
+            self._hold(column, self.prices.nbytes(value.shape, value.itemsize, layout) * value.count)
+
+    def _kept(self, number: int, columns: dict[Arc, int]) -> dict[Arc, list[int]]:
+        """What serves the backward: a move of its own, or what the forward moved, if it is kept."""
+        value = self.problem.values[number]
+        sides, earlier = self.sides, value.again
+        served = {}
+        for (source, target), column in columns.items():
+            layout = sides.targets[number][target]
+            served[source, target] = [column]
+            if layout not in sides.targets[earlier]:
+                continue
+            before = self.moved[earlier].get((source, sides.targets[earlier].index(layout)))
+            if before is None:
+                continue
+            keep = self.program.column()
+            self.keeps[keep] = number
+            self._row([(before, 1.0), (keep, -1.0)], 0.0)
+            nbytes = self.prices.nbytes(value.shape, value.itemsize, self.problem.layout(layout)) * value.count
+            self._hold(keep, nbytes)
+            served[source, target].append(keep)
+        return served
+
+    def _balance(self, flow: dict[Arc, int], side: int, at: np.ndarray, picks: dict[int, int]) -> None:  # type: ignore[type-arg]
+        """Flows out of (into) a layout are as much as the choices that give (need) it."""
+        groups: dict[int, list[tuple[int, float]]] = {}
+        for choice, column in picks.items():
+            groups.setdefault(int(at[choice]), []).append((column, -1.0))
+        for arc, column in flow.items():
+            if arc[side] in groups:
+                groups[arc[side]].append((column, 1.0))
+            else:
+                self.program.upper[column] = 0.0
+        for terms in groups.values():
+            self._row(terms, 0.0, 0.0)
+
+    def solve(self, gap: float, time_limit: float | None) -> Plan | None:
         """None where no plan was found."""
-        program, picks = self.program()
-        answer = program.minimise(gap=gap, time_limit=time_limit)
+        answer = self.program.minimise(gap=gap, time_limit=time_limit)
         if answer.values is None:
             return None
         values = answer.values
-        picked = [max(columns, key=lambda choice: values[columns[choice]]) for columns in picks]
-        return Picked(picked, answer.objective / SCALE, answer.bound / SCALE)
+        picked = [max(columns, key=lambda choice: values[columns[choice]]) for columns in self.picks]
+        busy = np.array([[sum(values[c] * s for c, s in row) for row in rows] for rows in self.busy])
+        memory = self.problem.base + sum(values[column] * nbytes for column, nbytes in self.bytes)
+        kept = sorted({value for column, value in self.keeps.items() if values[column] > 0.5})
+        objective = float(busy.max(1).sum())
+        return Plan(picked, kept, objective, answer.bound / SCALE, float(memory), busy)
 
-    def _arcs(self, value: Value) -> list[Arc]:
-        made = list(dict.fromkeys(self.problem.made(value)[self.alive[value.maker.variable]].tolist()))
-        needed: dict[int, None] = {}
-        for use in value.uses:
-            needed |= dict.fromkeys(self.problem.needed(use)[self.alive[use.variable]].tolist())
-        found = []
-        for source in made:
-            for target in needed:
-                if source == target:
-                    found.append(Arc(source, target, Move(), 0.0))
-                    continue
-                move = self.prices.move(
-                    value.shape, value.itemsize, self.problem.layout(source), self.problem.layout(target),
-                    BUCKET if value.hides else 0,
-                )
-                if move is None:
-                    continue
-                least = move.local if value.hides else move.total
-                if least * value.count <= self.slack:
-                    found.append(Arc(source, target, move, least * value.count))
-        return found
-
-    def program(self) -> tuple[Program, list[dict[int, int]]]:
-        p, problem = Program(), self.problem
-        total = [p.column(SCALE, float("inf")) for _ in problem.segments]
-        rows = {(g, w): ([total[g]], [1.0]) for g in range(len(problem.segments)) for w in ("compute", "inside", "across")}
-
-        def add(segment: int, what: str, column: int, seconds: float) -> None:
-            if seconds:
-                rows[segment, what][0].append(column)
-                rows[segment, what][1].append(-seconds)
-
-        picks: list[dict[int, int]] = []
-        for variable, alive in zip(problem.variables, self.alive, strict=True):
-            picks.append({int(c): p.column(integer=True) for c in alive})
-            p.row(list(picks[-1].values()), [1.0] * len(alive), 1.0, 1.0)
-            for c, column in picks[-1].items():
-                add(variable.segment, "compute", column, float(variable.seconds[c]))
-        moved: list[dict[tuple[int, int], int]] = []
-        for number, value in enumerate(problem.values):
-            moved.append({})
-            arcs = self.arcs[number]
-            shared = {}
-            exposed = problem.segments[value.segment].exposed
-            for arc in arcs:
-                if arc.source == arc.target:
-                    continue
-                column = p.column(1e-6 * SCALE * arc.move.total)
-                shared[arc.source, arc.target] = column
-                for what, seconds in (("inside", arc.move.inside), ("across", arc.move.across)):
-                    add(value.segment, what, column, seconds * value.count)
-                hidden = arc.move.inside + arc.move.across
-                crit = arc.move.local + (hidden * exposed if value.hides else hidden)
-                add(value.segment, "compute", column, crit * value.count)
-            moved[-1] = shared
-            made = problem.made(value)
-            for use in value.uses:
-                need = problem.needed(use)
-                flow = {}
-                for arc in arcs:
-                    key = arc.source, arc.target
-                    if len(value.uses) == 1 and value.again < 0 and key in shared:
-                        flow[key] = shared[key]
-                    else:
-                        flow[key] = p.column(0.0)
-                        if key in shared:
-                            p.row([shared[key], flow[key]], [1.0, -1.0], 0.0, float("inf"))
-                for side, layouts, variable in ((0, made, value.maker.variable), (1, need, use.variable)):
-                    by: dict[int, list[int]] = {}
-                    for key, column in flow.items():
-                        by.setdefault(key[side], []).append(column)
-                    groups: dict[int, list[int]] = {}
-                    for c, column in picks[variable].items():
-                        groups.setdefault(int(layouts[c]), []).append(column)
-                    for layout, columns in groups.items():
-                        flows = by.get(layout, [])
-                        p.row([*flows, *columns], [1.0] * len(flows) + [-1.0] * len(columns), 0.0, 0.0)
-        for columns, entries in rows.values():
-            p.row(columns, entries, 0.0, float("inf"))
-        return p, picks

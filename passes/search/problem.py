@@ -69,6 +69,7 @@ class Value:
     hides: bool = False  # a parameter's gather or a gradient's reduction: beside compute
     again: int = -1  # for a parameter used in the backward: the value of the same in the forward
     saved: bool = False  # kept from the forward for the backward
+    is_term: bool = False  # a gradient in front of its cast to the dtype that it is reduced in: terms stay terms
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Problem:
     variables: tuple[Variable, ...]
     values: tuple[Value, ...]
     segments: tuple[Segment, ...]
+    base: float = 0.0
     layouts: dict[Layout, int] = field(default_factory=dict)
 
     def made(self, value: Value) -> Ints:

@@ -25,7 +25,7 @@ def _tokens(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CASES: dict[str, tuple[Callable[[], Case], str, str]] = {  # model, mesh, recipe
-    "gpt": (lambda: Case(GPT(layers=1, seq=64), _tokens(16, 64), {}), "dp=2,tp=2", "fsdp+megatron"),
+    "gpt": (lambda: Case(GPT(layers=2, seq=64), _tokens(16, 64), {}), "dp=2,tp=2", "fsdp+megatron"),
     "llama, long sequence": (lambda: Case(Llama(layers=1, seq=512), _tokens(16, 512), {}), "dp=8", "fsdp"),
     "conv_net": (
         lambda: Case(ConvNet(64), (torch.zeros(32, 3, 24, 24), torch.zeros(32, dtype=torch.int64)), {}),

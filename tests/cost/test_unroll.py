@@ -131,6 +131,14 @@ def test_a_folded_mlp_unrolls_to_the_whole_one(recipes: tuple[str, ...]) -> None
     assert described(unroll(folded, repeats)) == described(whole)
 
 
+def test_a_folded_mlp_of_alternating_sizes_unrolls_by_twos() -> None:
+    case = models.mlp(sizes=(64, 32) * 7)
+    whole, _ = planned(case, ("zero2", "fsdp"))
+    folded, repeats = planned(case, ("zero2", "fsdp"), Fold(margin=1))
+    assert repeats.runs[0].period == 2
+    assert described(unroll(folded, repeats)) == described(whole)
+
+
 @pytest.mark.slow
 def test_a_folded_llama_unrolls_to_the_whole_one() -> None:
     case = models.llama(layers=7, dim=64, hidden=128, head_dim=8)

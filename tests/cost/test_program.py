@@ -1,0 +1,141 @@
+"""A partitioned program as tasks and buffers: what runs as one kernel, what is in memory, what can move."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from autoshard.compile import Split, split_program
+from autoshard.options import Options
+from autoshard.planner import make_plan
+from examples.llama import TINY, Llama
+from passes.cost.from_graph import program_of
+from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.schedule import schedule
+from passes.cost.simulate import simulate
+from passes.errors import UserError
+from passes.ir.mesh import Mesh
+from tests.models import Case, build
+
+
+@cache
+def _split(name: str, axes: str, recipe: str) -> Split:
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    deep = Case(Llama(replace(TINY, layers=16)), (tokens, tokens), {})
+    case = deep if name == "deep" else build(name, dtype=torch.float32)
+    options = Options(recipe=recipe, bucket_bytes=0)
+    return split_program(make_plan(case.model, case.args, case.kwargs, Mesh(axes), options).graph, mode="inductor")
+
+
+def _program(name: str, axes: str, recipe: str, *, fused: bool = True, optimizer: str | None = "adamw") -> Program:
+    split, mesh = _split(name, axes, recipe), Mesh(axes, hardware="h100")
+    facts = {"outputs": split.outputs, "gradients": split.gradients}
+    return program_of(split.forward, split.backward, mesh, **facts, fused=fused, optimizer=optimizer)
+
+
+def _tasks(program: Program, kind: str) -> list[Task]:
+    return [task for task in program.tasks if task.kind == kind]
+
+
+def _check_dependencies(program: Program) -> None:
+    made = {b.name for b in program.buffers} - {name for task in program.tasks for name in task.outputs}
+    for task in program.tasks:
+        assert made.issuperset(task.inputs), task.name
+        made.update(task.outputs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("name", "axes", "recipe"),
+    [("gpt", "dp=2,tp=2", "fsdp+megatron"), ("llama", "dp=4", "fsdp"), ("conv_net", "dp=4", "ddp"), ("moe", "dp=2", "zero2")],
+)
+def test_every_task_reads_what_an_earlier_one_made(name: str, axes: str, recipe: str, fused: bool) -> None:
+    program = _program(name, axes, recipe, fused=fused)
+    _check_dependencies(program)
+    assert len({task.name for task in program.tasks}) == len(program.tasks)
+    assert all(task.seconds > 0 for task in program.tasks if task.kind != OPTIMIZER)
+
+
+def test_waits_and_views_are_no_tasks() -> None:
+    nodes = {node for task in _program("mlp", "dp=2", "fsdp").tasks for node in task.nodes}
+    assert not any(node.startswith(("wait_tensor", "view", "permute", "slice")) for node in nodes)
+
+
+def test_gathers_of_parameters_can_be_early_and_reductions_of_gradients_late() -> None:
+    program = _program("mlp", "dp=2,tp=2", "fsdp+megatron")
+    gathers = [task for task in program.tasks if task.prefetchable]
+    assert {(task.kind, task.axes) for task in gathers} == {("all_gather", ("dp",))}
+    late = [task for task in program.tasks if task.deferrable and task.backward]
+    assert {task.axes for task in late if task.kind == "reduce_scatter"} == {("dp",)}
+    path = [task for task in program.tasks if task.is_collective and not (task.prefetchable or task.deferrable)]
+    assert path and all(task.axes == ("tp",) for task in path), "activations move inside the tensor-parallel group"
+
+
+def test_fsdp_gathers_again_in_the_backward_and_zero2_does_not() -> None:
+    again = {recipe: _program("mlp", "dp=2", recipe) for recipe in ("fsdp", "zero2")}
+    assert any(task.backward for task in again["fsdp"].tasks if task.prefetchable)
+    assert not any(task.backward for task in again["zero2"].tasks if task.prefetchable)
+    kept = {n: sum(b.nbytes for b in p.buffers if b.kind == "gathered" and not b.backward) for n, p in again.items()}
+    assert kept["fsdp"] >= kept["zero2"] > 0
+
+
+def test_a_fused_program_has_fewer_kernels_and_moves_fewer_bytes() -> None:
+    fused, apart = (_program("llama", "dp=4", "fsdp", fused=fused) for fused in (True, False))
+    assert len(_tasks(fused, "compute")) < 0.6 * len(_tasks(apart, "compute"))
+    assert sum(t.nbytes for t in _tasks(fused, "compute")) < sum(t.nbytes for t in _tasks(apart, "compute"))
+    assert [t.flops for t in fused.tasks if "mm" in t.name] == [t.flops for t in apart.tasks if "mm" in t.name]
+
+
+def test_memory_is_by_kind() -> None:
+    program = _program("gpt", "dp=4", "fsdp")
+    kinds = {b.kind for b in program.buffers}
+    assert {"parameter", "gradient", "optimizer", "input", "output", "activation", "gathered", "temporary"} <= kinds
+    sizes = {b.fqn: b.nbytes for b in program.buffers if b.kind == "parameter"}
+    for kind, ways in (("gradient", 1), ("optimizer", 2)):
+        assert {b.fqn: b.nbytes for b in program.buffers if b.kind == kind} == {n: ways * s for n, s in sizes.items()}
+    assert [b.nbytes for b in program.buffers if b.kind == "output"] == [4], "the loss"
+
+
+@pytest.mark.parametrize(("optimizer", "states", "passes"), [("adamw", 2, 7), ("sgd", 0, 3)])
+def test_an_optimizer_has_its_state_and_its_time(optimizer: str, states: int, passes: int) -> None:
+    program = _program("mlp", "dp=2", "fsdp", optimizer=optimizer)
+    parameters = sum(b.nbytes for b in program.buffers if b.kind == "parameter")
+    assert sum(b.nbytes for b in program.buffers if b.kind == "optimizer") == states * parameters
+    assert sum(task.nbytes for task in _tasks(program, OPTIMIZER)) == passes * parameters
+    assert _tasks(_program("mlp", "dp=2", "fsdp", optimizer=None), OPTIMIZER) == []
+
+
+def test_links_are_by_the_groups_of_the_mesh() -> None:
+    program = _program("mlp", "dp=2,tp=8", "fsdp+megatron")
+    assert {(t.axes, t.stream) for t in program.tasks if t.is_collective} == {(("dp",), "across"), (("tp",), "inside")}
+
+
+def test_a_mesh_without_hardware_has_no_costs() -> None:
+    split = _split("mlp", "dp=2", "fsdp")
+    with pytest.raises(UserError, match=r"mesh dp=2 does not say .* hardware='h100'"):
+        program_of(split.forward, split.backward, Mesh("dp=2"))
+    with pytest.raises(UserError, match=r"unknown optimizer 'lion'; .* 'adamw', 'sgd', None"):
+        program_of(split.forward, split.backward, Mesh("dp=2", hardware="h100"), optimizer="lion")
+
+
+@pytest.mark.slow
+def test_three_thousand_nodes_take_less_than_a_second() -> None:
+    split = _split("deep", "dp=8", "fsdp")
+    assert split.backward is not None
+    assert len(split.forward.graph.nodes) + len(split.backward.graph.nodes) > 3000
+    _program("deep", "dp=8", "fsdp")  # formulas are compiled once
+    started = time.process_time()
+    _program("deep", "dp=8", "fsdp")
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.slow
+def test_a_deep_model_on_one_node_hides_its_gathers() -> None:
+    program = _program("deep", "dp=8", "fsdp")
+    best = schedule(program)
+    _check_dependencies(best.program)
+    assert best.timeline.step_time < simulate(program).step_time
