@@ -35,7 +35,7 @@ class Goal:
     time_limit: float | None = None
 
 
-def find(gm: GraphModule, mesh: Mesh, goal: Goal = Goal()) -> Solution:
+def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     """The layouts of a CAPTURED graph with the least predicted step that fits the memory.
 
     Raises ConstraintError for pins that no layout meets.
