@@ -16,6 +16,7 @@ from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.seed import Insisted
 
+SEARCH = "search"  # no expert's: the layouts are searched for; where that is not possible it means "auto"
 RECIPES = ("ddp", "zero2", "fsdp", "hsdp", "megatron")
 
 
@@ -23,7 +24,7 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
     """One recipe (or None) per axis of `mesh`. Raises RecipeError, and MeshError for an unknown axis."""
     if recipe is None:
         return (None,) * mesh.ndim
-    if recipe == "auto":
+    if recipe in ("auto", SEARCH):
         return tuple("megatron" if name == "tp" else "fsdp" for name in mesh.names)
     if isinstance(recipe, str):
         return _hybrid(_spread(recipe, mesh), mesh)

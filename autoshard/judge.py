@@ -65,7 +65,13 @@ class Judged:
 def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None = None) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers."""
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place=place, bucket_bytes=0)[1:]
+    passes = default_pipeline(
+        problem.seed(gm, recipes),
+        problem.cast,
+        place,
+        bucket_bytes=problem.options.bucket_bytes,
+        lists=tuple(run.prefix for run in folded.repeats.runs),
+    )[1:]
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
     split = split_program(gm, mode="eager")

@@ -28,9 +28,10 @@ class Options:
     """
 
     recipe: str | Mapping[str, str | None] | None = "auto"
-    """`"auto"`: search for the layouts with the shortest predicted step. Or an expert's: `"ddp"`, `"zero2"`,
-    `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or one
-    per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
+    """`"auto"`: `megatron` on an axis named `tp`, `fsdp` on every other. `"search"`: the layouts with the shortest
+    predicted step, which takes longer to find. Or an expert's: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two
+    of them joined (`"fsdp+megatron"`: the last is for the last axis), or one per axis: `{"dp": "fsdp", "tp":
+    "megatron"}`. `None`: only the placements below."""
 
     hardware: str | Hardware = "auto"
     """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture import Captured
-from autoshard.constraints import check_options, recipes_of
+from autoshard.constraints import SEARCH, check_options, recipes_of
 from autoshard.fit import check_model
 from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
@@ -143,7 +143,7 @@ class _Decision:
 
 def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
-    if options.recipe != "auto" or options.pipeline is not None or problem.mesh.size == 1:
+    if options.recipe != SEARCH or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
         return _Decision(recipes)
     choice = search(problem, folded, progress, every=every)

@@ -29,7 +29,8 @@ class Fold(Pass):
        without a module in it, such as the sum of two gradients, is of the layer of its latest operand. What depends
        on no layer and is used by several is of none.
     2. Of a run of equal layers the first and the last are kept. Layers that alternate with a period of up to
-       `MAX_PERIOD` are equal to those a period away, and a period is kept on both sides.
+       `MAX_PERIOD` are equal to those a period away, and a period is kept on both sides. `margin` more are kept
+       outside of these: a fused kernel or a saved value at the end of a run may reach into the next layer.
     3. The layers around the removed ones become neighbours: the next layer's forward takes the values of the layer
        kept below, the backward of the layer below those of the next layer.
     4. Layers with a value that is used outside of their neighbours are all kept.

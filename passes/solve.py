@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch.fx import GraphModule, Node
@@ -15,7 +15,6 @@ from passes.ir.graph import (
     add_reshard,
     input_of,
     is_reshard,
-    is_tensor,
     item_of,
     layout_of,
     layouts_of,
@@ -31,6 +30,7 @@ from passes.ir.graph import (
     set_recompute,
 )
 from passes.ir.layout import Layout
+from passes.ir.mesh import Mesh
 from passes.recipes.weights import weights_of
 from passes.search.find import Goal, find
 from passes.search.solution import Placed, Solution, keys_of
@@ -48,33 +48,52 @@ class Solve(Pass):
 
         mesh tp=2
         stage CAPTURED
-        %w: f32[8, 6] = parameter("w")
-        %x: f32[4, 8] = input("x")
-        %mm: f32[4, 6] = mm(%x, %w)
+        %w: f32[4096, 4096] = parameter("w")
+        %x: f32[8192, 4096] = input("x")
+        %mm: f32[8192, 4096] = mm(%x, %w)
         return output("output") %mm
 
     After:
 
         mesh tp=2
         stage PLACED
+        %w: f32[4096, 4096] {tp:R} = parameter("w")
+        %x: f32[8192, 4096] {tp:S(0)} = input("x")
+        %mm: f32[8192, 4096] {tp:S(0)} = mm(%x, %w)
+        return output("output") %mm
+
+    Context: mesh=Mesh("tp=2", hardware="h100")
     """
 
     name: ClassVar[str] = "solve"
     takes: ClassVar[Stage] = Stage.CAPTURED
     gives: ClassVar[Stage] = Stage.PLACED
 
-    goal: Goal = Goal()
+    goal: Goal = field(default_factory=Goal)
     solution: Solution | None = None
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+<<<<<<< HEAD
         if self.solution is None and ctx.mesh.hardware is None:
             raise UserError(
                 "a search needs to know the hardware: Mesh('dp=2,tp=4', hardware='h100'), or a recipe in Options(recipe=...)"
             )
         solution = self.solution or find(gm, ctx.mesh, self.goal).solution
+=======
+        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal)
+>>>>>>> main
         _place(gm, solution)
         _gather(gm, solution)
         return True
+
+
+def _with_hardware(mesh: Mesh) -> Mesh:
+    if mesh.hardware is None:
+        raise UserError(
+            f"the mesh {mesh} does not say on what hardware it is, and a search goes by cost; give "
+            f"Mesh('{mesh}', hardware='h100'), or choose a recipe"
+        )
+    return mesh
 
 
 def _place(gm: GraphModule, solution: Solution) -> None:

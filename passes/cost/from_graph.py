@@ -78,6 +78,7 @@ def program_of(
     return builder.program()
 
 
+REORDERED_WEIGHTS = 4  # that a convolution's backward holds: measured with oneDNN on CPU, tests/cost/test_memory.py
 MAX_READS = 4  # that a value read by several kernels may cost each: torch._inductor.config.realize_reads_threshold
 
 _KEPT = {OutputRole.OUTPUT: "output"}
@@ -403,7 +404,7 @@ def _workspace(node: Node, *, fused: bool) -> int:
     if name == "convolution":  # operands: value, weight, perhaps bias
         return _nbytes(tensors[1]) if fused else max(map(_nbytes, (*results_of(node), *tensors)))
     if name == "convolution_backward":  # operands: gradient, value, weight
-        return 2 * _nbytes(tensors[2]) if fused else _nbytes(tensors[0]) + _nbytes(tensors[1])
+        return REORDERED_WEIGHTS * _nbytes(tensors[2]) if fused else _nbytes(tensors[0]) + _nbytes(tensors[1])
     if name.startswith("_scaled_dot_product") and name.endswith("attention_backward"):
         return 4 * math.prod(results_of(node)[0].shape)
     return 0

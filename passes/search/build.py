@@ -249,7 +249,7 @@ class _Builder:
                 node.name,
                 node,
                 maker,
-                some,
+                tuple(some),
                 tuple(tensor.shape),
                 tensor.element_size(),
                 sum(self.ties.count[member] for member, _ in members),

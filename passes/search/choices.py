@@ -7,7 +7,6 @@ A choice on all axes takes a row per axis; axes that shard the same digit of one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -15,8 +14,8 @@ from itertools import permutations, product
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
-from passes.ir.graph import is_reshard, is_tensor, item_of, operands, results_of, tensor_of
-from passes.ir.layout import Layout, Partial, Placement, R, Shard
+from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
+from passes.ir.layout import Layout, Partial, Placement, Shard
 from passes.ir.mesh import Mesh
 from passes.rules.rule import (
     Dims,
@@ -25,7 +24,6 @@ from passes.rules.rule import (
     call_of,
     factor_at,
     factor_row,
-    linear_row,
     replicated_row,
     row_giving,
     row_sharding,

@@ -50,7 +50,7 @@ class Searched:
         return price(self.graph, self.built, self.prices, placed)
 
 
-def find(gm: GraphModule, mesh: Mesh, goal: Goal = Goal()) -> Searched:
+def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
     """The layouts of a CAPTURED graph with the least predicted step that fits the memory.
 
     Raises ConstraintError for pins that no layout meets.

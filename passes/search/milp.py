@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from passes.search.problem import Floats, Ints
+from passes.search.problem import Floats
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Program:
         return number
 
     def minimise(self, *, gap: float, time_limit: float | None) -> Answer:
-        solver = highspy.Highs()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
         for name, value in (
             ("output_flag", False),
             ("threads", 1),

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.search.bound import Dual
 from passes.search.milp import Program
 from passes.search.prices import Prices
-from passes.search.problem import Floats, Move, Problem, Value
+from passes.search.problem import Floats, Ints, Move, Problem, Value
 from passes.search.relax import Sides, move_of
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
@@ -83,7 +84,7 @@ class Model:
     def _value(self, number: int, dual: Dual) -> None:
         value, exchange = self.problem.values[number], dual.exchanges[number]
         open_ = (exchange.costs < dual.closed) & (exchange.used > 0)
-        moves = self._moves(value, number, open_.any(0))
+        moves = self._moves(value, number, np.any(open_, axis=0))
         columns = {arc: self.program.column(TIE * SCALE * move.total * value.count) for arc, move in moves.items()}
         self.moved.append(columns)
         for arc, move in moves.items():
@@ -109,7 +110,7 @@ class Model:
     def _is_same(self, number: int, arc: Arc) -> bool:
         return self.sides.sources[number][arc[0]] == self.sides.targets[number][arc[1]]
 
-    def _moves(self, value: Value, number: int, open_: np.ndarray) -> dict[Arc, Move]:  # type: ignore[type-arg]
+    def _moves(self, value: Value, number: int, open_: NDArray[np.bool_]) -> dict[Arc, Move]:
         found = {}
         for source, target in np.argwhere(open_).tolist():
             if self._is_same(number, (source, target)):
@@ -155,7 +156,7 @@ class Model:
             served[source, target].append(keep)
         return served
 
-    def _balance(self, flow: dict[Arc, int], side: int, at: np.ndarray, picks: dict[int, int]) -> None:  # type: ignore[type-arg]
+    def _balance(self, flow: dict[Arc, int], side: int, at: Ints, picks: dict[int, int]) -> None:
         """Flows out of (into) a layout are as much as the choices that give (need) it."""
         groups: dict[int, list[tuple[int, float]]] = {}
         for choice, column in picks.items():

@@ -6,7 +6,7 @@ most that; so does a price on bytes, less what the limit allows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 

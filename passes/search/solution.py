@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
 from passes.ir.graph import input_of, note_of, operands, outputs_of, placeholders, returned
 from passes.ir.layout import Layout
 from passes.ir.repeats import Repeats, expand_names
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Solution:
     objective: float = 0.0  # predicted step
     bound: float = 0.0  # no plan is better than this
     memory: float = 0.0  # predicted, per device
-    seconds: float = 0.0  # the search took
+    seconds: float = field(default=0.0, compare=False)  # the search took
     variables: int = 0
     is_complete: bool = True  # False: the time limit came first
 
@@ -45,17 +48,17 @@ class Solution:
 
     def expanded(self, repeats: Repeats) -> Solution:
         """The same for the graph that was folded."""
-        nodes = expand_names(repeats, self.nodes)
-        marked = {key for key in self.nodes if "#" in key}
-        for removed, kept in repeats.parameters.items():
-            nodes |= {
-                f"{removed}#{key.rpartition('#')[2]}": self.nodes[key]
-                for key in marked
-                if key.rpartition("#")[0] == kept
-            }
-        every = expand_names(repeats, dict.fromkeys(self.kept, True))
-        more = [f"{removed}#{key.rpartition('#')[2]}" for removed, name in repeats.parameters.items() for key in self.kept if "#" in key and key.rpartition("#")[0] == name]
-        return replace(self, nodes=nodes, kept=tuple(dict.fromkeys([*every, *more])))
+        nodes = _expanded(repeats, self.nodes)
+        return replace(self, nodes=nodes, kept=tuple(_expanded(repeats, dict.fromkeys(self.kept))))
+
+
+def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
+    """As `expand_names`, for keys too that are a parameter's name and a number."""
+    found = expand_names(repeats, kept)
+    numbered = [(key, *key.rpartition("#")[::2]) for key in kept if "#" in key]
+    for removed, name in repeats.parameters.items():
+        found |= {f"{removed}#{number}": kept[key] for key, owner, number in numbered if owner == name}
+    return found
 
 
 def keys_of(gm: GraphModule) -> dict[Node, str]:
@@ -68,7 +71,7 @@ def keys_of(gm: GraphModule) -> dict[Node, str]:
         _walk(node, input_of(node).name, keys, down=True)
     for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
         if isinstance(value, Node):
-            _walk(value, f"{output.name}", keys, down=False)
+            _walk(value, output.name, keys, down=False)
     return keys
 
 
