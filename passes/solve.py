@@ -73,15 +73,7 @@ class Solve(Pass):
     solution: Solution | None = None
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-<<<<<<< HEAD
-        if self.solution is None and ctx.mesh.hardware is None:
-            raise UserError(
-                "a search needs to know the hardware: Mesh('dp=2,tp=4', hardware='h100'), or a recipe in Options(recipe=...)"
-            )
-        solution = self.solution or find(gm, ctx.mesh, self.goal).solution
-=======
-        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal)
->>>>>>> main
+        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal).solution
         _place(gm, solution)
         _gather(gm, solution)
         return True
