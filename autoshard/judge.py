@@ -63,19 +63,23 @@ class Judged:
 
 
 def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None = None) -> Judged:
-    """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers."""
+    """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
+
+    Messages are joined in the program of all layers, so that those of equal layers stay equal until then.
+    """
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    passes = default_pipeline(
-        problem.seed(gm, recipes),
-        problem.cast,
-        place,
-        bucket_bytes=problem.options.bucket_bytes,
-        lists=tuple(run.prefix for run in folded.repeats.runs),
-    )[1:]
+    passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
     split = split_program(gm, mode="eager")
-    program = program_of(split.forward, split.backward, problem.mesh, optimizer=problem.options.optimizer)
+    program = program_of(
+        split.forward,
+        split.backward,
+        problem.mesh,
+        outputs=split.outputs,
+        gradients=split.gradients,
+        optimizer=problem.options.optimizer,
+    )
     timeline = run_step(unroll(program, folded.repeats), problem.options)
     return Judged(recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
 

@@ -22,13 +22,12 @@ def default_pipeline(
     place: Pass | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    lists: tuple[str, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes from a captured graph to a per-device program.
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
-    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring, not
-    across layers of the `lists` of modules named; to change the pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
+    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring; to change the
+    pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
@@ -40,6 +39,6 @@ def default_pipeline(
         CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums
         LowerReshards(),  # each as collectives
         Localize(),  # shapes of one device
-        BucketCollectives(bucket_bytes, lists),  # one message for many parameters
+        BucketCollectives(bucket_bytes),  # one message for many parameters
         Decompose(),  # what the backend wants in pieces
     )

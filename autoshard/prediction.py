@@ -15,8 +15,9 @@ from passes.ir.plan import Collective, Cost, Memory
 
 
 def run_step(program: Program, options: Options) -> Timeline:
-    """One step in the best order found for it that fits in memory."""
-    return schedule(program, memory_limit=options.memory_bytes(memory_of(program.mesh))).timeline
+    """One step, in buckets and in the best order found for it that fits in memory."""
+    limit = options.memory_bytes(memory_of(program.mesh))
+    return schedule(program, memory_limit=limit, buckets=(options.bucket_bytes,)).timeline
 
 
 def memory_of(mesh: Mesh) -> int:
