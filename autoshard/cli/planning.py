@@ -23,7 +23,7 @@ from passes.ir.mesh import Mesh
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
     _add_problem(plan)
-    plan.add_argument("--recipe", default="search", help="an expert's plan instead of a search: fsdp, fsdp+megatron, dp=hsdp,tp=megatron, ...")
+    plan.add_argument("--recipe", default="search", help="no search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     plan.set_defaults(run=_plan)
     recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
