@@ -20,7 +20,8 @@ T = TypeVar("T", Task, Buffer)
 
 
 def unroll(program: Program, repeats: Repeats) -> Program:
-    """`program` with the tasks and buffers of the removed layers; names of copies end in the layer, `mm_3@layers.7`.
+    """`program` with the tasks and buffers of the removed layers; names of copies, and of the plan's collectives
+    that they run, end in the layer: `mm_3@layers.7`.
 
     Copies of the forward stand behind the lower kept layers, copies of the backward behind the upper ones.
 
@@ -222,11 +223,13 @@ class _Copier:
         task = self.program.tasks[self.lower.tasks[member]]
         layer = self._layer(self.lower.layers[member], period)
         names = self._names[period]
+        place = f"@{self.run.prefix}.{layer}"
         return replace(
             task,
-            name=f"{task.name}@{self.run.prefix}.{layer}",
+            name=task.name + place,
             inputs=self._inputs(period, member),
             outputs=tuple(names[self.lower.numbers[name]] for name in task.outputs),
+            steps=tuple(step + place for step in task.steps),
             fqn=self._fqn(task.fqn, period),
         )
 

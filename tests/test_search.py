@@ -1,0 +1,110 @@
+"""A searched plan is no slower than any expert's that fits, says how good it is, and computes what one device does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard import Mesh, MemoryLimitError, Options, ShardingPlan, plan
+from examples.llama import TINY, Llama
+from tests.models import build
+from tests.spmd.oracle import check_step
+
+SEARCH = Options(recipe="search")
+
+
+class Mlp(nn.Module):
+    """Layers with `hidden` columns; forward(x) with x [batch, 256] gives a number."""
+
+    def __init__(self, hidden: int, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, hidden), nn.ReLU(), nn.Linear(hidden, 256)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def on_meta(hidden: int, batch: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor]]:
+    with torch.device("meta"):
+        return Mlp(hidden, layers), (torch.empty(batch, 256),)
+
+
+def searched(hidden: int, batch: int, mesh: Mesh, options: Options = SEARCH, layers: int = 2) -> ShardingPlan:
+    model, args = on_meta(hidden, batch, layers)
+    return plan(model, mesh, args, options=options)
+
+
+@pytest.mark.parametrize("hardware", ["h100", "a100-pcie"])
+@pytest.mark.parametrize(("hidden", "batch"), [(1 << 14, 64), (1024, 1 << 14)])
+def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -> None:
+    mesh = Mesh("dp=2,tp=4", hardware=hardware)
+    found = searched(hidden, batch, mesh)
+    assert found.cost is not None and found.search is not None
+    for recipe in ("ddp", "zero2", "fsdp", "fsdp+megatron", "ddp+megatron"):
+        expert = searched(hidden, batch, mesh, Options(recipe=recipe))
+        assert expert.cost is not None
+        assert found.cost.step_time <= expert.cost.step_time * (1 + 1e-9), recipe
+
+
+def test_the_gap_that_is_proven_is_in_the_plan() -> None:
+    found = searched(1024, 1024, Mesh("dp=2,tp=2", hardware="h100"))
+    assert found.search is not None and found.search.gap is not None
+    assert 0 <= found.search.gap <= 0.01
+
+
+def test_memory_that_is_too_small_says_what_would_do() -> None:
+    mesh = Mesh("dp=2", hardware="h100")
+    model, args = on_meta(1024, 64)
+    with pytest.raises(MemoryLimitError, match=r"no plan fits in 1.00 MB|no plan fits in") as raised:
+        plan(model, mesh, args, options=replace(SEARCH, memory_limit="1MB"))
+    smallest = int(str(raised.value).partition("memory_limit=")[2].partition(",")[0])
+    found = plan(model, mesh, args, options=replace(SEARCH, memory_limit=smallest))
+    assert found.cost is not None and found.cost.peak_memory <= smallest
+
+
+def test_a_smaller_memory_shards_more() -> None:
+    mesh = Mesh("dp=4", hardware="h100")
+    roomy = searched(4096, 64, mesh)
+    assert roomy.cost is not None
+    tight = searched(4096, 64, mesh, replace(SEARCH, memory_limit=int(roomy.cost.peak_memory * 0.6)))
+    assert tight.cost is not None and tight.cost.peak_memory < roomy.cost.peak_memory
+    assert tight.cost.memory.parameters < roomy.cost.memory.parameters
+
+
+def test_a_searched_plan_saves_and_loads() -> None:
+    found = searched(1024, 64, Mesh("dp=2,tp=2", hardware="h100"))
+    assert ShardingPlan.from_json(found.to_json()) == found
+
+
+def test_many_equal_layers_are_all_in_the_plan() -> None:
+    found = searched(1024, 64, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp"), layers=12)
+    assert set(found.parameters) == {f"layers.{i}.{j}.{k}" for i in range(12) for j in (0, 2) for k in ("weight", "bias")}
+    gathered = {one.origin.fqn for one in found.collectives if one.kind == "all_gather"}
+    assert {f"layers.{i}.0" for i in range(12)} <= gathered
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
+def test_a_searched_mlp_computes_what_one_device_does(mesh: str) -> None:
+    check_step(build("mlp"), Mesh(mesh, hardware="h100"), SEARCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "conv_net", "structured"])
+def test_a_searched_model_computes_what_one_device_does(name: str) -> None:
+    check_step(build(name), Mesh("dp=2,tp=2", hardware="h100"), SEARCH)
+
+
+@pytest.mark.slow
+def test_depth_is_planned_as_a_few_layers() -> None:
+    with torch.device("meta"):
+        model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
+    found = plan(model, Mesh("dp=2,tp=2", hardware="h100"), (tokens, tokens), options=Options(recipe="fsdp+megatron"))
+    gathers = [one for one in found.collectives if one.kind == "all_gather" and one.origin.fqn == "layers.7.attention.wq"]
+    assert gathers and all(one.seconds for one in gathers)
