@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import GraphModule, Node
 
+from passes.cost.regions import is_fusible, source_of
 from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,
@@ -73,6 +74,7 @@ class _Builder:
         self.weights = weights_of(gm.graph)
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
+        self.saved = {self.ties.first[node] for node in _saved(self.nodes, self.forward)}
         self.names: list[tuple[str, bool]] = []
         self.segment = self._segments()
         self.variables: list[Variable] = []
@@ -102,7 +104,8 @@ class _Builder:
         node = nodes[0]
         count = sum(self.ties.count[alike] for alike in self.alike[node])
         seconds = np.array([self.kernels.seconds(node, choice) for choice in choices]) * count
-        state = np.array([self.kernels.state(node, choice) for choice in choices]) * count
+        kept = node in self.saved
+        state = np.array([self.kernels.state(node, choice, is_saved=kept) for choice in choices]) * count
         held = np.array([self.kernels.held(node, choice) for choice in choices])
         segment = self.segment.get(node, 0)
         self.variables.append(Variable(node.name, nodes, choices, segment, seconds, state, held))
@@ -255,6 +258,8 @@ class _Builder:
                 sum(self.ties.count[member] for member, _ in members),
                 self.segment.get(self.ties.first[place], 0),
                 hides=hides,
+                is_parameter=node in self.weights,
+                saved=node not in self.weights and node in self.forward and not node.users.keys() <= self.forward,
                 is_term=node in self.gradients and any(_is_widening(user) for user in node.users),
                 again=again.get((maker, members[0][0]), -1) if not is_forward else -1,
             )
@@ -357,6 +362,23 @@ def _forward(gm: GraphModule) -> set[Node]:
         if node not in found:
             found.add(node)
             queue.extend(node.all_input_nodes)
+    return found
+
+
+def _saved(nodes: Sequence[Node], forward: set[Node]) -> set[Node]:
+    """Calls of the forward whose results the backward needs: what can be fused is computed again from these."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
+    while queue:
+        node = source_of(queue.pop())
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        if is_fusible(node.target) or is_reshard(node):
+            queue.extend(operands(node))
+        else:
+            found.add(node)
     return found
 
 

@@ -20,6 +20,8 @@ def evaluate(problem: Problem, sides: Sides, prices: Prices, picked: list[int], 
     for variable, choice in zip(problem.variables, picked, strict=True):
         busy[variable.segment, COMPUTE] += variable.seconds[choice]
         memory += variable.state[choice]
+    memory += max((float(v.held[c]) for v, c in zip(problem.variables, picked, strict=True)), default=0.0)
+    gathered = np.zeros(len(problem.segments))  # bytes of a layer's parameters, as it uses them
     kept = []
     moved: list[set[int]] = []  # per value, the layouts (numbers) that it is moved to
     for number, value in enumerate(problem.values):
@@ -41,9 +43,10 @@ def evaluate(problem: Problem, sides: Sides, prices: Prices, picked: list[int], 
                 memory += nbytes
                 continue
             memory += nbytes if value.saved else 0.0
+            gathered[value.segment] += nbytes / problem.segments[value.segment].layers if value.is_parameter else 0.0
             row = busy[value.segment]
             row[INSIDE] += move.inside * value.count
             row[ACROSS] += move.across * value.count
             row[COMPUTE] += (move.local + waits * (move.inside + move.across)) * value.count
     objective = float(busy.max(1).sum())
-    return Plan(picked, sorted(set(kept)), objective, 0.0, float(memory), busy)
+    return Plan(picked, sorted(set(kept)), objective, 0.0, float(memory + gathered.max()), busy)

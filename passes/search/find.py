@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from passes.errors import CompilerError
+from passes.errors import MemoryLimitError
 from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_of, returned
 from passes.ir.mesh import Mesh
+from passes.ir.units import format_bytes
 from passes.search.bound import Dual
 from passes.search.build import Built, build
 from passes.search.evaluate import evaluate
@@ -22,6 +23,7 @@ from passes.search.relax import Sides, Weights, refine, relaxed
 from passes.search.solution import Placed, Solution, keys_of
 
 WIDENINGS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # over the bound: how long a plan may take
+PRICES = 6  # tries for the price on bytes
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 REFINED = (0.002, 0.01)  # over the bound: moves that a plan of that length may make get their own price
 STRIKES = 3  # sweeps that strike choices
@@ -65,52 +67,124 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
 
 
 def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
-    """The best plan, and what no plan is better than, in seconds."""
-    started = time.perf_counter()
-    sides = Sides(problem)
-    dual = relaxed(problem, sides, prices, Weights.computation(problem))
-    dual.ascend(SWEEPS)
-    best = _decoded(problem, sides, prices, dual, goal)
-    for refined in REFINED:
-        refine(dual, problem, sides, prices, dual.bound * (1 + refined))
+    """The best plan, and what no plan is better than, in seconds.
+
+    Raises MemoryLimitError where no plan was found that fits the limit.
+    """
+    return _Search(problem, prices, goal).run()
+
+
+class _Search:
+    """Bounds from below and plans from above, until they meet."""
+
+    def __init__(self, problem: Problem, prices: Prices, goal: Goal) -> None:
+        self.problem, self.prices, self.goal = problem, prices, goal
+        self.started = time.perf_counter()
+        self.sides = Sides(problem)
+        self.best: Plan | None = None
+        self.smallest = float("inf")  # bytes of the smallest plan seen
+        self.bound = 0.0
+        self.paid = 0.0  # seconds that the limit is worth at the price on bytes
+
+    def run(self) -> tuple[Plan, float]:
+        dual = self._relaxed(0.0)
+        if self.best is None:
+            dual = self._priced(dual)
+        for refined in REFINED:
+            if self._is_proven():
+                break
+            worst = (dual.bound - self.paid) * (1 + refined) + self.paid
+            refine(dual, self.problem, self.sides, self.prices, worst)
+            dual.ascend(SWEEPS)
+            self._look(dual)
+        for widening in WIDENINGS:
+            if self._is_proven() or self._is_late():
+                break
+            self._search(dual, (dual.bound - self.paid) * (1 + widening))
+        if self.best is None:
+            raise self._too_small()
+        return self.best, min(self.bound, self.best.objective)
+
+    def _relaxed(self, byte: float) -> Dual:
+        weights = replace(Weights.computation(self.problem), byte=byte)
+        dual = relaxed(self.problem, self.sides, self.prices, weights)
         dual.ascend(SWEEPS)
-        plan = _decoded(problem, sides, prices, dual, goal)
-        if plan is not None and (best is None or plan.objective < best.objective):
-            best = plan
-        if best is not None and best.objective - dual.bound <= goal.gap * best.objective:
-            return best, min(dual.bound, best.objective)
-    bound = dual.bound
-    for widening in WIDENINGS:
-        worst = dual.bound * (1 + widening)
-        if best is not None:
-            worst = min(worst, best.objective)
+        limit = self.goal.memory_limit
+        self.paid = byte * (limit - self.problem.base) if limit is not None else 0.0
+        self._look(dual)
+        return dual
+
+    def _look(self, dual: Dual) -> bool:
+        """Take the bound, and the plan that the dual points to if it fits; whether it does."""
+        self.bound = max(self.bound, dual.bound - self.paid)
+        picked = dual.decode(range(len(dual.choices)))
+        for keeps in (True, False):
+            plan = evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps)
+            if plan is None:
+                continue
+            self.smallest = min(self.smallest, plan.memory)
+            if self.goal.memory_limit is None or plan.memory <= self.goal.memory_limit:
+                self._take(plan)
+                return True
+        return False
+
+    def _take(self, plan: Plan | None) -> None:
+        if plan is not None and (self.best is None or plan.objective < self.best.objective):
+            self.best = plan
+
+    def _priced(self, dual: Dual) -> Dual:
+        """The relaxation with the price on bytes that gives the highest bound: between too cheap and too dear."""
+        assert self.goal.memory_limit is not None
+        low, high = 0.0, max(dual.bound, 1e-9) / self.goal.memory_limit
+        best = dual, self.paid
+        for _ in range(PRICES):
+            found = self._relaxed(high)
+            if self.best is not None:
+                break
+            low, high = high, high * 8
+        for _ in range(PRICES):
+            before = self.best
+            self.best = None
+            found = self._relaxed((low + high) / 2)
+            fits = self.best is not None
+            self._take(before)
+            low, high = (low, (low + high) / 2) if fits else ((low + high) / 2, high)
+            if found.bound - self.paid > best[0].bound - best[1]:
+                best = found, self.paid
+        self.paid = best[1]
+        return best[0]
+
+    def _search(self, dual: Dual, worst: float) -> None:
+        """The best of the plans that are shorter than `worst`."""
+        if self.best is not None:
+            worst = min(worst, self.best.objective)
         struck = dual.copied()
-        struck.strike(worst, STRIKES)
+        struck.strike(worst + self.paid, STRIKES)
+        least = worst
         if all(len(alive) for alive in struck.alive()):
-            left = None if goal.time_limit is None else goal.time_limit - (time.perf_counter() - started)
-            plan = None
-            if left is None or left > 0:
-                plan = Model(problem, sides, prices, struck, goal.memory_limit).solve(goal.gap / 2, left)
-            if plan is not None and (best is None or plan.objective < best.objective):
-                best = plan
-            if plan is None and left is not None and best is not None:
-                return best, bound
-            bound = max(bound, min(worst, plan.bound if plan is not None else worst))
-        else:
-            bound = max(bound, worst)
-        if best is not None and best.objective - bound <= goal.gap * best.objective:
-            return best, min(bound, best.objective)
-    raise CompilerError("no layouts fit together")
+            model = Model(self.problem, self.sides, self.prices, struck, self.goal.memory_limit)
+            plan = model.solve(self.goal.gap / 2, self._left())
+            self._take(plan)
+            least = min(worst, plan.bound) if plan is not None else 0.0 if self._is_late() else worst
+        self.bound = max(self.bound, least)
 
+    def _is_proven(self) -> bool:
+        return self.best is not None and self.best.objective - self.bound <= self.goal.gap * self.best.objective
 
-def _decoded(problem: Problem, sides: Sides, prices: Prices, dual: Dual, goal: Goal) -> Plan | None:
-    """A plan that the dual points to; None where it does not fit."""
-    picked = dual.decode(range(len(dual.choices)))
-    for keeps in (True, False):
-        plan = evaluate(problem, sides, prices, picked, keeps=keeps)
-        if plan is not None and (goal.memory_limit is None or plan.memory <= goal.memory_limit):
-            return plan
-    return None
+    def _left(self) -> float | None:
+        if self.goal.time_limit is None:
+            return None
+        return max(0.1, self.goal.time_limit - (time.perf_counter() - self.started))
+
+    def _is_late(self) -> bool:
+        return self.goal.time_limit is not None and time.perf_counter() - self.started > self.goal.time_limit
+
+    def _too_small(self) -> MemoryLimitError:
+        limit = self.goal.memory_limit or 0.0
+        return MemoryLimitError(
+            f"no layouts fit {format_bytes(limit)} per device; the smallest plan found needs "
+            f"{format_bytes(self.smallest)}: give more memory, more devices, or a smaller batch"
+        )
 
 
 def _solution(

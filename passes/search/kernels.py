@@ -85,9 +85,14 @@ class Kernels:
     def _part(self, tensor: Tensor, layout: Layout) -> Tensor:
         return Tensor(self.prices.local(tensor.shape, layout), tensor.dtype)
 
-    def state(self, node: Node, choice: Choice) -> float:
-        """Bytes of a parameter with its gradient and AdamW's state."""
-        return STATE * self._stored(node, choice)
+    def state(self, node: Node, choice: Choice, *, is_saved: bool) -> float:
+        """Bytes of a parameter with its gradient and AdamW's state; of a call's results that the backward needs."""
+        saved = self._results(node, choice) if is_saved else 0.0
+        return STATE * self._stored(node, choice) + saved
+
+    def _results(self, node: Node, choice: Choice) -> float:
+        pairs = zip(results_of(node), choice.results, strict=False)  # an input's choice says more
+        return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in pairs)
 
     def _stored(self, node: Node, choice: Choice) -> float:
         if node.op != "placeholder" or input_of(node).role is not InputRole.PARAMETER:

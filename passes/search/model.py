@@ -50,6 +50,7 @@ class Model:
         self.total = [self.program.column(SCALE, float("inf")) for _ in problem.segments]
         self.busy: list[list[list[tuple[int, float]]]] = [[[], [], []] for _ in problem.segments]
         self.bytes: list[tuple[int, float]] = []
+        self.gathered: list[list[tuple[int, float]]] = [[] for _ in problem.segments]
         self.picks = [self._choices(number, alive.tolist()) for number, alive in enumerate(dual.alive())]
         self.moved: list[dict[Arc, int]] = []
         self.keeps: dict[int, int] = {}  # column -> value
@@ -59,7 +60,18 @@ class Model:
             for row in rows:
                 self._row([(self.total[segment], 1.0), *((column, -seconds) for column, seconds in row)], 0.0)
         if limit is not None:
+            self._work()
             self._row([(column, -nbytes / 1e9) for column, nbytes in self.bytes], -(limit - problem.base) / 1e9)
+
+    def _work(self) -> None:
+        """What one call holds, and what one layer's parameters take as it uses them: the most of each, in GB."""
+        work, buffer = (self.program.column(0.0, float("inf")) for _ in range(2))
+        self.bytes += [(work, 1e9), (buffer, 1e9)]
+        for variable, columns in zip(self.problem.variables, self.picks, strict=True):
+            held = [(column, -float(variable.held[choice]) / 1e9) for choice, column in columns.items()]
+            self._row([(work, 1.0), *held], 0.0)
+        for rows in self.gathered:
+            self._row([(buffer, 1.0), *((column, -nbytes / 1e9) for column, nbytes in rows)], 0.0)
 
     def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = float("inf")) -> None:
         self.program.row([column for column, _ in terms], [entry for _, entry in terms], lower, upper)
@@ -129,11 +141,15 @@ class Model:
         self._add(value.segment, COMPUTE, column, on_path * value.count)
 
     def _hold_moved(self, value: Value, number: int, columns: dict[Arc, int]) -> None:
-        if not value.saved:
+        if not (value.saved or value.is_parameter):
             return
         for arc, column in columns.items():
             layout = self.problem.layout(self.sides.targets[number][arc[1]])
-            self._hold(column, self.prices.nbytes(value.shape, value.itemsize, layout) * value.count)
+            nbytes = self.prices.nbytes(value.shape, value.itemsize, layout) * value.count
+            if value.is_parameter:
+                self.gathered[value.segment].append((column, nbytes / self.problem.segments[value.segment].layers))
+            else:
+                self._hold(column, nbytes)
 
     def _kept(self, number: int, columns: dict[Arc, int]) -> dict[Arc, list[int]]:
         """What serves the backward: a move of its own, or what the forward moved, if it is kept."""

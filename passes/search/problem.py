@@ -67,6 +67,7 @@ class Value:
     count: int  # how many of them there are in the whole model
     segment: int
     hides: bool = False  # a parameter's gather or a gradient's reduction: beside compute
+    is_parameter: bool = False
     again: int = -1  # for a parameter used in the backward: the value of the same in the forward
     saved: bool = False  # kept from the forward for the backward
     is_term: bool = False  # a gradient in front of its cast to the dtype that it is reduced in: terms stay terms
