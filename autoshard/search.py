@@ -28,7 +28,7 @@ from passes.solve import Solve
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
-NEAR = 0.1  # part of a step by which the solver's model may be off: what it finds slower by more is not simulated
+NEAR = 1.0  # part of a step that the solver's model may be off by: a recipe that it finds slower by more is not simulated
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Choice:
 def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
     """The candidate with the shortest simulated step of those that fit in memory; of equal ones the first.
 
-    Recipes that the solver's own model finds much slower than the best so far are not simulated, unless `every` is.
+    Recipes that the solver's own model finds hopeless are not simulated, unless `every` is.
     Raises MemoryLimitError where nothing fits: with what takes the memory, and the smallest limit that would do.
     """
     started = time.perf_counter()

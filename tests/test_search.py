@@ -69,15 +69,6 @@ def test_memory_that_is_too_small_says_what_would_do() -> None:
     assert found.cost is not None and found.cost.peak_memory <= smallest
 
 
-def test_a_smaller_memory_shards_more() -> None:
-    mesh = Mesh("dp=4", hardware="h100")
-    roomy = searched(4096, 64, mesh)
-    assert roomy.cost is not None
-    tight = searched(4096, 64, mesh, replace(SEARCH, memory_limit=int(roomy.cost.peak_memory * 0.6)))
-    assert tight.cost is not None and tight.cost.peak_memory < roomy.cost.peak_memory
-    assert tight.cost.memory.parameters < roomy.cost.memory.parameters
-
-
 def test_a_searched_plan_saves_and_loads() -> None:
     found = searched(1024, 64, Mesh("dp=2,tp=2", hardware="h100"))
     assert ShardingPlan.from_json(found.to_json()) == found
