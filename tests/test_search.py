@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import Mesh, MemoryLimitError, Options, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from examples.llama import TINY, Llama
 from tests.models import build
 from tests.spmd.oracle import check_step
