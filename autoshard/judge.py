@@ -93,7 +93,7 @@ def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
 
 @dataclass(frozen=True)
 class Recorder(Observer):
-    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage."""
+    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage behind capture."""
 
     passes: tuple[Pass, ...]
     graphs: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,8 @@ class Recorder(Observer):
         """Nothing to read yet."""
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
-        if pass_ is [one for one in self.passes if one.gives is pass_.gives][-1]:
+        last = [one for one in self.passes if one.gives is pass_.gives][-1]
+        if pass_ is last and pass_.gives is not Stage.CAPTURED:
             self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
         if pass_.gives is Stage.COLLECTIVE:
             self.facts.update(

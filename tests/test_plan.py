@@ -43,7 +43,10 @@ def test_a_plan_reads_as_a_table() -> None:
     assert_expected_inline(
         format_plan(planned(), width=100, colour=False),
         """\
-plan on 4 ranks: dp=2 fsdp, tp=2 megatron
+plan on 4 ranks of cpu: dp=2 fsdp, tp=2 megatron
+step    8.59 ms: compute 102 us, exposed communication 8.49 ms; 20.4 us of communication hidden
+memory  4.8 KiB at the peak: temporary 1.6 KiB, activations 1.0 KiB, optimizer 816 B, inputs 776 B,
+        parameters 408 B, gathered 192 B, outputs 4 B
 value                global shape      dp      tp    per rank
 x                    float32[6, 4, 8]  S(0)    R     3x4x8
 y                    float32[6, 4, 8]  S(0)    R     3x4x8
@@ -51,22 +54,21 @@ blocks.0-1.0.weight  float32[12, 8]    S(0/2)  S(0)  3x8
 blocks.0-1.0.bias    float32[12]       S(0/2)  S(0)  3
 blocks.0-1.2.weight  float32[8, 12]    S(0)    S(1)  4x6
 output               float32[]         R       R     scalar
-collective      over  forward  backward  received per rank  for
-all_gather      dp    6        6         816 B              fsdp: gathered for use
-reduce_scatter  tp    2        -         384 B              megatron: row-parallel output
-all_gather      tp    1        2         576 B              mm
-all_reduce      dp    1        -         4 B                output
-all_reduce      tp    1        -         4 B                output
-reduce_scatter  dp    -        6         408 B              gradient
-reduce_scatter  tp    -        1         192 B              add.Tensor
-parameters per rank: 408 B of 1.6 KiB, gradients the same""",
+collective      over  forward  backward  received per rank  exposed  for
+all_gather      dp    6        6         816 B              1.00 ms  fsdp: gathered for use
+reduce_scatter  tp    2        -         384 B              2.00 ms  megatron: row-parallel output
+all_gather      tp    1        2         576 B              1.50 ms  mm
+all_reduce      dp    1        -         4 B                997 us   output
+all_reduce      tp    1        -         4 B                1.00 ms  output
+reduce_scatter  tp    -        1         192 B              995 us   add.Tensor
+reduce_scatter  dp    -        6         408 B              1.00 ms  gradient""",
     )
 
 
 def test_text_in_a_pipe_has_no_colours() -> None:
     made = planned()
     assert "\x1b" not in str(made) and "\x1b" in format_plan(made, colour=True)
-    assert str(made).splitlines()[0] == "plan on 4 ranks: dp=2 fsdp, tp=2 megatron"
+    assert str(made).splitlines()[0] == "plan on 4 ranks of cpu: dp=2 fsdp, tp=2 megatron"
 
 
 def test_meta_real_and_named_meshes_make_the_same_plan() -> None:
