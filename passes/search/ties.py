@@ -32,13 +32,9 @@ def ties_of(gm: GraphModule) -> Ties:
     levels = [_tied(Layers.of(graph, level)) for level in range(depth_of(graph))]
     first, layer = max(levels, key=lambda tied: len(tied[0]) - len(set(tied[0].values())), default=({}, {}))
     removed: dict[str, int] = {}
-    repeats = repeats_of(gm)
-    for kept in repeats.nodes.values():
+    for kept in repeats_of(gm).nodes.values():
         removed[kept] = removed.get(kept, 0) + 1
-    count = {  # a node that was added after folding, a cast, is told by its module
-        node: max(1 + removed.get(node.name, 0), repeats.count(fqn))
-        for node, fqn in zip(graph.nodes, graph.fqns, strict=True)
-    }
+    count = {node: 1 + removed.get(node.name, 0) for node in graph.nodes}
     return Ties(
         {node: first.get(node, node) for node in graph.nodes},
         count,
