@@ -35,6 +35,10 @@ def ties_of(gm: GraphModule) -> Ties:
     for kept in repeats_of(gm).nodes.values():
         removed[kept] = removed.get(kept, 0) + 1
     count = {node: 1 + removed.get(node.name, 0) for node in graph.nodes}
+    layers: dict[str, int] = {}  # parameters, and calls that passes added behind the folding, count as their layer's
+    for node, name in layer.items():
+        layers[name] = max(layers.get(name, 1), count[node])
+    count |= {node: layers[name] for node, name in layer.items()}
     return Ties(
         {node: first.get(node, node) for node in graph.nodes},
         count,
