@@ -26,8 +26,9 @@ from passes.search.solution import Solution
 class ShardingPlan:
     """What every value's layout is, which collectives run, and what a step costs.
 
-    `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). Without hardware
-    there is no `cost`; without a search (a recipe was asked for) no `search`. A solved plan has a `solution`: the layouts
+    `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
+    where a step was predicted, as `plan(...)` and a search do; a recipe that is run is not simulated. There is a `search`
+    where there was one. A solved plan has a `solution`: the layouts
     of every node, by the names of the graph in which repeated layers are folded.
     """
 
