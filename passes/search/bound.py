@@ -59,14 +59,25 @@ class Exchange:
         self.counts = np.maximum(self.used.sum(0), 1.0)
         self.paid = np.where(self.used > 0, moves / self.counts, 0.0)  # each user's part of the move itself
         self.costs = np.where(self.used > 0, self.paid, NEVER)
-        self.moves, self.exact = moves.copy(), np.zeros(moves.shape, dtype=np.bool_)
+        self.moves = moves
 
-    def raise_to(self, source: int, target: int, seconds: float) -> None:
-        """The price of a move, no longer from below."""
-        more = max(0.0, seconds - self.moves[source, target]) / self.counts[0, target]
-        self.paid[:, source, target] += more * self.used[:, 0, target]
-        self.costs[:, source, target] += more * self.used[:, 0, target]
-        self.moves[source, target], self.exact[source, target] = seconds, True
+    def reprice(self, moves: Floats) -> None:
+        """Other prices of moves: users pay the same parts of them."""
+        ratio = np.where(self.moves > 0, moves / np.where(self.moves > 0, self.moves, 1.0), 0.0)
+        paid = np.where(self.moves > 0, self.paid * ratio, moves / self.counts * self.used)
+        self.costs += paid - self.paid
+        self.paid, self.moves = paid, moves
+
+    def lift(self) -> float:
+        """Make costs that have become negative zero at least; what that took off the bound, as a negative number."""
+        taken = 0.0
+        for number, user in enumerate(self.users):
+            costs = self.costs[number]
+            low = np.minimum(costs[:, user.present].min(1), 0.0)
+            if low.any():
+                costs -= low.min()
+                taken += float(low.min())
+        return taken
 
     def copied(self) -> Exchange:
         new = copy(self)

@@ -33,8 +33,8 @@ def price(gm: GraphModule, built: Built, prices: Prices, placed: GraphModule) ->
     picked = _picked(gm, built, placed)
     if picked is None:
         return None
-    problem, keeps = built.problem, not any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
-    plan = evaluate(problem, Sides(problem), prices, picked, keeps=keeps)
+    problem, gathers_again = built.problem, any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
+    plan = evaluate(problem, Sides(problem), prices, picked, keeps=float("inf") if gathers_again else 0.0)
     return None if plan is None else plan.objective
 
 

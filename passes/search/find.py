@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
@@ -19,11 +20,13 @@ from passes.search.kernels import Kernels
 from passes.search.model import Model, Plan
 from passes.search.prices import Prices
 from passes.search.problem import Problem
-from passes.search.relax import Sides, Weights, refine, relaxed
+from passes.search.relax import Relaxation, Sides, Weights
 from passes.search.solution import Placed, Solution, keys_of
 
 WIDENINGS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # over the bound: how long a plan may take
-PRICES = 6  # tries for the price on bytes
+WEIGHINGS = 16  # changes of weights
+WEIGHING_SWEEPS = 3  # of dual ascent after each
+STEP = 1.0  # of the first change
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 REFINED = (0.002, 0.01)  # over the bound: moves that a plan of that length may make get their own price
 STRIKES = 3  # sweeps that strike choices
@@ -87,72 +90,71 @@ class _Search:
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> tuple[Plan, float]:
-        dual = self._relaxed(0.0)
-        if self.best is None:
-            dual = self._priced(dual)
-        for refined in REFINED:
-            if self._is_proven():
-                break
-            worst = (dual.bound - self.paid) * (1 + refined) + self.paid
-            refine(dual, self.problem, self.sides, self.prices, worst)
-            dual.ascend(SWEEPS)
-            self._look(dual)
+        relaxation = Relaxation(self.problem, self.sides, self.prices)
+        relaxation.dual.ascend(SWEEPS)
+        self._look(relaxation)
+        self._refine(relaxation)
+        if not self._is_proven():
+            self._weigh(relaxation)
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late():
                 break
-            self._search(dual, (dual.bound - self.paid) * (1 + widening))
+            self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
         if self.best is None:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
 
-    def _relaxed(self, byte: float) -> Dual:
-        weights = replace(Weights.computation(self.problem), byte=byte)
-        dual = relaxed(self.problem, self.sides, self.prices, weights)
-        dual.ascend(SWEEPS)
-        limit = self.goal.memory_limit
-        self.paid = byte * (limit - self.problem.base) if limit is not None else 0.0
-        self._look(dual)
-        return dual
+    def _refine(self, relaxation: Relaxation) -> None:
+        for refined in REFINED:
+            if self._is_proven():
+                break
+            if relaxation.refine(relaxation.dual.bound + refined * (relaxation.dual.bound - self.paid)):
+                relaxation.dual.ascend(SWEEPS)
+                self._look(relaxation)
 
-    def _look(self, dual: Dual) -> bool:
-        """Take the bound, and the plan that the dual points to if it fits; whether it does."""
+    def _look(self, relaxation: Relaxation) -> Plan | None:
+        """Take the bound, and the plan that the dual points to if it fits. Gives that plan, whether it fits or not."""
+        dual, byte = relaxation.dual, relaxation.weights.byte
         self.bound = max(self.bound, dual.bound - self.paid)
         picked = dual.decode(range(len(dual.choices)))
-        for keeps in (True, False):
+        pointed = None
+        for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
             plan = evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps)
             if plan is None:
-                continue
+                return None
+            pointed = pointed or plan
             self.smallest = min(self.smallest, plan.memory)
             if self.goal.memory_limit is None or plan.memory <= self.goal.memory_limit:
                 self._take(plan)
-                return True
-        return False
+        return pointed
 
     def _take(self, plan: Plan | None) -> None:
         if plan is not None and (self.best is None or plan.objective < self.best.objective):
             self.best = plan
 
-    def _priced(self, dual: Dual) -> Dual:
-        """The relaxation with the price on bytes that gives the highest bound: between too cheap and too dear."""
-        assert self.goal.memory_limit is not None
-        low, high = 0.0, max(dual.bound, 1e-9) / self.goal.memory_limit
-        best = dual, self.paid
-        for _ in range(PRICES):
-            found = self._relaxed(high)
-            if self.best is not None:
+    def _weigh(self, relaxation: Relaxation) -> None:
+        """Look for the weights with the highest bound: more on what a segment waits for, more on bytes if they are
+        too many (subgradients, with steps that get smaller)."""
+        limit = self.goal.memory_limit
+        best = relaxation.dual.bound - self.paid, relaxation.weights
+        for number in range(WEIGHINGS):
+            plan = self._look(relaxation)
+            if plan is None or self._is_proven() or self._is_late():
                 break
-            low, high = high, high * 8
-        for _ in range(PRICES):
-            before = self.best
-            self.best = None
-            found = self._relaxed((low + high) / 2)
-            fits = self.best is not None
-            self._take(before)
-            low, high = (low, (low + high) / 2) if fits else ((low + high) / 2, high)
-            if found.bound - self.paid > best[0].bound - best[1]:
-                best = found, self.paid
-        self.paid = best[1]
-        return best[0]
+            step = STEP / (1 + number / 4)
+            self._reweigh(relaxation, _turned(relaxation.weights, plan, limit, self.bound, step))
+            if relaxation.dual.bound - self.paid > best[0]:
+                best = relaxation.dual.bound - self.paid, relaxation.weights
+        self._reweigh(relaxation, best[1])
+        self._refine(relaxation)
+
+    def _reweigh(self, relaxation: Relaxation, weights: Weights) -> None:
+        relaxation.reweigh(weights)
+        limit = self.goal.memory_limit
+        self.paid = weights.byte * (limit - self.problem.base) if limit is not None else 0.0
+        relaxation.dual.ascend(WEIGHING_SWEEPS)
+        relaxation.refine(relaxation.dual.bound + REFINED[0] * (relaxation.dual.bound - self.paid))
+        relaxation.dual.ascend(WEIGHING_SWEEPS)
 
     def _search(self, dual: Dual, worst: float) -> None:
         """The best of the plans that are shorter than `worst`."""
@@ -185,6 +187,20 @@ class _Search:
             f"no layouts fit {format_bytes(limit)} per device; the smallest plan found needs "
             f"{format_bytes(self.smallest)}: give more memory, more devices, or a smaller batch"
         )
+
+
+def _turned(weights: Weights, plan: Plan, limit: float | None, bound: float, step: float) -> Weights:
+    """Weights moved to where `plan` is worse than they say."""
+    segments = []
+    for given, busy in zip(weights.segments, plan.busy, strict=True):
+        scale = max(float(busy.max()), 1e-12)
+        raised = [max(weight, 0.02) * math.exp(step * float(b) / scale) for weight, b in zip(given, busy, strict=True)]
+        total = sum(raised)
+        segments.append((raised[0] / total, raised[1] / total, raised[2] / total))
+    if limit is None:
+        return Weights(tuple(segments))
+    excess = (plan.memory - limit) / limit
+    return Weights(tuple(segments), max(0.0, weights.byte + step * max(-1.0, min(1.0, excess)) * bound / limit / 2))
 
 
 def _solution(

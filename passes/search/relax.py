@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.search.bound import NEVER, Dual, Exchange, Slot
 from passes.search.prices import Prices
-from passes.search.problem import Floats, Ints, Move, Problem, Value
+from passes.search.problem import Floats, Ints, Move, Problem
 
 BUCKET = 25 << 20  # bytes: what gathers and reductions that hide are joined to
 
@@ -53,54 +54,117 @@ def _slot(variable: int, numbers: Ints, listed: list[int]) -> Slot:
     return Slot(variable, np.array([at[number] for number in numbers.tolist()]), len(listed))
 
 
-def relaxed(problem: Problem, sides: Sides, prices: Prices, weights: Weights) -> Dual:
-    """The problem with these weights, ready to ascend."""
-    choices = [
-        variable.seconds * weights.segments[variable.segment][0] + variable.state * weights.byte
-        for variable in problem.variables
-    ]
-    exchanges = []
-    for number, value in enumerate(problem.values):
-        costs = _costs(problem, sides, prices, number, value, weights)
-        exchanges.append(Exchange(sides.makers[number], sides.users[number], costs))
-    return Dual(choices, exchanges)
+@dataclass(eq=False)
+class _Tariff:
+    """What moves of a value take, by source and target: seconds on each link, at most; exact where `exact`."""
+
+    inside: Floats
+    across: Floats
+    local: Floats
+    exact: NDArray[np.bool_]
+    held: Floats  # bytes that stay if it moved, per target
+    kept: Floats | None  # bytes that stay if it is kept from the forward instead, where it can be
+    never: NDArray[np.bool_]
+
+    def cost(self, weights: tuple[float, float, float], byte: float, waits: float) -> Floats:
+        """Of moves that `waits` of their time is in front of computation."""
+        computation, inside, across = weights
+        links = (computation * waits + inside) * self.inside, (computation * waits + across) * self.across
+        # Two axes may move in one collective, on the slower link alone: from below, the dearer of the two.
+        seconds = np.where(self.exact, links[0] + links[1], np.maximum(*links)) + computation * self.local
+        if self.kept is not None:
+            seconds = np.minimum(seconds, byte * self.kept)
+        found: Floats = seconds + byte * self.held
+        return np.where(self.never, NEVER, found)
 
 
-def _costs(
-    problem: Problem, sides: Sides, prices: Prices, number: int, value: Value, weights: Weights
-) -> Floats:
-    computation, inside, across = weights.segments[value.segment]
-    on_path = computation
-    if value.hides:
-        on_path *= problem.segments[value.segment].exposed
-    by_link = {"inside": on_path + inside, "across": on_path + across}
-    if value.again >= 0:  # it may be kept instead
-        by_link = {"inside": 0.0, "across": 0.0}
-    sources, targets = ([problem.layout(n) for n in side[number]] for side in (sides.sources, sides.targets))
-    bucket = BUCKET if value.hides else 0
-    found = prices.least(value.shape, value.itemsize, sources, targets, bucket=bucket, weights=by_link)
-    found *= value.count
-    if value.is_term:
-        for position, layout in enumerate(sources):
-            if layout.has_partial:
-                found[position, [target != layout for target in targets]] = NEVER
-    return found
+class Relaxation:
+    """A problem under weights that can change, and its dual."""
 
+    def __init__(self, problem: Problem, sides: Sides, prices: Prices) -> None:
+        self.problem, self.sides, self.prices = problem, sides, prices
+        self.weights = Weights.computation(problem)
+        self.tariffs = [self._tariff(number) for number in range(len(problem.values))]
+        exchanges = [
+            Exchange(sides.makers[number], sides.users[number], self._cost(number, self.weights))
+            for number in range(len(problem.values))
+        ]
+        self.dual = Dual([self._choices(number, self.weights) for number in range(len(problem.variables))], exchanges)
 
-def refine(dual: Dual, problem: Problem, sides: Sides, prices: Prices, worst: float) -> None:
-    """Give moves that a plan shorter than `worst` may make their own price, where they had one from below."""
-    struck = dual.copied()
-    struck.strike(worst, 2)
-    for number, value in enumerate(problem.values):
-        exchange = dual.exchanges[number]
-        if value.again >= 0:
-            continue
-        open_ = ((struck.exchanges[number].costs < struck.closed) & (exchange.used > 0)).any(0) & ~exchange.exact
-        waits = problem.segments[value.segment].exposed if value.hides else 1.0
-        for source, target in np.argwhere(open_).tolist():
-            move = move_of(problem, sides, prices, number, (source, target))
-            exact = NEVER if move is None else (move.local + waits * (move.inside + move.across)) * value.count
-            exchange.raise_to(source, target, exact)
+    def _choices(self, number: int, weights: Weights) -> Floats:
+        variable = self.problem.variables[number]
+        found: Floats = variable.seconds * weights.segments[variable.segment][0] + variable.state * weights.byte
+        return found
+
+    def _cost(self, number: int, weights: Weights) -> Floats:
+        value = self.problem.values[number]
+        waits = self.problem.segments[value.segment].exposed if value.hides else 1.0
+        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, waits)
+
+    def _tariff(self, number: int) -> _Tariff:
+        value, problem = self.problem.values[number], self.problem
+        sources, targets = ([problem.layout(n) for n in side[number]] for side in (self.sides.sources, self.sides.targets))
+        bucket = BUCKET if value.hides else 0
+        by_link = [
+            self.prices.least(
+                value.shape, value.itemsize, sources, targets, bucket=bucket, weights={"inside": 0.0, "across": 0.0, link: 1.0}
+            )
+            * value.count
+            for link in ("inside", "across")
+        ]
+        same = np.array([[source == target for target in targets] for source in sources])
+        nbytes = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
+        nbytes = np.where(same, 0.0, nbytes[None, :])
+        never = np.zeros(same.shape, dtype=np.bool_)
+        if value.is_term:
+            never |= np.array([source.has_partial for source in sources])[:, None] & ~same
+        return _Tariff(
+            by_link[0],
+            by_link[1],
+            np.zeros(same.shape),
+            same.copy(),
+            nbytes if value.saved else np.zeros(same.shape),
+            nbytes if value.again >= 0 else None,
+            never,
+        )
+
+    def reweigh(self, weights: Weights) -> None:
+        """Change the weights; the dual goes on from where it is."""
+        dual = self.dual
+        for number in range(len(self.problem.variables)):
+            change = self._choices(number, weights) - self._choices(number, self.weights)
+            costs = dual.choices[number] + change
+            low = float(costs.min())
+            dual.choices[number] = costs - low
+            dual.bound += low
+        for number, exchange in enumerate(dual.exchanges):
+            exchange.reprice(self._cost(number, weights))
+            dual.bound += exchange.lift()
+        self.weights = weights
+
+    def refine(self, worst: float) -> int:
+        """Give moves that a plan shorter than `worst` may make their own price; how many there were."""
+        struck = self.dual.copied()
+        struck.strike(worst, 2)
+        count = 0
+        for number, value in enumerate(self.problem.values):
+            exchange, tariff = self.dual.exchanges[number], self.tariffs[number]
+            open_ = ((struck.exchanges[number].costs < struck.closed) & (exchange.used > 0)).any(0) & ~tariff.exact
+            if not open_.any():
+                continue
+            for source, target in np.argwhere(open_).tolist():
+                move = move_of(self.problem, self.sides, self.prices, number, (source, target))
+                tariff.exact[source, target] = True
+                if move is None:
+                    tariff.never[source, target] = True
+                    continue
+                tariff.inside[source, target] = move.inside * value.count
+                tariff.across[source, target] = move.across * value.count
+                tariff.local[source, target] = move.local * value.count
+            exchange.reprice(self._cost(number, self.weights))
+            self.dual.bound += exchange.lift()
+            count += int(open_.sum())
+        return count
 
 
 def move_of(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> Move | None:

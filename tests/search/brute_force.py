@@ -16,7 +16,7 @@ def brute_force(problem: Problem, prices: Prices, limit: float | None = None) ->
     sides = Sides(problem)
     best: Plan | None = None
     for picked in product(*(range(len(variable.choices)) for variable in problem.variables)):
-        for keeps in (True, False):
+        for keeps in (0.0, float("inf")):
             plan = evaluate(problem, sides, prices, list(picked), keeps=keeps)
             fits = plan is not None and (limit is None or plan.memory <= limit)
             if plan is not None and fits and (best is None or plan.objective < best.objective):
