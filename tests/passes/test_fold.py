@@ -46,6 +46,7 @@ def canonical(gm: GraphModule, layer_names: dict[str, str]) -> str:
     return re.sub(r"(?:layers|blocks)\.\d+", lambda match: layer_names.get(match[0], match[0]), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "prefix", "options"),
     [
@@ -61,6 +62,7 @@ def test_a_folded_decoder_is_the_decoder_of_four_layers(build: Any, prefix: str,
     assert canonical(gm, renamed) == canonical(captured(build, 4, **options), {})
 
 
+@pytest.mark.slow
 def test_a_value_that_all_layers_share_is_of_none_of_them() -> None:
     gm = captured(models.llama, 5, grouping="by_hand")  # each layer makes the same causal mask
     assert fold(gm)[0].runs == (Run("layers", (1,), (2,), (3,)),)
