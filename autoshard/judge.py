@@ -16,6 +16,7 @@ from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.from_graph import program_of
 from passes.cost.simulate import Timeline
 from passes.cost.unroll import unroll
+from passes.errors import UnlikeLayersError
 from passes.fold import Fold
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph
 from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
@@ -23,6 +24,8 @@ from passes.ir.repeats import Repeats, repeats_of
 from passes.ir.text import format_graph
 from passes.manager import PassManager
 from passes.normalize import Normalize
+from passes.search.solution import Solution
+from passes.solve import Solve
 
 MARGIN = 1  # what the partitioner saves, and what is fused, differs next to a first or last layer that is unlike the others
 
@@ -39,18 +42,22 @@ class Folded:
 
 def fold(problem: Problem) -> Folded:
     """The graph that candidates are judged on; the captured one is left as it is."""
-    gm = copy_graph(problem.captured.graph_module)
-    ctx = PassContext(problem.mesh)
     tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
     tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    PassManager((Normalize(), Fold(tuple(tags), margin=MARGIN))).run(gm, ctx)
+    return _normalized(problem, Fold(tuple(tags), margin=MARGIN))
+
+
+def _normalized(problem: Problem, *passes: Pass) -> Folded:
+    gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
+    PassManager((Normalize(), *passes)).run(gm, ctx)
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's program and how it runs. `facts` are of the folded graph, by the names of a plan's fields."""
+    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields."""
 
+    folded: Folded
     recipes: Recipes
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
@@ -62,11 +69,21 @@ class Judged:
         return cost_of(self.timeline)
 
 
-def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None = None) -> Judged:
+def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
-    Messages are joined in the program of all layers, so that those of equal layers stay equal until then.
+    Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
+    they are not (a recipe may lay out every other one alike), all layers are planned.
     """
+    try:
+        return _judged(problem, folded, recipes, solution)
+    except UnlikeLayersError:
+        expanded = None if solution is None else solution.expanded(folded.repeats)
+        return _judged(problem, _normalized(problem), recipes, expanded)
+
+
+def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
+    place = None if solution is None else Solve(solution=solution)
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
     recorder = Recorder(passes)
@@ -81,7 +98,7 @@ def judge(problem: Problem, folded: Folded, recipes: Recipes, place: Pass | None
         optimizer=problem.options.optimizer,
     )
     timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
+    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

@@ -78,7 +78,7 @@ def plan_ahead(
         return _programmed(problem, folded, decision, Timer()).plan
     progress("passes")
     judged = decision.judged or judge(problem, folded, decision.recipes)
-    return _assembled(problem, folded, judged, decision)
+    return _assembled(problem, folded.text, judged, decision)
 
 def make_plan(
     module: nn.Module,
@@ -180,8 +180,9 @@ def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> t
     return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters) else one for one in passes)
 
 
-def _assembled(problem: Problem, folded: Folded, judged: Judged, decision: _Decision) -> ShardingPlan:
-    """The plan of the whole model, from what was found on the folded graph."""
+def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
+    """The plan of the whole model, from what was found on the graph that was judged."""
+    folded = judged.folded
     parameters = expand_names(folded.repeats, judged.facts["parameters"])
     order = problem.captured.parameters
     return ShardingPlan(
@@ -193,7 +194,7 @@ def _assembled(problem: Problem, folded: Folded, judged: Judged, decision: _Deci
         layouts=expand_names(folded.repeats, judged.facts["layouts"]),
         collectives=timed(judged.facts["collectives"], judged.timeline),
         remarks=_remarks((*folded.remarks, *judged.remarks)),
-        graphs={"CAPTURED": folded.text, **judged.graphs},
+        graphs={"CAPTURED": captured, **judged.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
         cost=judged.cost,
         search=decision.search,

@@ -23,7 +23,6 @@ from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Searched, find
 from passes.search.solution import Solution
-from passes.solve import Solve
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
@@ -101,7 +100,7 @@ class _Contest:
             except MemoryLimitError:
                 break
             self.solution = searched.solution
-            judged = judge(self.problem, self.folded, unpinned, Solve(solution=self.solution))
+            judged = judge(self.problem, self.folded, unpinned, self.solution)
             self.enter(SOLVED, judged)
             excess = judged.cost.peak_memory - self.limit
             if excess <= 0:

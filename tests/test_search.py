@@ -81,6 +81,15 @@ def test_many_equal_layers_are_all_in_the_plan() -> None:
     assert {f"layers.{i}.0" for i in range(12)} <= gathered
 
 
+def test_equal_layers_that_a_recipe_lays_out_by_turns_are_all_planned() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.empty(8, 64)
+    found = plan(model, Mesh("dp=2,tp=2", hardware="h100"), (x,), options=Options(recipe="fsdp+megatron"))
+    sharded = [str(found.parameters[f"{i}.weight"].layout.on(1)) for i in range(12)]
+    assert sharded == ["S(0)", "S(1)"] * 6
+    assert found.cost is not None and found.cost.step_time > 0
+
+
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
 def test_a_searched_mlp_computes_what_one_device_does(mesh: str) -> None:
     check_step(build("mlp"), Mesh(mesh, hardware="h100"), SEARCH)
