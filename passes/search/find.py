@@ -23,10 +23,11 @@ from passes.search.relax import Relaxation, Sides, Weights
 from passes.search.solution import Placed, Solution, keys_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 6  # changes of weights
+WEIGHINGS = 2  # changes of weights
 NEAR = (0.002, 0.01, 0.05, 0.2, 1.0)  # over the bound: what is looked at for weights; the first that leaves a plan
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
-REFINED = (0.002, 0.01)  # over the bound: moves that a plan of that length may make get their own price
+REFINED = (0.002,)  # over the bound: moves that a plan of that length may make get their own price
+LARGE = 30_000  # columns: a program that takes tens of seconds
 STRIKES = 3  # sweeps that strike choices
 
 
@@ -86,6 +87,7 @@ class _Search:
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
         self.near: Left  # what is near the bound under all weights tried
+        self.is_tired = False  # what is left is too much to go on without a time limit
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> tuple[Plan, float]:
@@ -97,7 +99,7 @@ class _Search:
             self._weigh(relaxation)
             self._take(self._of(self.near))
         for widening in WIDENINGS:
-            if self._is_proven() or self._is_late():
+            if self._is_proven() or self._is_late() or self.is_tired:
                 break
             self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
         if self.best is None:
@@ -183,6 +185,9 @@ class _Search:
         least = worst
         if (left := struck.left()).is_possible:
             model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+            self.is_tired = self.goal.time_limit is None and self.best is not None and model.size > LARGE
+            if self.is_tired:
+                return
             plan = model.solve(self.goal.gap / 2, self._left())
             self._take(plan)
             least = min(worst, plan.bound) if plan is not None else 0.0 if self._is_late() else worst

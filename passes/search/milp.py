@@ -10,6 +10,9 @@ import numpy as np
 
 from passes.search.problem import Floats
 
+NODES = 10  # of branch and bound, at least: the first few find plans, the rest prove them
+WORK = 400_000  # columns times nodes
+
 
 @dataclass
 class Program:
@@ -53,11 +56,14 @@ class Program:
         return np.array(solver.getSolution().row_dual)
 
     def minimise(self, *, gap: float, time_limit: float | None) -> Answer:
+        """The best whole values found: until the time limit; without one, in a number of steps that suits the size."""
         solver = _solver()
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("mip_abs_gap", 1e-9)
         if time_limit is not None:
             solver.setOptionValue("time_limit", float(time_limit))
+        else:
+            solver.setOptionValue("mip_max_nodes", max(NODES, WORK // len(self.costs)))
         solver.passModel(self._model())
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()

@@ -69,6 +69,11 @@ class Model:
             terms = [(column, -nbytes / 1e9) for column, nbytes in self.bytes]
             self.byte_row = self._row(terms, -(limit - problem.base) / 1e9)
 
+    @property
+    def size(self) -> int:
+        """Columns."""
+        return len(self.program.costs)
+
     def _work(self) -> None:
         """What one call holds, and what one layer's parameters take as it uses them: the most of each, in GB."""
         work, buffer = (self.program.column(0.0, float("inf")) for _ in range(2))
