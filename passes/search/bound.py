@@ -94,6 +94,24 @@ class Exchange:
 
 
 @dataclass(eq=False)
+class Left:
+    """What a search still looks at: per variable its choices, per value [user, source, target]."""
+
+    choices: list[NDArray[np.bool_]]
+    moves: list[NDArray[np.bool_]]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether every variable has a choice."""
+        return all(bool(choices.any()) for choices in self.choices)
+
+    def joined(self, other: Left) -> Left:
+        """What either looks at."""
+        choices = [a | b for a, b in zip(self.choices, other.choices, strict=True)]
+        return Left(choices, [a | b for a, b in zip(self.moves, other.moves, strict=True)])
+
+
+@dataclass(eq=False)
 class Dual:
     """`bound` plus what is left in `choices` and in the exchanges is what a plan costs."""
 
@@ -130,6 +148,11 @@ class Dual:
         self.slack = worst - self.bound
         self.ascend(sweeps, 0.0)
 
+    def left(self) -> Left:
+        """The choices and moves that were not struck."""
+        moves = [(e.costs < self.closed) & (e.used > 0) for e in self.exchanges]
+        return Left([~struck for struck in self.struck], moves)
+
     @property
     def closed(self) -> float:
         """What a move that was struck costs at least."""
@@ -140,10 +163,6 @@ class Dual:
         exchanges = [exchange.copied() for exchange in self.exchanges]
         dual = Dual([costs.copy() for costs in self.choices], exchanges, self.bound)
         return dual
-
-    def alive(self) -> list[Ints]:
-        """The choices that were not struck."""
-        return [np.flatnonzero(~struck) for struck in self.struck]
 
     def _collect(self, variable: int) -> None:
         costs = self.choices[variable]

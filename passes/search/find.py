@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from passes.errors import MemoryLimitError
 from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_of, returned
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes
-from passes.search.bound import Dual
+from passes.search.bound import Dual, Left
 from passes.search.build import Built, build
 from passes.search.evaluate import evaluate
 from passes.search.experts import price
@@ -23,12 +22,12 @@ from passes.search.problem import Problem
 from passes.search.relax import Relaxation, Sides, Weights
 from passes.search.solution import Placed, Solution, keys_of
 
-WIDENINGS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 16  # changes of weights
-WEIGHING_SWEEPS = 3  # of dual ascent after each
-STEP = 1.0  # of the first change
+WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
+WEIGHINGS = 2  # changes of weights
+NEAR = (0.002, 0.01, 0.05, 0.2, 1.0)  # over the bound: what is looked at for weights; the first that leaves a plan
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
-REFINED = (0.002, 0.01)  # over the bound: moves that a plan of that length may make get their own price
+REFINED = (0.002,)  # over the bound: moves that a plan of that length may make get their own price
+LARGE = 30_000  # columns: a program that takes tens of seconds
 STRIKES = 3  # sweeps that strike choices
 
 
@@ -87,6 +86,8 @@ class _Search:
         self.best: Plan | None = None
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
+        self.near: Left  # what is near the bound under all weights tried
+        self.is_tired = False  # what is left is too much to go on without a time limit
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> tuple[Plan, float]:
@@ -96,8 +97,9 @@ class _Search:
         self._refine(relaxation)
         if not self._is_proven():
             self._weigh(relaxation)
+            self._take(self._of(self.near))
         for widening in WIDENINGS:
-            if self._is_proven() or self._is_late():
+            if self._is_proven() or self._is_late() or self.is_tired:
                 break
             self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
         if self.best is None:
@@ -133,28 +135,46 @@ class _Search:
             self.best = plan
 
     def _weigh(self, relaxation: Relaxation) -> None:
-        """Look for the weights with the highest bound: more on what a segment waits for, more on bytes if they are
-        too many (subgradients, with steps that get smaller)."""
-        limit = self.goal.memory_limit
+        """Look for the weights with the highest bound.
+
+        The linear program of what is near the bound tells weights; what is near the bound under those joins it, and so
+        on, until the two agree. New weights are taken halfway, as those of few choices swing.
+        """
         best = relaxation.dual.bound - self.paid, relaxation.weights
-        for number in range(WEIGHINGS):
-            plan = self._look(relaxation)
-            if plan is None or self._is_proven() or self._is_late():
+        left = self._near(relaxation)
+        for _ in range(WEIGHINGS):
+            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+            weights = model.weights()
+            if weights is None or self._is_proven() or self._is_late():
                 break
-            step = STEP / (1 + number / 4)
-            self._reweigh(relaxation, _turned(relaxation.weights, plan, limit, self.bound, step))
+            self._reweigh(relaxation, weights.between(best[1]))
+            left = left.joined(self._near(relaxation))
             if relaxation.dual.bound - self.paid > best[0]:
                 best = relaxation.dual.bound - self.paid, relaxation.weights
         self._reweigh(relaxation, best[1])
-        self._refine(relaxation)
+        self.near = left
+
+    def _near(self, relaxation: Relaxation) -> Left:
+        bound = relaxation.dual.bound
+        for widening in NEAR:
+            struck = relaxation.dual.copied()
+            struck.strike(bound + widening * (bound - self.paid), STRIKES)
+            if (left := struck.left()).is_possible:
+                return left
+        return relaxation.dual.left()
+
+    def _of(self, left: Left) -> Plan | None:
+        """The best plan of what is left."""
+        model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+        return model.solve(self.goal.gap / 2, self._left())
 
     def _reweigh(self, relaxation: Relaxation, weights: Weights) -> None:
         relaxation.reweigh(weights)
         limit = self.goal.memory_limit
         self.paid = weights.byte * (limit - self.problem.base) if limit is not None else 0.0
-        relaxation.dual.ascend(WEIGHING_SWEEPS)
-        relaxation.refine(relaxation.dual.bound + REFINED[0] * (relaxation.dual.bound - self.paid))
-        relaxation.dual.ascend(WEIGHING_SWEEPS)
+        relaxation.dual.ascend(SWEEPS)
+        self._look(relaxation)
+        self._refine(relaxation)
 
     def _search(self, dual: Dual, worst: float) -> None:
         """The best of the plans that are shorter than `worst`."""
@@ -163,8 +183,11 @@ class _Search:
         struck = dual.copied()
         struck.strike(worst + self.paid, STRIKES)
         least = worst
-        if all(len(alive) for alive in struck.alive()):
-            model = Model(self.problem, self.sides, self.prices, struck, self.goal.memory_limit)
+        if (left := struck.left()).is_possible:
+            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+            self.is_tired = self.goal.time_limit is None and self.best is not None and model.size > LARGE
+            if self.is_tired:
+                return
             plan = model.solve(self.goal.gap / 2, self._left())
             self._take(plan)
             least = min(worst, plan.bound) if plan is not None else 0.0 if self._is_late() else worst
@@ -187,20 +210,6 @@ class _Search:
             f"no layouts fit {format_bytes(limit)} per device; the smallest plan found needs "
             f"{format_bytes(self.smallest)}: give more memory, more devices, or a smaller batch"
         )
-
-
-def _turned(weights: Weights, plan: Plan, limit: float | None, bound: float, step: float) -> Weights:
-    """Weights moved to where `plan` is worse than they say."""
-    segments = []
-    for given, busy in zip(weights.segments, plan.busy, strict=True):
-        scale = max(float(busy.max()), 1e-12)
-        raised = [max(weight, 0.02) * math.exp(step * float(b) / scale) for weight, b in zip(given, busy, strict=True)]
-        total = sum(raised)
-        segments.append((raised[0] / total, raised[1] / total, raised[2] / total))
-    if limit is None:
-        return Weights(tuple(segments))
-    excess = (plan.memory - limit) / limit
-    return Weights(tuple(segments), max(0.0, weights.byte + step * max(-1.0, min(1.0, excess)) * bound / limit / 2))
 
 
 def _solution(

@@ -10,6 +10,9 @@ import numpy as np
 
 from passes.search.problem import Floats
 
+NODES = 10  # of branch and bound, at least: the first few find plans, the rest prove them
+WORK = 400_000  # columns times nodes
+
 
 @dataclass
 class Program:
@@ -41,18 +44,26 @@ class Program:
         self.entries += entries
         return number
 
+    def duals(self) -> Floats | None:
+        """What each row is worth where nothing needs to be whole; None where no values meet the rows."""
+        solver = _solver()
+        model = self._model()
+        model.integrality_ = []
+        solver.passModel(model)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return np.array(solver.getSolution().row_dual)
+
     def minimise(self, *, gap: float, time_limit: float | None) -> Answer:
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 0),
-            ("mip_rel_gap", gap),
-            ("mip_abs_gap", 1e-9),
-        ):
-            solver.setOptionValue(name, value)
+        """The best whole values found: until the time limit; without one, in a number of steps that suits the size."""
+        solver = _solver()
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_abs_gap", 1e-9)
         if time_limit is not None:
             solver.setOptionValue("time_limit", float(time_limit))
+        else:
+            solver.setOptionValue("mip_max_nodes", max(NODES, WORK // len(self.costs)))
         solver.passModel(self._model())
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
@@ -79,6 +90,13 @@ class Program:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         lp.integrality_ = [kinds[whole] for whole in self.integer]
         return lp
+
+
+def _solver() -> highspy.Highs:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+        solver.setOptionValue(name, value)
+    return solver
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.bound import Dual
+from passes.search.bound import Left
 from passes.search.milp import Program
 from passes.search.prices import Prices
 from passes.search.problem import Floats, Ints, Move, Problem, Value
-from passes.search.relax import Sides, move_of
+from passes.search.relax import Sides, Weights, move_of
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
-TIE = 1e-6  # of a move's seconds: of plans as quick as each other the one that moves less
+TIE = 2e-3  # of a move's seconds: of plans as quick as each other the one that moves less
 COMPUTE, INSIDE, ACROSS = range(3)
 
 Arc = tuple[int, int]  # positions of source and target in `Sides`
@@ -42,26 +42,37 @@ class Plan:
 
 
 class Model:
-    """What is left of the problem where `dual` struck choices."""
+    """The program of what is left to look at."""
 
-    def __init__(self, problem: Problem, sides: Sides, prices: Prices, dual: Dual, limit: float | None) -> None:
+    def __init__(self, problem: Problem, sides: Sides, prices: Prices, left: Left, limit: float | None) -> None:
         self.problem, self.sides, self.prices, self.limit = problem, sides, prices, limit
         self.program = Program()
         self.total = [self.program.column(SCALE, float("inf")) for _ in problem.segments]
         self.busy: list[list[list[tuple[int, float]]]] = [[[], [], []] for _ in problem.segments]
         self.bytes: list[tuple[int, float]] = []
         self.gathered: list[list[tuple[int, float]]] = [[] for _ in problem.segments]
-        self.picks = [self._choices(number, alive.tolist()) for number, alive in enumerate(dual.alive())]
+        self.picks = [self._choices(number, np.flatnonzero(choices).tolist()) for number, choices in enumerate(left.choices)]
         self.moved: list[dict[Arc, int]] = []
         self.keeps: dict[int, int] = {}  # column -> value
         for number in range(len(problem.values)):
-            self._value(number, dual)
-        for segment, rows in enumerate(self.busy):
-            for row in rows:
+            self._value(number, left.moves[number])
+        self.time_rows = [
+            [
                 self._row([(self.total[segment], 1.0), *((column, -seconds) for column, seconds in row)], 0.0)
+                for row in rows
+            ]
+            for segment, rows in enumerate(self.busy)
+        ]
+        self.byte_row = -1
         if limit is not None:
             self._work()
-            self._row([(column, -nbytes / 1e9) for column, nbytes in self.bytes], -(limit - problem.base) / 1e9)
+            terms = [(column, -nbytes / 1e9) for column, nbytes in self.bytes]
+            self.byte_row = self._row(terms, -(limit - problem.base) / 1e9)
+
+    @property
+    def size(self) -> int:
+        """Columns."""
+        return len(self.program.costs)
 
     def _work(self) -> None:
         """What one call holds, and what one layer's parameters take as it uses them: the most of each, in GB."""
@@ -73,8 +84,8 @@ class Model:
         for rows in self.gathered:
             self._row([(buffer, 1.0), *((column, -nbytes / 1e9) for column, nbytes in rows)], 0.0)
 
-    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = float("inf")) -> None:
-        self.program.row([column for column, _ in terms], [entry for _, entry in terms], lower, upper)
+    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = float("inf")) -> int:
+        return self.program.row([column for column, _ in terms], [entry for _, entry in terms], lower, upper)
 
     def _choices(self, number: int, alive: list[int]) -> dict[int, int]:
         variable = self.problem.variables[number]
@@ -93,9 +104,8 @@ class Model:
         if nbytes:
             self.bytes.append((column, nbytes))
 
-    def _value(self, number: int, dual: Dual) -> None:
-        value, exchange = self.problem.values[number], dual.exchanges[number]
-        open_ = (exchange.costs < dual.closed) & (exchange.used > 0)
+    def _value(self, number: int, open_: NDArray[np.bool_]) -> None:
+        value = self.problem.values[number]
         moves = self._moves(value, number, np.any(open_, axis=0))
         columns = {arc: self.program.column(TIE * SCALE * move.total * value.count) for arc, move in moves.items()}
         self.moved.append(columns)
@@ -184,6 +194,20 @@ class Model:
                 self.program.upper[column] = 0.0
         for terms in groups.values():
             self._row(terms, 0.0, 0.0)
+
+    def weights(self) -> Weights | None:
+        """What a segment's computation and links, and a byte, are worth where choices may be mixed; None where no
+        mixture fits."""
+        duals = self.program.duals()
+        if duals is None:
+            return None
+        segments = []
+        for rows in self.time_rows:
+            worth = [max(0.0, float(duals[row])) for row in rows]
+            total = sum(worth)
+            segments.append((worth[0] / total, worth[1] / total, worth[2] / total) if total else (1.0, 0.0, 0.0))
+        byte = max(0.0, float(duals[self.byte_row])) / SCALE / 1e9 if self.byte_row >= 0 else 0.0
+        return Weights(tuple(segments), byte)
 
     def solve(self, gap: float, time_limit: float | None) -> Plan | None:
         """None where no plan was found."""

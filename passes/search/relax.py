@@ -25,6 +25,14 @@ class Weights:
     segments: tuple[tuple[float, float, float], ...]
     byte: float = 0.0
 
+    def between(self, other: Weights) -> Weights:
+        """Halfway to `other`."""
+        segments = [
+            ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2, (a[2] + b[2]) / 2)
+            for a, b in zip(self.segments, other.segments, strict=True)
+        ]
+        return Weights(tuple(segments), (self.byte + other.byte) / 2)
+
     @staticmethod
     def computation(problem: Problem) -> Weights:
         return Weights(((1.0, 0.0, 0.0),) * len(problem.segments))
