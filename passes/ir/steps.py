@@ -9,6 +9,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 
 import torch
@@ -116,5 +117,10 @@ def _step(
 
 def _is_exchange(layout: Layout, after: Layout, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether the axis's old and new digit lie side by side, so that one can be sent for the other."""
-    twice = Mesh((*mesh.names, f"{mesh.names[axis]}_new"), (*mesh.sizes, mesh.sizes[axis]))
-    return is_even(Layout((*layout.placements, after.on(axis))), shape, twice)
+    return is_even(Layout((*layout.placements, after.on(axis))), shape, _twice(mesh, axis))
+
+
+@cache
+def _twice(mesh: Mesh, axis: int) -> Mesh:
+    """`mesh` with an axis as large as `axis` besides."""
+    return Mesh((*mesh.names, f"{mesh.names[axis]}_new"), (*mesh.sizes, mesh.sizes[axis]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.cost.collective import collective_seconds, link_of
 from passes.errors import CompilerError
@@ -28,7 +29,7 @@ class Prices:
     hardware: Hardware
     _moves: dict[Key, Move | None] = field(default_factory=dict)
     _planned: dict[tuple[Layout, Layout, tuple[int, ...]], tuple[Step, ...] | None] = field(default_factory=dict)
-    _tables: dict[tuple[int, float, int], Floats] = field(default_factory=dict)
+    _tables: dict[tuple[int, float, int, float, float], Floats] = field(default_factory=dict)
     _locals: dict[tuple[tuple[int, ...], Layout], tuple[int, ...]] = field(default_factory=dict)
 
     def local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
@@ -121,41 +122,70 @@ class Prices:
             np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])
             for side in (sources, targets)
         ]
+        moved = names[0][:, None, :] != names[1][None, :, :]
+        kinds = np.where(moved, _KIND_OF[have[:, None, :], want[None, :, :]], -1)
         sharded = (have[:, None, :] == _SHARD) | (want[None, :, :] == _SHARD)
-        bits = sum(sharded[:, :, axis].astype(np.int64) << axis for axis in range(self.mesh.ndim))
-        nbytes = float(math.prod(shape) * itemsize)
         found = np.zeros((len(sources), len(targets)))
         for axis in range(self.mesh.ndim):
             if self.mesh.sizes[axis] == 1:
                 continue
-            table = self._least_on(axis, nbytes, bucket) * weights[self._link(axis)]
-            seconds = table[have[:, None, axis], want[None, :, axis], bits & ~(1 << axis)]
-            moved = names[0][:, None, axis] != names[1][None, :, axis]
-            found = np.maximum(found, np.where(moved, seconds, 0.0))
+            others = [other for other in range(self.mesh.ndim) if other != axis]
+            zero = np.zeros(found.shape, dtype=np.int64)
+            parts = sum(((sharded[:, :, o]).astype(np.int64) << o for o in others), zero)
+            joins = sum(((kinds[:, :, o] == kinds[:, :, axis]).astype(np.int64) << o for o in others), zero)
+            table = self._least_on(axis, float(math.prod(shape) * itemsize), bucket, weights["inside"], weights["across"])
+            seconds = table[kinds[:, :, axis], parts, joins]
+            found = np.maximum(found, np.where(kinds[:, :, axis] >= 0, seconds, 0.0))
         return found
 
-    def _link(self, axis: int) -> str:
-        return link_of(self.mesh.group_shape((self.mesh.names[axis],)))
+    def direct(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> NDArray[np.bool_]:
+        """Moves that take their parts of what is whole, or one step on one axis: for those `least` is the price."""
+        have, want = (np.array([_codes(layout) for layout in side]) for side in (sources, targets))
+        ids: dict[Placement, int] = {}
+        names = [
+            np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])
+            for side in (sources, targets)
+        ]
+        moved = names[0][:, None, :] != names[1][None, :, :]
+        takes = (have[:, None, :] == _WHOLE) & (want[None, :, :] == _SHARD)
+        steps = (have[:, None, :] != _WHOLE) & (want[None, :, :] != _TERM)
+        steps &= (have[:, None, :] != _SHARD) | (want[None, :, :] != _SHARD)
+        all_taken: NDArray[np.bool_] = (takes | ~moved).all(2)
+        one_step: NDArray[np.bool_] = (moved.sum(2) == 1) & (steps | ~moved).all(2)
+        return all_taken | one_step
 
-    def _least_on(self, axis: int, nbytes: float, bucket: int) -> Floats:
-        """Seconds by kind of placement had and wanted, and by which other axes shard (bits)."""
-        key = axis, nbytes, bucket
-        if key in self._tables:
-            return self._tables[key]
-        ndim = self.mesh.ndim
-        table = np.zeros((3, 3, 1 << ndim))
-        group = self.mesh.group_shape((self.mesh.names[axis],))
-        for (have, want), kind in _KINDS.items():
-            for bits in range(1 << ndim):
-                ways = math.prod(size for other, size in enumerate(self.mesh.sizes) if bits >> other & 1)
-                size = nbytes / ways / (self.mesh.sizes[axis] if kind == "all_to_all" else 1)
-                message = max(size, bucket)
-                seconds = collective_seconds(kind, message, group, self.hardware)
-                if kind == "all_to_all":  # where that is no way, the digit is gathered
-                    seconds = min(seconds, collective_seconds("all_gather", message, group, self.hardware))
-                table[have, want, bits] = seconds * size / message if message else 0.0
-        self._tables[key] = table
-        return table
+    def _least_on(self, axis: int, nbytes: float, bucket: int, inside: float, across: float) -> Floats:
+        """Weighted seconds by kind, by other axes that shard (bits), and by those that may move in the same step."""
+        key = axis, nbytes, bucket, inside, across
+        if key not in self._tables:
+            size = 1 << self.mesh.ndim
+            table = np.zeros((len(_KINDS), size, size))
+            weights = {"inside": inside, "across": across}
+            for kind, parts, joins in np.ndindex(*table.shape):
+                if not (parts >> axis & 1 or joins >> axis & 1):
+                    table[kind, parts, joins] = self._least_in(_KINDS[kind], axis, nbytes, bucket, parts, joins, weights)
+            self._tables[key] = table
+        return self._tables[key]
+
+    def _least_in(
+        self, kind: str, axis: int, nbytes: float, bucket: int, parts: int, joins: int, weights: Mapping[str, float]
+    ) -> float:
+        joins = 0 if kind == "all_to_all" else joins
+        costs = []
+        for group in range(joins + 1):
+            if group & ~joins:
+                continue
+            axes = [a for a in range(self.mesh.ndim) if a == axis or group >> a & 1]
+            ways = math.prod(n for a, n in enumerate(self.mesh.sizes) if parts >> a & 1 and a not in axes)
+            costs += [self._weighted(one, axes, nbytes / ways, bucket, weights) for one in _ALSO.get(kind, (kind,))]
+        return min(costs)
+
+    def _weighted(self, kind: str, axes: Sequence[int], nbytes: float, bucket: int, weights: Mapping[str, float]) -> float:
+        group = self.mesh.group_shape(tuple(self.mesh.names[a] for a in axes))
+        nbytes /= math.prod(self.mesh.sizes[a] for a in axes) if kind == "all_to_all" else 1
+        message = max(nbytes, bucket)
+        seconds = collective_seconds(kind, message, group, self.hardware)
+        return weights[link_of(group)] * seconds * nbytes / message if message else 0.0
 
 
 _DIRECT: dict[tuple[type[Placement], type[Placement]], Kind] = {
@@ -165,14 +195,9 @@ _DIRECT: dict[tuple[type[Placement], type[Placement]], Kind] = {
     (Replicate, Shard): take_part,
 }
 _WHOLE, _SHARD, _TERM = range(3)
-_KINDS = {
-    (_SHARD, _WHOLE): "all_gather",
-    (_SHARD, _TERM): "all_gather",
-    (_TERM, _SHARD): "reduce_scatter",
-    (_TERM, _WHOLE): "all_reduce",
-    (_TERM, _TERM): "all_reduce",
-    (_SHARD, _SHARD): "all_to_all",
-}
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_KIND_OF = np.array([[-1, -1, -1], [0, 3, 0], [2, 1, 2]])  # by code had and wanted; -1: nothing is sent
+_ALSO = {"all_to_all": ("all_to_all", "all_gather")}  # where an exchange is no way, the digit is gathered
 
 
 def _codes(layout: Layout) -> list[int]:

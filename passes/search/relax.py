@@ -130,7 +130,7 @@ class Relaxation:
             by_link[0],
             by_link[1],
             np.zeros(same.shape),
-            same.copy(),
+            same | self.prices.direct(sources, targets),
             nbytes if value.saved else np.zeros(same.shape),
             nbytes if value.again >= 0 else None,
             never,
