@@ -36,7 +36,7 @@ class RankError(AssertionError):
     """A rank raised, died or hung."""
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """`function(rank, *args)` on each of `ranks` gloo processes: their results, in order of rank.
 
     Raises RankError with the tracebacks where a rank raised, and where one is not done after `timeout` seconds.
@@ -48,7 +48,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: 
     return reports
 
 
-def reports_of_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def reports_of_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """As `run_on_ranks`, with a `Failure` in the place of the result of a rank that raised."""
     context = multiprocessing.get_context("spawn")
     port = _free_port()
