@@ -16,7 +16,7 @@ from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.seed import Insisted
 
-SEARCH = "search"  # no expert's: the layouts are searched for; where that is not possible it means "auto"
+SEARCH = "search"  # no expert's: the layouts are searched for; before that, inputs are split as "auto" does
 RECIPES = ("ddp", "zero2", "fsdp", "hsdp", "megatron")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -77,9 +77,11 @@ def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution
     """
     try:
         return _judged(problem, folded, recipes, solution)
-    except UnlikeLayersError:
+    except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
-        return _judged(problem, _normalized(problem), recipes, expanded)
+        whole, layers = _normalized(problem), folded.remarks[-1]
+        told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
+        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded)
 
 
 def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:

@@ -96,6 +96,11 @@ class Options:
         ):
             if value not in known:
                 raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
+        if self.recipe == "search" and self.pipeline is not None:
+            raise UserError(
+                "Options(recipe='search', pipeline=...): a pipeline places values itself; put passes.solve.Solve() into "
+                "it, or leave one of the two out"
+            )
         if self.time_limit is not None and not self.time_limit > 0:
             raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds above 0, or None for no limit")
         self.memory_bytes(0)

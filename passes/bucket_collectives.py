@@ -21,7 +21,6 @@ from passes.ir.graph import (
     layouts_of,
     note_of,
     operands,
-    origin_of,
     placeholders,
     set_layouts,
     set_note,
@@ -33,7 +32,6 @@ from passes.ir.graph import (
     value_of,
     values_in,
 )
-from passes.ir.repeats import index_in
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -90,16 +88,15 @@ class BucketCollectives(Pass):
     gives: ClassVar[Stage] = Stage.LOCAL
 
     limit: int = BUCKET_BYTES
-    lists: tuple[str, ...] = ()  # FQNs of lists of modules, such as "layers": two of their layers share no bucket
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        buckets = [bucket for bucket in _buckets(gm, self.limit, self.lists) if len(bucket) > 1]
+        buckets = [bucket for bucket in _buckets(gm, self.limit) if len(bucket) > 1]
         for bucket in buckets:
             _join(bucket)
         return bool(buckets)
 
 
-def _buckets(gm: GraphModule, limit: int, lists: tuple[str, ...]) -> list[list[Node]]:
+def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
     """Collectives that can share a message, in program order."""
     early, late, backward = _early(gm), _late(gm), _backward(gm)
     levels = {"all_gather": _levels_behind(gm, early)}
@@ -112,8 +109,7 @@ def _buckets(gm: GraphModule, limit: int, lists: tuple[str, ...]) -> list[list[N
             continue
         level = levels[transfer.kind][node]
         in_backward = _is_used_in(node, backward)
-        layer = tuple(index_in(prefix, origin_of(node).fqn) for prefix in lists)
-        key = (transfer, level, tensor_of(node).dtype, is_recompute(node), in_backward, str(node.args[1:]), layer)
+        key = (transfer, level, tensor_of(node).dtype, is_recompute(node), in_backward, str(node.args[1:]))
         size = max(tensor.numel() for tensor in (tensor_of(node), tensor_of(operands(node)[0])))
         size *= tensor_of(node).element_size()
         members, filled = open_.get(key, ([], limit))

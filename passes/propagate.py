@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
-from passes._torch import OpOverload
 from passes.base import Pass, PassContext
-from passes.errors import UnknownOpError
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -24,7 +21,6 @@ from passes.ir.graph import (
     is_tensor,
     item_of,
     operands,
-    origin_of,
     outputs_of,
     pins_of,
     placeholders,
@@ -38,6 +34,7 @@ from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_even
 from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
 from passes.rules.rule import Row, Space, call_of, linear_row, replicated_row, row_giving, row_sharding, rule_of
+from passes.rules.unknown import why_whole
 
 _BY_BYTES = "the fewest bytes move"
 _LOOKAHEAD = 8  # ops: how far a partial value looks for the sharding that its users will want
@@ -307,17 +304,7 @@ class _Axis:
 
     def _unknown(self, node: Node, have: tuple[Placement, ...]) -> None:
         known = rule_of(node.target) is not None
-        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise UnknownOpError(
-                f"{node.target} draws random numbers and has no sharding rule: each rank would draw its own. Draw with "
-                f"torch.rand or torch.randn, or register a rule with autoshard.rule(op)(...){_place(node)}"
-            )
-        what = f"{node.target} has no sharding rule" if not known else f"{node.target} cannot be sharded as called here"
-        if self.ctx.unknown_ops == "error" and not known:
-            raise UnknownOpError(
-                f"{what}; register one with autoshard.rule(op)(...), such as \"b d -> b d\", or allow it to run replicated "
-                f"with Options(unknown_ops='replicate'){_place(node)}"
-            )
+        what = why_whole(node, unknown_ops=self.ctx.unknown_ops)
         size = sum(tensor_of(v).numel() * tensor_of(v).element_size() for v in operands(node))
         moved = any(p != R for p in have)
         if moved or not known:
@@ -470,12 +457,6 @@ class _Axis:
             if input_of(node).name == name and input_of(node).role is not InputRole.TANGENT:
                 return self._pinned(node) or R
         raise AssertionError(f"{role.value} of unknown {name}")
-
-
-def _place(node: Node) -> str:
-    """The end of a message: the user's line."""
-    origin = origin_of(node)
-    return f"\n  {origin.file}:{origin.line}: {origin.source.strip()}" if origin.file else ""
 
 
 def _is_free(value: Node, placement: Placement, need: Placement) -> bool:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from passes._torch import OpOverload
 from passes.base import Pass, PassContext
 from passes.errors import UserError
 from passes.ir.graph import (
@@ -32,6 +33,8 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.recipes.weights import weights_of
+from passes.rules.rule import call_of, rule_of
+from passes.rules.unknown import why_whole
 from passes.search.find import Goal, find
 from passes.search.solution import Placed, Solution, keys_of
 
@@ -41,7 +44,8 @@ class Solve(Pass):
     """Give every value a layout and every operand a needed layout, by cost.
 
     1. `solution` says the layouts by name; where it is not given, it is searched for.
-    2. A parameter that the forward or the backward needs otherwise than it is stored is gathered behind the
+    2. A call that no rule can shard runs replicated, with a remark.
+    3. A parameter that the forward or the backward needs otherwise than it is stored is gathered behind the
        last cast or move that the search chose; again in the backward, unless the search keeps it.
 
     Before:
@@ -73,10 +77,21 @@ class Solve(Pass):
     solution: Solution | None = None
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        whole = [(node, why_whole(node, unknown_ops=ctx.unknown_ops)) for node in gm.graph.nodes if _has_no_space(node)]
         solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal).solution
         _place(gm, solution)
+        for node, why in whole:
+            ctx.remark(self, node, f"{why}: runs replicated")
         _gather(gm, solution)
         return True
+
+
+def _has_no_space(node: Node) -> bool:
+    """Whether no rule says how to shard the call."""
+    if not isinstance(node.target, OpOverload) or not results_of(node):
+        return False
+    rule = rule_of(node.target)
+    return rule is None or rule.space(call_of(node)) is None
 
 
 def _with_hardware(mesh: Mesh) -> Mesh:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, UserError, plan
 from examples.llama import TINY, Llama
+from passes.errors import UnknownOpError
 from tests.models import build
 from tests.spmd.oracle import check_step
 
@@ -83,11 +85,31 @@ def test_many_equal_layers_are_all_in_the_plan() -> None:
 
 def test_equal_layers_that_a_recipe_lays_out_by_turns_are_all_planned() -> None:
     with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.empty(8, 64)
+        layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+        model, x = nn.Sequential(OrderedDict(layers=layers)), torch.empty(8, 64)
     found = plan(model, Mesh("dp=2,tp=2", hardware="h100"), (x,), options=Options(recipe="fsdp+megatron"))
-    sharded = [str(found.parameters[f"{i}.weight"].layout.on(1)) for i in range(12)]
+    sharded = [str(found.parameters[f"layers.{i}.weight"].layout.on(1)) for i in range(12)]
     assert sharded == ["S(0)", "S(1)"] * 6
     assert found.cost is not None and found.cost.step_time > 0
+    assert any("all layers are planned" in remark.text for remark in found.remarks)
+
+
+def test_an_op_without_a_rule_is_told_of_or_refused() -> None:
+    class Unruled(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return torch.linalg.matrix_exp(x @ w).sum()
+
+    args, mesh = (torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)), Mesh("dp=2", hardware="h100")
+    with torch.no_grad():
+        found = plan(Unruled(), mesh, args, options=SEARCH)
+        assert any("runs replicated" in remark.text for remark in found.remarks)
+        with pytest.raises(UnknownOpError, match="has no sharding rule"):
+            plan(Unruled(), mesh, args, options=replace(SEARCH, unknown_ops="error"))
+
+
+def test_a_pipeline_of_ones_own_is_not_searched_for() -> None:
+    with pytest.raises(UserError, match="leave one of the two out"):
+        replace(SEARCH, pipeline=())
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])

@@ -53,12 +53,13 @@ def problem_of(text: str, hardware: str = "h100"):  # type: ignore[no-untyped-de
     return build(gm, Kernels(gm.graph, prices)).problem, prices
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
-@pytest.mark.parametrize("seed", range(12))
+SMALL = [(seed, "tp=2") for seed in range(12)] + [(seed, "dp=2,tp=2") for seed in (1, 2, 6, 10)]
+
+
+@pytest.mark.parametrize(("seed", "mesh"), SMALL)
 def test_no_plan_is_better(seed: int, mesh: str) -> None:
     problem, prices = problem_of(small_graph(seed, mesh))
-    if math.prod(len(variable.choices) for variable in problem.variables) > PLANS:
-        pytest.skip("too many plans to look at")
+    assert math.prod(len(variable.choices) for variable in problem.variables) <= PLANS, "too many plans to look at"
     plan, bound = solve(problem, prices, EXACT)
     best = brute_force(problem, prices)
     assert best is not None

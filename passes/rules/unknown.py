@@ -1,0 +1,40 @@
+"""What is said, or refused, of an op that runs on whole tensors because no rule says how to shard it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.fx import Node
+
+from passes._torch import OpOverload
+from passes.errors import UnknownOpError
+from passes.ir.graph import origin_of
+from passes.rules.rule import rule_of
+
+
+def why_whole(node: Node, *, unknown_ops: Literal["replicate", "error"]) -> str:
+    """Why a call whose rule gives no index space runs on whole tensors.
+
+    Raises UnknownOpError for one that draws random numbers, as every rank would draw its own, and for one without a
+    rule where `unknown_ops` is `"error"`.
+    """
+    known = rule_of(node.target) is not None
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise UnknownOpError(
+            f"{node.target} draws random numbers and has no sharding rule: each rank would draw its own. Draw with "
+            f"torch.rand or torch.randn, or register a rule with autoshard.rule(op)(...){_place(node)}"
+        )
+    what = f"{node.target} has no sharding rule" if not known else f"{node.target} cannot be sharded as called here"
+    if unknown_ops == "error" and not known:
+        raise UnknownOpError(
+            f"{what}; register one with autoshard.rule(op)(...), such as \"b d -> b d\", or allow it to run replicated "
+            f"with Options(unknown_ops='replicate'){_place(node)}"
+        )
+    return what
+
+
+def _place(node: Node) -> str:
+    """The end of a message: the user's line."""
+    origin = origin_of(node)
+    return f"\n  {origin.file}:{origin.line}: {origin.source.strip()}" if origin.file else ""
