@@ -80,6 +80,7 @@ def plan_ahead(
     judged = decision.judged or judge(problem, folded, decision.recipes)
     return _assembled(problem, folded.text, judged, decision)
 
+
 def make_plan(
     module: nn.Module,
     args: tuple[Any, ...],

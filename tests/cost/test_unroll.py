@@ -11,7 +11,6 @@ from autoshard.capture import capture
 from autoshard.compile import split_program
 from autoshard.pipeline import default_pipeline
 from passes.base import Pass, PassContext
-from passes.bucket_collectives import BucketCollectives
 from passes.cost.from_graph import program_of
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.unroll import unroll
@@ -150,9 +149,7 @@ def test_a_folded_llama_unrolls_to_the_whole_one() -> None:
 
 def planned(case: models.Case, recipes: tuple[str, ...], *fold: Pass) -> tuple[Program, Repeats]:
     gm = capture(case.model.float(), case.args, case.kwargs, training=True).graph_module
-    normalize, *others = default_pipeline(Seed(recipes))
-    buckets = BucketCollectives(lists=("layers",))
-    others = [buckets if isinstance(one, BucketCollectives) else one for one in others]
+    normalize, *others = default_pipeline(Seed(recipes), bucket_bytes=0)
     PassManager((normalize, *fold, *others)).run(gm, PassContext(MESH))
     split = split_program(gm, mode="inductor")
     program = program_of(split.forward, split.backward, MESH, outputs=split.outputs, gradients=split.gradients)
