@@ -235,7 +235,8 @@ def _solution(
                 outputs[output.name] = problem.variables[use.variable].choices[picked[use.variable]].needs[use.slot]
             else:
                 outputs[output.name] = nodes[keys[value]].results[0]
-    kept = [keys[problem.values[number].node] for number in plan.kept]
+    stay = {built.first[problem.values[number].node] for number in plan.kept}
+    kept = [keys[node] for node in gm.graph.nodes if built.first.get(node) in stay]
     return Solution(
         nodes, outputs, tuple(kept), plan.objective, bound, plan.memory, seconds, len(problem.variables)
     )
