@@ -31,9 +31,13 @@ from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
 from passes.search.choices import Choice, Choices
+from passes.search.groups import SMALL, Groups, joined
 from passes.search.kernels import Kernels
-from passes.search.problem import Problem, Segment, Use, Value, Variable
+from passes.search.problem import Floats, Problem, Segment, Use, Value, Variable
 from passes.search.ties import ties_of
+
+
+Costs = tuple[Floats, Floats, Floats]  # per choice: seconds, bytes that stay, bytes of one node while it runs
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class _Builder:
         self.alike: dict[Node, list[Node]] = {}
         for node in self.nodes:
             self.alike.setdefault(self.ties.first[node], []).append(node)
-        self.choices = Choices(gm.graph, self.mesh)
+        calls = {self.ties.first[node] for node in self.nodes if node.op == "call_function"}
+        self.is_large = len(calls) > SMALL
+        self.choices = Choices(gm.graph, self.mesh, is_large=self.is_large)
         self.weights = weights_of(gm.graph)
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
@@ -80,6 +86,7 @@ class _Builder:
         self.variables: list[Variable] = []
         self.owners: dict[Node, Owner] = {}
         self.ends: dict[int, Use] = {}
+        self.inside: set[tuple[Node, int]] = set()  # operands that a call has from one of its group
         self.outputs = [
             (i, value, output)
             for i, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True))
@@ -90,9 +97,10 @@ class _Builder:
         self._inputs()
         self._parameters()
         self._whole()
-        for node in self.nodes:
-            if node.op == "call_function" and item_of(node) is None and self._is_free(node):
-                self._op(node)
+        free = [n for n in self.nodes if n.op == "call_function" and item_of(n) is None and self._is_free(n)]
+        groups = Groups(self.gm.graph, self.choices, self.weights, self._part).of(free) if self.is_large else [(n,) for n in free]
+        for group in groups:
+            self._calls(group)
         described = tuple(self._described())
         problem = Problem(tuple(self.variables), tuple(self._values()), described)
         return Built(problem, self.ties.first, self.owners, self.ends)
@@ -100,16 +108,24 @@ class _Builder:
     def _is_free(self, node: Node) -> bool:
         return self.ties.first[node] is node and node not in self.owners
 
-    def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...]) -> int:
-        node = nodes[0]
-        count = sum(self.ties.count[alike] for alike in self.alike[node])
-        seconds = np.array([self.kernels.seconds(node, choice) for choice in choices]) * count
-        kept = node in self.saved
-        state = np.array([self.kernels.state(node, choice, is_saved=kept) for choice in choices]) * count
-        held = np.array([self.kernels.held(node, choice) for choice in choices])
-        segment = self.segment.get(node, 0)
-        self.variables.append(Variable(node.name, nodes, choices, segment, seconds, state, held))
+    def _part(self, node: Node) -> object:
+        """Of the step: calls of one part are done equally often."""
+        return self.segment.get(node, 0), self.ties.layer[node], self._count(node)
+
+    def _count(self, node: Node) -> int:
+        return sum(self.ties.count[alike] for alike in self.alike[node])
+
+    def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...], costs: Costs | None = None) -> int:
+        costs = costs or self._costs(nodes[0], choices)
+        segment = self.segment.get(nodes[0], 0)
+        self.variables.append(Variable(nodes[0].name, nodes, choices, segment, *costs))
         return len(self.variables) - 1
+
+    def _costs(self, node: Node, choices: tuple[Choice, ...]) -> Costs:
+        """Seconds and bytes of a node and those tied to it, and bytes of one while it runs, per choice."""
+        seconds, state, results, held = self.kernels.costs(node, choices)
+        count = self._count(node)
+        return seconds * count, (state + results if node in self.saved else state) * count, held
 
     # --- the border
 
@@ -214,10 +230,25 @@ class _Builder:
 
     # --- calls
 
-    def _op(self, node: Node) -> None:
-        if not is_reshard(node):
-            self.owners[node] = Owner(self._add((node,), self.choices.of(node)))
+    def _calls(self, group: tuple[Node, ...]) -> None:
+        if is_reshard(group[0]):
+            self._reshard(group[0])
             return
+        choices = {node: self.choices.of(node) for node in group}
+        found = joined(group, choices)
+        numbers = np.array(found)
+        costs = [[row[numbers[:, i]] for row in self._costs(node, choices[node])] for i, node in enumerate(group)]
+        seconds, state, held = (np.array([one[row] for one in costs]) for row in range(3))
+        both = [[choices[node][one] for node, one in zip(group, picked, strict=True)] for picked in found]
+        together = tuple(Choice(sum((c.needs for c in one), ()), sum((c.results for c in one), ())) for one in both)
+        variable = self._add(group, together, (seconds.sum(0), state.sum(0), held.max(0)))
+        needs = results = 0
+        for node in group:
+            self.owners[node] = Owner(variable, results, needs)
+            needs, results = needs + len(operands(node)), results + len(results_of(node))
+            self.inside |= {(node, i) for i, value in enumerate(operands(node)) if (item_of(value) or (value,))[0] in group}
+
+    def _reshard(self, node: Node) -> None:
         tangents = [n for n in placeholders(self.gm.graph, InputRole.TANGENT) if self._output_for(n) is node]
         layouts = self._layouts(node)
         choices = tuple(Choice((layout,), (layout,) * (1 + len(tangents))) for layout in layouts)
@@ -273,7 +304,7 @@ class _Builder:
             owner = self.owners[self.ties.first[user]]
             is_forward = user in self.forward or node not in self.weights
             for i, operand in enumerate(operands(user)):
-                if operand is node:
+                if operand is node and (self.ties.first[user], i) not in self.inside:
                     found.setdefault(is_forward, {})[Use(owner.variable, owner.needs + i)] = None
         for use in ends.get(node, ()):
             found.setdefault(node in self.forward or node not in self.weights, {})[use] = None

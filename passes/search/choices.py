@@ -3,6 +3,9 @@
 On one axis a node starts with the contiguous digit of each factor. Digits that its neighbours' placements imply
 (the sequence inside a merged dim, the heads inside a projection) and partial rows are added until nothing changes.
 A choice on all axes takes a row per axis; axes that shard the same digit of one factor do so in either order.
+
+Of large graphs rows that never pay are left out: terms are multiplied by numbers and by nothing else, and are summed
+before a call behind which they have to be.
 """
 
 from __future__ import annotations
@@ -54,13 +57,14 @@ class _Option:
 class Choices:
     """The choices of every node of `graph`, found when asked for."""
 
-    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, *, is_large: bool) -> None:
         self._mesh = mesh
         self._nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
         self._spaces = {node: _space(node) for node in self._nodes}
         self._tables: dict[int, Mapping[Node, Sequence[_Option]]] = {}
+        self._found: dict[object, tuple[Choice, ...]] = {}  # alike calls have the same
         for size in dict.fromkeys(mesh.sizes):
-            self._tables[size] = _Rows(self._nodes, self._spaces, size).table
+            self._tables[size] = _Rows(self._nodes, self._spaces, size, is_large=is_large).table
 
     def space(self, node: Node) -> Space | None:
         return self._spaces[node]
@@ -68,7 +72,25 @@ class Choices:
     def of(self, node: Node) -> tuple[Choice, ...]:
         """All choices of a node that split its tensors evenly; the replicated one first."""
         space = self._spaces[node]
-        options = [self._tables[size][node] if size > 1 else _whole(node) for size in self._mesh.sizes]
+        options = [tuple(self._tables[size][node] if size > 1 else _whole(node)) for size in self._mesh.sizes]
+        key = None if space is None else (tuple(space.sizes.items()), space.operands, space.results), tuple(options)
+        if key not in self._found:
+            self._found[key] = self._all(space, options)
+        return self._found[key]
+
+    def made(self, value: Node) -> set[tuple[int, Placement]]:
+        """Sizes of axes, with placements on them that rows of its maker give a value."""
+        source, position = item_of(value) or (value, 0)
+        sizes = {size: table[source] for size, table in self._tables.items() if size > 1}
+        return {(size, option.row.results[position]) for size, options in sizes.items() for option in options}
+
+    def needed(self, node: Node, value: Node) -> set[tuple[int, Placement]]:
+        """Sizes of axes, with placements on them that rows of a call need of one of its operands."""
+        at = operands(node).index(value)
+        sizes = {size: table[node] for size, table in self._tables.items() if size > 1}
+        return {(size, option.row.operands[at]) for size, options in sizes.items() for option in options}
+
+    def _all(self, space: Space | None, options: Sequence[tuple[_Option, ...]]) -> tuple[Choice, ...]:
         found: dict[tuple[Row, ...], None] = {}
         for picked in product(*options):
             for rows in self._ordered(space, picked):
@@ -130,7 +152,9 @@ def _whole(node: Node) -> list[_Option]:
 class _Rows:
     """Rows on an axis of one size. `table` grows until no row implies another one at a neighbour."""
 
-    def __init__(self, nodes: tuple[Node, ...], spaces: Mapping[Node, Space | None], size: int) -> None:
+    def __init__(
+        self, nodes: tuple[Node, ...], spaces: Mapping[Node, Space | None], size: int, *, is_large: bool
+    ) -> None:
         self.nodes, self.spaces, self.size = nodes, spaces, size
         self.table: dict[Node, list[_Option]] = {node: _whole(node) for node in nodes}
         self.given: dict[tuple[Node, int], dict[Placement, None]] = {}
@@ -145,6 +169,9 @@ class _Rows:
                 self._to_operands(node)
             if sum(map(len, self.table.values())) == before:
                 break
+        if is_large:
+            for node in reversed(nodes):
+                self.table[node] = [option for option in self.table[node] if not self._is_vain(node, option.row)]
 
     def _factors(self, node: Node) -> tuple[str, ...]:
         space = self.spaces[node]
@@ -189,3 +216,30 @@ class _Rows:
                     self._add(source, *at)
                 elif isinstance(placement, Partial) and (row := row_giving(space, position, placement, self.size)):
                     self._put(source, _Option(row))
+
+    def _is_vain(self, node: Node, row: Row) -> bool:
+        """Whether terms pass that had better be summed before."""
+        terms = [value for value, at in zip(operands(node), row.operands, strict=False) if isinstance(at, Partial)]
+        if node.op != "call_function" or not terms:
+            return False
+        if any(_numel(value) > 1 and value not in terms for value in operands(node)):
+            return True
+        if any(self._takes(node, position, at) for position, at in enumerate(row.results)):
+            return False
+        return all(_numel(value) <= sum(map(_numel, value.users)) for value in terms) and len(terms) == 1
+
+    def _takes(self, node: Node, position: int, placement: Placement) -> bool:
+        """Whether a user can use a result as it is placed; what is returned, or moved for a reason, waits until then."""
+        values = [user for user in node.users if item_of(user) == (node, position)] or [node]
+        users = [(value, user) for value in values for user in value.users]
+        return any(
+            option.row.operands[i] == placement
+            for value, user in users
+            for i, operand in enumerate(operands(user))
+            if operand is value
+            for option in self.table.get(user, ())
+        ) or any(user.op == "output" or is_reshard(user) for _, user in users)
+
+
+def _numel(node: Node) -> int:
+    return sum(result.numel() for result in results_of(node)) if node.op != "output" else 0

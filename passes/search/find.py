@@ -26,7 +26,6 @@ WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a pla
 WEIGHINGS = 2  # changes of weights
 NEAR = (0.002, 0.01, 0.05, 0.2, 1.0)  # over the bound: what is looked at for weights; the first that leaves a plan
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
-REFINED = (0.002,)  # over the bound: moves that a plan of that length may make get their own price
 LARGE = 30_000  # columns: a program that takes tens of seconds
 STRIKES = 3  # sweeps that strike choices
 
@@ -94,7 +93,6 @@ class _Search:
         relaxation = Relaxation(self.problem, self.sides, self.prices)
         relaxation.dual.ascend(SWEEPS)
         self._look(relaxation)
-        self._refine(relaxation)
         if not self._is_proven():
             self._weigh(relaxation)
             self._take(self._of(self.near))
@@ -105,14 +103,6 @@ class _Search:
         if self.best is None:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
-
-    def _refine(self, relaxation: Relaxation) -> None:
-        for refined in REFINED:
-            if self._is_proven():
-                break
-            if relaxation.refine(relaxation.dual.bound + refined * (relaxation.dual.bound - self.paid)):
-                relaxation.dual.ascend(SWEEPS)
-                self._look(relaxation)
 
     def _look(self, relaxation: Relaxation) -> Plan | None:
         """Take the bound, and the plan that the dual points to if it fits. Gives that plan, whether it fits or not."""
@@ -174,7 +164,6 @@ class _Search:
         self.paid = weights.byte * (limit - self.problem.base) if limit is not None else 0.0
         relaxation.dual.ascend(SWEEPS)
         self._look(relaxation)
-        self._refine(relaxation)
 
     def _search(self, dual: Dual, worst: float) -> None:
         """The best of the plans that are shorter than `worst`."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import Graph, Node
 
+from passes._torch import OpOverload
 from passes.cost.compute import kernel_seconds
 from passes.cost.regions import bytes_read, is_alias, is_fusible, regions, source_of
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
@@ -17,6 +19,7 @@ from passes.ir.mesh import Mesh
 from passes.rules.rule import Call, Tensor, call_of
 from passes.search.choices import Choice
 from passes.search.prices import Prices
+from passes.search.problem import Floats
 
 UPDATE = 7  # tensors as large as the parameter that AdamW reads and writes: weight, gradient, two moments
 STATE = 4  # ... and that it keeps: weight, gradient, two moments
@@ -41,12 +44,27 @@ class Kernels:
             if is_fusible(region[0].target):
                 self._shares |= _shares(region)
         self._calls: dict[Node, Call] = {}
+        self._found: dict[object, tuple[tuple[Choice, ...], tuple[Floats, Floats, Floats, Floats]]] = {}
 
     @property
     def mesh(self) -> Mesh:
         return self.prices.mesh
 
-    def seconds(self, node: Node, choice: Choice) -> float:
+    def costs(self, node: Node, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, Floats, Floats]:
+        """Per choice: seconds, bytes of a parameter's state, bytes of a call's results, and bytes that a call holds."""
+        if node.op == "placeholder":
+            return self._costs(node, choices)
+        key = repr(call_of(node)) if isinstance(node.target, OpOverload) else node.target, self._shares.get(node), id(choices)
+        if key not in self._found:
+            self._found[key] = choices, self._costs(node, choices)
+        return self._found[key][1]
+
+    def _costs(self, node: Node, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, Floats, Floats]:
+        asked = (self._seconds, self._state, self._results, self._held)
+        seconds, state, results, held = (np.array([one(node, choice) for choice in choices]) for one in asked)
+        return seconds, state, results, held
+
+    def _seconds(self, node: Node, choice: Choice) -> float:
         """Of a call; of a parameter, its update by the optimizer."""
         if node.op == "placeholder":
             return UPDATE * self._stored(node, choice) / self.prices.hardware.memory_bandwidth
@@ -85,12 +103,12 @@ class Kernels:
     def _part(self, tensor: Tensor, layout: Layout) -> Tensor:
         return Tensor(self.prices.local(tensor.shape, layout), tensor.dtype)
 
-    def state(self, node: Node, choice: Choice, *, is_saved: bool) -> float:
-        """Bytes of a parameter with its gradient and AdamW's state; of a call's results that the backward needs."""
-        saved = self._results(node, choice) if is_saved else 0.0
-        return STATE * self._stored(node, choice) + saved
+    def _state(self, node: Node, choice: Choice) -> float:
+        """Bytes of a parameter with its gradient and AdamW's state."""
+        return STATE * self._stored(node, choice)
 
     def _results(self, node: Node, choice: Choice) -> float:
+        """Bytes of a call's results."""
         pairs = zip(results_of(node), choice.results, strict=False)  # an input's choice says more
         return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in pairs)
 
@@ -100,7 +118,7 @@ class Kernels:
         tensor: torch.Tensor = node.meta["val"]
         return self.prices.nbytes(tuple(tensor.shape), tensor.element_size(), choice.results[0])
 
-    def held(self, node: Node, choice: Choice) -> float:
+    def _held(self, node: Node, choice: Choice) -> float:
         """Bytes of a call's operands and results."""
         if node.op == "placeholder" or is_reshard(node) or is_alias(node):
             return 0.0

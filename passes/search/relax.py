@@ -62,14 +62,13 @@ def _slot(variable: int, numbers: Ints, listed: list[int]) -> Slot:
     return Slot(variable, np.array([at[number] for number in numbers.tolist()]), len(listed))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Tariff:
-    """What moves of a value take, by source and target: seconds on each link, at most; exact where `exact`."""
+    """What moves of a value take, by source and target: seconds on each link."""
 
     inside: Floats
     across: Floats
     local: Floats
-    exact: NDArray[np.bool_]
     held: Floats  # bytes that stay if it moved, per target
     kept: Floats | None  # bytes that stay if it is kept from the forward instead, where it can be
     never: NDArray[np.bool_]
@@ -77,9 +76,8 @@ class _Tariff:
     def cost(self, weights: tuple[float, float, float], byte: float, waits: float) -> Floats:
         """Of moves that `waits` of their time is in front of computation."""
         computation, inside, across = weights
-        links = (computation * waits + inside) * self.inside, (computation * waits + across) * self.across
-        # Two axes may move in one collective, on the slower link alone: from below, the dearer of the two.
-        seconds = np.where(self.exact, links[0] + links[1], np.maximum(*links)) + computation * self.local
+        seconds = (computation * waits + inside) * self.inside + (computation * waits + across) * self.across
+        seconds += computation * self.local
         if self.kept is not None:
             seconds = np.minimum(seconds, byte * self.kept)
         found: Floats = seconds + byte * self.held
@@ -113,24 +111,17 @@ class Relaxation:
         value, problem = self.problem.values[number], self.problem
         sources, targets = ([problem.layout(n) for n in side[number]] for side in (self.sides.sources, self.sides.targets))
         bucket = BUCKET if value.hides else 0
-        by_link = [
-            self.prices.least(
-                value.shape, value.itemsize, sources, targets, bucket=bucket, weights={"inside": 0.0, "across": 0.0, link: 1.0}
-            )
-            * value.count
-            for link in ("inside", "across")
-        ]
-        same = np.array([[source == target for target in targets] for source in sources])
+        fares = self.prices.fares(value.shape, value.itemsize, sources, targets, bucket)
+        same = np.array(self.sides.sources[number])[:, None] == np.array(self.sides.targets[number])[None, :]
         nbytes = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
         nbytes = np.where(same, 0.0, nbytes[None, :])
-        never = np.zeros(same.shape, dtype=np.bool_)
+        never = fares.never
         if value.is_term:
-            never |= np.array([source.has_partial for source in sources])[:, None] & ~same
+            never = never | (np.array([source.has_partial for source in sources])[:, None] & ~same)
         return _Tariff(
-            by_link[0],
-            by_link[1],
-            np.zeros(same.shape),
-            same | self.prices.direct(sources, targets),
+            fares.inside * value.count,
+            fares.across * value.count,
+            fares.local * value.count,
             nbytes if value.saved else np.zeros(same.shape),
             nbytes if value.again >= 0 else None,
             never,
@@ -149,30 +140,6 @@ class Relaxation:
             exchange.reprice(self._cost(number, weights))
             dual.bound += exchange.lift()
         self.weights = weights
-
-    def refine(self, worst: float) -> int:
-        """Give moves that a plan shorter than `worst` may make their own price; how many there were."""
-        struck = self.dual.copied()
-        struck.strike(worst, 2)
-        count = 0
-        for number, value in enumerate(self.problem.values):
-            exchange, tariff = self.dual.exchanges[number], self.tariffs[number]
-            open_ = ((struck.exchanges[number].costs < struck.closed) & (exchange.used > 0)).any(0) & ~tariff.exact
-            if not open_.any():
-                continue
-            for source, target in np.argwhere(open_).tolist():
-                move = move_of(self.problem, self.sides, self.prices, number, (source, target))
-                tariff.exact[source, target] = True
-                if move is None:
-                    tariff.never[source, target] = True
-                    continue
-                tariff.inside[source, target] = move.inside * value.count
-                tariff.across[source, target] = move.across * value.count
-                tariff.local[source, target] = move.local * value.count
-            exchange.reprice(self._cost(number, self.weights))
-            self.dual.bound += exchange.lift()
-            count += int(open_.sum())
-        return count
 
 
 def move_of(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> Move | None:
