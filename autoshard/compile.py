@@ -90,7 +90,8 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     """Partition a LOCAL graph into forward and backward.
 
     A gathered parameter (`is_recompute`), and what is computed from such alone, is gathered again in the
-    backward, right before its use; what other collectives give is saved.
+    backward, right before its use; so is another value that is to be moved again, with the views and copies of it.
+    What other collectives give is saved.
     """
     outputs = outputs_of(gm.graph)
     gradients = tuple(output for output in outputs if output.role is OutputRole.GRADIENT)
@@ -133,18 +134,19 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
 
 
 def _tag_gathers(graph: Graph) -> None:
+    static: set[Node] = set()  # what parameters alone give
     for node in graph.nodes:
         if node.op == "placeholder":
+            static |= {node} if input_of(node).role is InputRole.PARAMETER else set()
             continue
         sources = operands(node)
+        if sources and all(source in static for source in sources):
+            static.add(node)
         if not is_recompute(node) and any(is_recompute(s) for s in sources):
-            set_recompute(node, node.op != "output" and all(is_recompute(s) or _is_static(s) for s in sources))
+            follows = node in static and all(is_recompute(s) or s.op == "placeholder" for s in sources)
+            set_recompute(node, node.op != "output" and (follows or len(sources) == 1))
         if is_recompute(node):
             tag_recompute(node)
-
-
-def _is_static(node: Node) -> bool:
-    return node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER
 
 
 def compile_split(split: Split, *, mode: Mode) -> Program:

@@ -46,7 +46,8 @@ class Solve(Pass):
     1. `solution` says the layouts by name; where it is not given, it is searched for.
     2. A call that no rule can shard runs replicated, with a remark.
     3. A parameter that the forward or the backward needs otherwise than it is stored is gathered behind the
-       last cast or move that the search chose; again in the backward, unless the search keeps it.
+       last cast or move that the search chose; again in the backward, unless the search keeps it. What else the search
+       moves again, rather than keep what was moved, has a reshard of that kind too.
 
     Before:
 
@@ -135,9 +136,9 @@ def _place_output(gm: GraphModule, solution: Solution) -> None:
 
 
 def _gather(gm: GraphModule, solution: Solution) -> None:
-    """One reshard per parameter value and layout that its users need."""
-    keys = keys_of(gm)
-    for node in weights_of(gm.graph):
+    """One reshard per layout that its users need, for what is a parameter and for what is moved again in the backward."""
+    keys, weights, again = keys_of(gm), weights_of(gm.graph), set(solution.again)
+    for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
         made: dict[Layout, Node] = {}
         for user in list(node.users):
             if user.op == "output" or is_reshard(user):
@@ -146,7 +147,7 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
                 if operand is not node or need == layout_of(node):
                     continue
                 if need not in made:
-                    made[need] = add_reshard(node, "solve: gathered for use")
+                    made[need] = add_reshard(node, "solve: gathered for use" if node in weights else "solve: moved for use")
                     set_layouts(made[need], need)
                     set_needs(made[need], (layout_of(node),))
                     set_recompute(made[need], keys[node] not in solution.kept)

@@ -121,6 +121,7 @@ class _Builder:
         self.updates: list[Task] = []
         self.buffers: dict[str, Buffer] = {}
         self.early: set[str] = set()  # buffers that parameters alone give
+        self.known: set[str] = set()  # buffers that are there before the tangents
         self.moves: set[str] = set()  # tasks of fusible calls
         self.names: dict[Node, tuple[str, ...]] = {}
         self.backward = False
@@ -129,6 +130,7 @@ class _Builder:
     def add(self, graph: Graph, held: dict[Node, Any], *, backward: bool) -> None:
         """The tasks of a graph. `held` are its placeholders that an earlier graph's values come in by."""
         self.backward = backward
+        self.known = set(self.buffers) if backward else set()
         self.values = values = self._values(graph, held)
         self.names |= values.names
         if self.fused:
@@ -243,17 +245,21 @@ class _Builder:
         outputs = [name for node in group for name in values.names[node] if name in values.needed]
         makers = {name: node for node in group for name in values.names[node]}
         early = all(name in self.early for name in reads) and not any(map(_is_random, group))
+        known = early or all(name in self.known or name in self.early for name in reads)
+        is_gathered = early and any(self.buffers[name].kind in ("parameter", "gathered") for name in reads)
         for name in outputs:
-            kind = "gathered" if early else "temporary"
+            kind = "gathered" if is_gathered else "temporary"
             fqn = origin_of(makers[name]).fqn
             self.buffers[name] = Buffer(name, values.sizes[name], kind, fqn, makers[name].name, self.backward)
             if early:
                 self.early.add(name)
+            if known:
+                self.known.add(name)
         moved = sum(reads.values()) + sum(values.sizes[name] for name in outputs)
-        self.tasks.append(self._task(group, tuple(reads), tuple(outputs), moved, early=early))
+        self.tasks.append(self._task(group, tuple(reads), tuple(outputs), moved, known=known))
 
     def _task(
-        self, group: tuple[Node, ...], inputs: tuple[str, ...], outputs: tuple[str, ...], moved: int, *, early: bool
+        self, group: tuple[Node, ...], inputs: tuple[str, ...], outputs: tuple[str, ...], moved: int, *, known: bool
     ) -> Task:
         node = group[-1]
         assert isinstance(node.target, OpOverload)
@@ -270,7 +276,7 @@ class _Builder:
             backward=self.backward,
         )
         if node.target.namespace == "_c10d_functional":
-            return self._collective(node, task, prefetchable=early)
+            return self._collective(node, task, prefetchable=known)
         if len(group) == 1 and not is_fusible(node.target):
             call = call_of(node)
             seconds = kernel_seconds(call, self.hardware)

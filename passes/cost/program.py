@@ -62,7 +62,7 @@ class Task:
     nodes: tuple[str, ...] = ()  # names of the graph's nodes that it runs
     steps: tuple[str, ...] = ()  # of a collective: those of the plan that it runs, by id
     backward: bool = False
-    prefetchable: bool = False  # reads what parameters alone give: it may start at any time
+    prefetchable: bool = False  # reads what parameters give, or what was kept from the forward: it may start at any time
     deferrable: bool = False  # only gradients come of it: it may end at any time
 
     @property

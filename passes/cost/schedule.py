@@ -2,8 +2,9 @@
 
 What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
-1. A gather of parameters is issued early, in the order of use, as long as the bytes gathered ahead of their use fit
-   the window and its link will be free before the next kernel ends: no queue builds up that others wait behind.
+1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, as long as the
+   bytes gathered ahead of their use fit the window and its link will be free before the next kernel ends: no queue
+   builds up that others wait behind.
 2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
 3. Any other collective is on the critical path: it is issued as soon as its operand is there.
 4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
@@ -293,14 +294,15 @@ def _units(program: Program) -> list[_Unit]:
 
 
 def _behind(program: Program, numbers: list[int]) -> set[int]:
-    """Tasks that others wait for."""
+    """Tasks of the same direction that others wait for."""
     index = program.index
     found: set[int] = set()
     queue = list(numbers)
     while queue:
-        for buffer in index.inputs[queue.pop()]:
+        number = queue.pop()
+        for buffer in index.inputs[number]:
             maker = index.makers[buffer]
-            if maker >= 0 and maker not in found:
+            if maker >= 0 and maker not in found and program.tasks[maker].backward is program.tasks[number].backward:
                 found.add(maker)
                 queue.append(maker)
     return found

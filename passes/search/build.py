@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import GraphModule, Node
 
-from passes.cost.regions import is_fusible, source_of
+from passes.cost.regions import is_alias, is_fusible, source_of
 from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,
@@ -35,7 +35,6 @@ from passes.search.groups import SMALL, Groups, joined
 from passes.search.kernels import Kernels
 from passes.search.problem import Floats, Problem, Segment, Use, Value, Variable
 from passes.search.ties import ties_of
-
 
 Costs = tuple[Floats, Floats, Floats]  # per choice: seconds, bytes that stay, bytes of one node while it runs
 
@@ -291,6 +290,8 @@ class _Builder:
                 hides=hides,
                 is_parameter=node in self.weights,
                 saved=node not in self.weights and node in self.forward and not node.users.keys() <= self.forward,
+                is_counted=self.ties.first[source_of(node)] in self.saved,
+                backward=self._again(node),
                 is_term=node in self.gradients and any(_is_widening(user) for user in node.users),
                 again=again.get((maker, members[0][0]), -1) if not is_forward else -1,
             )
@@ -318,6 +319,13 @@ class _Builder:
         while users and users[0] in self.weights and users[0].users:
             users = [user for user in users[0].users if user.op != "output"]
         return users[0] if users else node
+
+    def _again(self, node: Node) -> int:
+        """The segment of the first call of the backward that uses a value of the forward; -1 where there is none."""
+        if node in self.weights or node not in self.forward:
+            return -1
+        users = (user for user in node.users if user.op != "output" and user not in self.forward)
+        return min((self.segment[user] for user in users if user in self.segment), default=-1)
 
     # --- segments
 
@@ -397,20 +405,34 @@ def _forward(gm: GraphModule) -> set[Node]:
 
 
 def _saved(nodes: Sequence[Node], forward: set[Node]) -> set[Node]:
-    """Calls of the forward whose results the backward needs: what can be fused is computed again from these."""
+    """Calls of the forward whose results the backward needs.
+
+    What can be fused is computed again from these, unless a call that is no fused one reads it: it would be written
+    to memory for that, as the partitioner has it.
+    """
     found: set[Node] = set()
     seen: set[Node] = set()
     queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
+    written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
     while queue:
         node = source_of(queue.pop())
         if node in seen or node.op == "placeholder":
             continue
         seen.add(node)
-        if is_fusible(node.target) or is_reshard(node):
+        if node not in written and (is_fusible(node.target) or is_reshard(node)):
             queue.extend(operands(node))
         else:
             found.add(node)
     return found
+
+
+def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
+    """Whether a call of the backward that cannot be fused reads a value, perhaps through views."""
+    users = (user for user in value.users if user.op != "output" and user not in forward)
+    return any(
+        _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))
+        for user in users
+    )
 
 
 def _to_gradients(gm: GraphModule) -> set[Node]:

@@ -34,7 +34,8 @@ def price(gm: GraphModule, built: Built, prices: Prices, placed: GraphModule) ->
     if picked is None:
         return None
     problem, gathers_again = built.problem, any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
-    plan = evaluate(problem, Sides(problem), prices, picked, keeps=float("inf") if gathers_again else 0.0)
+    keeps = float("inf") if gathers_again else 0.0
+    plan = evaluate(problem, Sides(problem), prices, picked, keeps=keeps, repeats=0.0)
     return None if plan is None else plan.objective
 
 

@@ -224,8 +224,12 @@ def _solution(
                 outputs[output.name] = problem.variables[use.variable].choices[picked[use.variable]].needs[use.slot]
             else:
                 outputs[output.name] = nodes[keys[value]].results[0]
-    stay = {built.first[problem.values[number].node] for number in plan.kept}
-    kept = [keys[node] for node in gm.graph.nodes if built.first.get(node) in stay]
+    kept, again = (
+        {built.first[problem.values[number].node] for number in numbers} for numbers in (plan.kept, plan.again)
+    )
+    kept_keys, again_keys = (
+        tuple(keys[node] for node in gm.graph.nodes if built.first.get(node) in nodes) for nodes in (kept, again)
+    )
     return Solution(
-        nodes, outputs, tuple(kept), plan.objective, bound, plan.memory, seconds, len(problem.variables)
+        nodes, outputs, kept_keys, again_keys, plan.objective, bound, plan.memory, seconds, len(problem.variables)
     )

@@ -108,9 +108,10 @@ class Kernels:
         return STATE * self._stored(node, choice)
 
     def _results(self, node: Node, choice: Choice) -> float:
-        """Bytes of a call's results."""
+        """Bytes of a call's results; of terms none, as what is kept of those is their sum."""
         pairs = zip(results_of(node), choice.results, strict=False)  # an input's choice says more
-        return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in pairs)
+        whole = ((t, layout) for t, layout in pairs if not layout.has_partial)
+        return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in whole)
 
     def _stored(self, node: Node, choice: Choice) -> float:
         if node.op != "placeholder" or input_of(node).role is not InputRole.PARAMETER:

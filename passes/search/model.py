@@ -16,25 +16,27 @@ from numpy.typing import NDArray
 from passes.search.bound import Left
 from passes.search.milp import Program
 from passes.search.prices import Prices
-from passes.search.problem import Floats, Ints, Move, Problem, Value
-from passes.search.relax import Sides, Weights, move_of
+from passes.search.problem import Busy, Floats, Ints, Move, Problem, Value
+from passes.search.relax import Sides, Weights, held_by, move_of
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
 TIE = 2e-3  # of a move's seconds: of plans as quick as each other the one that moves less
-COMPUTE, INSIDE, ACROSS = range(3)
+COMPUTE, INSIDE, ACROSS = range(3)  # as in Busy
 
 Arc = tuple[int, int]  # positions of source and target in `Sides`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of each variable's choice; `kept` are values (numbers) whose moves are kept from the forward.
+    """The number of each variable's choice; `kept` are values (numbers) whose moves are kept from the forward, `again`
+    those that move once more in the backward.
 
     Objective and bound in seconds, `memory` in bytes, `busy` [segment, computation and links] in seconds.
     """
 
     picked: list[int]
     kept: list[int]
+    again: list[int]
     objective: float
     bound: float
     memory: float
@@ -54,6 +56,7 @@ class Model:
         self.picks = [self._choices(number, np.flatnonzero(choices).tolist()) for number, choices in enumerate(left.choices)]
         self.moved: list[dict[Arc, int]] = []
         self.keeps: dict[int, int] = {}  # column -> value
+        self.repeats: dict[int, int] = {}  # column -> value
         for number in range(len(problem.values)):
             self._value(number, left.moves[number])
         self.time_rows = [
@@ -111,7 +114,7 @@ class Model:
         self.moved.append(columns)
         for arc, move in moves.items():
             self._charge(value, columns[arc], move)
-        self._hold_moved(value, number, columns)
+        self._hold_moved(value, number, columns, moves)
         served = self._kept(number, columns) if value.again >= 0 else {arc: [column] for arc, column in columns.items()}
         alone = len(value.uses) == 1 and value.again < 0
         for user, slot in enumerate(self.sides.users[number]):
@@ -143,23 +146,28 @@ class Model:
         return found
 
     def _charge(self, value: Value, column: int, move: Move) -> None:
-        """On its links; in front of computation as well, where it cannot hide."""
-        waits = self.problem.segments[value.segment].exposed if value.hides else 1.0
-        self._add(value.segment, INSIDE, column, move.inside * value.count)
-        self._add(value.segment, ACROSS, column, move.across * value.count)
-        on_path = move.local + waits * (move.inside + move.across)
-        self._add(value.segment, COMPUTE, column, on_path * value.count)
+        for what, seconds in enumerate(charged(self.problem, value, move)):
+            self._add(value.segment, what, column, seconds)
 
-    def _hold_moved(self, value: Value, number: int, columns: dict[Arc, int]) -> None:
-        if not (value.saved or value.is_parameter):
-            return
+    def _hold_moved(self, value: Value, number: int, columns: dict[Arc, int], moves: dict[Arc, Move]) -> None:
         for arc, column in columns.items():
-            layout = self.problem.layout(self.sides.targets[number][arc[1]])
-            nbytes = self.prices.nbytes(value.shape, value.itemsize, layout) * value.count
             if value.is_parameter:
+                layout = self.problem.layout(self.sides.targets[number][arc[1]])
+                nbytes = self.prices.nbytes(value.shape, value.itemsize, layout) * value.count
                 self.gathered[value.segment].append((column, nbytes / self.problem.segments[value.segment].layers))
-            else:
+            elif nbytes := held_by(self.problem, self.sides, self.prices, number, arc):
                 self._hold(column, nbytes)
+                if value.backward >= 0 and self.limit is not None:
+                    self._repeat(value, number, column, moves[arc], nbytes)
+
+    def _repeat(self, value: Value, number: int, moved: int, move: Move, nbytes: float) -> None:
+        """Moving again in the backward instead of keeping."""
+        column = self.program.column()
+        self.repeats[column] = number
+        self._row([(moved, 1.0), (column, -1.0)], 0.0)
+        self._hold(column, -nbytes)
+        for what, seconds in enumerate(repeated(self.problem, value, move)):
+            self._add(value.backward, what, column, seconds)
 
     def _kept(self, number: int, columns: dict[Arc, int]) -> dict[Arc, list[int]]:
         """What serves the backward: a move of its own, or what the forward moved, if it is kept."""
@@ -219,6 +227,19 @@ class Model:
         busy = np.array([[sum(values[c] * s for c, s in row) for row in rows] for rows in self.busy])
         memory = self.problem.base + sum(values[column] * nbytes for column, nbytes in self.bytes)
         kept = sorted({value for column, value in self.keeps.items() if values[column] > 0.5})
+        again = sorted({value for column, value in self.repeats.items() if values[column] > 0.5})
         objective = float(busy.max(1).sum())
-        return Plan(picked, kept, objective, answer.bound / SCALE, float(memory), busy)
+        return Plan(picked, kept, again, objective, answer.bound / SCALE, float(memory), busy)
 
+
+def charged(problem: Problem, value: Value, move: Move) -> Busy:
+    """Seconds that a move adds to its segment: to its links, and in front of computation where it cannot hide."""
+    waits = problem.segments[value.segment].exposed if value.hides else 1.0
+    on_path = move.local + waits * (move.inside + move.across)
+    return on_path * value.count, move.inside * value.count, move.across * value.count
+
+
+def repeated(problem: Problem, value: Value, move: Move) -> Busy:
+    """Seconds that a move adds to the backward when it is made again there: it hides, as nothing is made for it."""
+    on_path = problem.segments[value.backward].exposed * (move.inside + move.across)
+    return on_path * value.count, move.inside * value.count, move.across * value.count

@@ -13,7 +13,7 @@ from passes.cost.collective import collective_seconds, link_of
 from passes.errors import CompilerError
 from passes.ir.collective import COMMUNICATING, take_part
 from passes.ir.hardware import Hardware
-from passes.ir.layout import Layout, Partial, Placement, Shard, is_even, local_shape
+from passes.ir.layout import Layout, Placement, Shard, is_even, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.steps import Kind, plan_steps
 from passes.search.problem import Floats, Ints, Move

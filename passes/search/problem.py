@@ -18,6 +18,7 @@ from passes.search.choices import Choice
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Busy = tuple[float, float, float]  # seconds of computation, of the link inside a node, and of the one across
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class Value:
     hides: bool = False  # a parameter's gather or a gradient's reduction: beside compute
     is_parameter: bool = False
     again: int = -1  # for a parameter used in the backward: the value of the same in the forward
-    saved: bool = False  # kept from the forward for the backward
+    saved: bool = False  # kept from the forward for the backward, as the backward uses it
+    is_counted: bool = False  # `state` of the maker has it, unless it is a term
+    backward: int = -1  # segment that could move it again instead of keeping what was moved
     is_term: bool = False  # a gradient in front of its cast to the dtype that it is reduced in: terms stay terms
 
 

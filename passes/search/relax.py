@@ -7,13 +7,14 @@ most that; so does a price on bytes, less what the limit allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from passes.search.bound import NEVER, Dual, Exchange, Slot
 from passes.search.prices import Prices
-from passes.search.problem import Floats, Ints, Move, Problem
+from passes.search.problem import Busy, Floats, Ints, Move, Problem
 
 BUCKET = 25 << 20  # bytes: what gathers and reductions that hide are joined to
 
@@ -22,7 +23,7 @@ BUCKET = 25 << 20  # bytes: what gathers and reductions that hide are joined to
 class Weights:
     """Per segment, of computation, of the link inside a node and of that across; and seconds per byte of memory."""
 
-    segments: tuple[tuple[float, float, float], ...]
+    segments: tuple[Busy, ...]
     byte: float = 0.0
 
     def between(self, other: Weights) -> Weights:
@@ -69,18 +70,23 @@ class _Tariff:
     inside: Floats
     across: Floats
     local: Floats
-    held: Floats  # bytes that stay if it moved, per target
+    held: Floats  # bytes that stay if it moved
+    again: bool  # or it moves once more in the backward
     kept: Floats | None  # bytes that stay if it is kept from the forward instead, where it can be
     never: NDArray[np.bool_]
 
-    def cost(self, weights: tuple[float, float, float], byte: float, waits: float) -> Floats:
-        """Of moves that `waits` of their time is in front of computation."""
+    def cost(self, weights: Busy, byte: float, waits: float, later: Busy) -> Floats:
+        """Of moves that `waits` of their time is in front of computation; `later` are weights of moving again."""
         computation, inside, across = weights
         seconds = (computation * waits + inside) * self.inside + (computation * waits + across) * self.across
         seconds += computation * self.local
         if self.kept is not None:
             seconds = np.minimum(seconds, byte * self.kept)
-        found: Floats = seconds + byte * self.held
+        held = byte * self.held
+        if self.again:
+            repeated = later[1] * self.inside + later[2] * self.across
+            held = np.minimum(held, repeated)
+        found: Floats = seconds + held
         return np.where(self.never, NEVER, found)
 
 
@@ -105,7 +111,10 @@ class Relaxation:
     def _cost(self, number: int, weights: Weights) -> Floats:
         value = self.problem.values[number]
         waits = self.problem.segments[value.segment].exposed if value.hides else 1.0
-        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, waits)
+        computation, inside, across = weights.segments[value.backward]
+        stall = computation * self.problem.segments[value.backward].exposed
+        later = computation, inside + stall, across + stall
+        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, waits, later)
 
     def _tariff(self, number: int) -> _Tariff:
         value, problem = self.problem.values[number], self.problem
@@ -113,8 +122,9 @@ class Relaxation:
         bucket = BUCKET if value.hides else 0
         fares = self.prices.fares(value.shape, value.itemsize, sources, targets, bucket)
         same = np.array(self.sides.sources[number])[:, None] == np.array(self.sides.targets[number])[None, :]
-        nbytes = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
-        nbytes = np.where(same, 0.0, nbytes[None, :])
+        moved = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
+        nbytes = np.where(same, 0.0, moved[None, :])
+        held = [[held_by(problem, self.sides, self.prices, number, arc) for arc in row] for row in arcs_of(same)]
         never = fares.never
         if value.is_term:
             never = never | (np.array([source.has_partial for source in sources])[:, None] & ~same)
@@ -122,7 +132,8 @@ class Relaxation:
             fares.inside * value.count,
             fares.across * value.count,
             fares.local * value.count,
-            nbytes if value.saved else np.zeros(same.shape),
+            np.array(held),
+            value.backward >= 0,
             nbytes if value.again >= 0 else None,
             never,
         )
@@ -140,6 +151,23 @@ class Relaxation:
             exchange.reprice(self._cost(number, weights))
             dual.bound += exchange.lift()
         self.weights = weights
+
+
+def arcs_of(table: NDArray[Any]) -> list[list[tuple[int, int]]]:
+    """Positions in a table, by rows."""
+    return [[(row, column) for column in range(table.shape[1])] for row in range(table.shape[0])]
+
+
+def held_by(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> float:
+    """Bytes that are kept for the backward because a value moved along `arc`, beside what its maker counts."""
+    value = problem.values[number]
+    source, target = problem.layout(sides.sources[number][arc[0]]), problem.layout(sides.targets[number][arc[1]])
+    if not value.saved or source == target:
+        return 0.0
+    before = 0.0
+    if value.is_counted and not source.has_partial:
+        before = prices.nbytes(value.shape, value.itemsize, source)
+    return max(0.0, prices.nbytes(value.shape, value.itemsize, target) - before) * value.count
 
 
 def move_of(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> Move | None:

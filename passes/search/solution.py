@@ -28,12 +28,14 @@ class Solution:
     """A plan's layouts, and how good it is by the model of the search.
 
     `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of values that are a parameter,
-    moved for the forward and kept for the backward rather than moved again. Seconds; bytes.
+    moved for the forward and kept for the backward rather than moved again; `again` those of other values that are moved
+    again rather than kept. Seconds; bytes.
     """
 
     nodes: Mapping[str, Placed]
     outputs: Mapping[str, Layout]
     kept: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
     objective: float = 0.0  # predicted step
     bound: float = 0.0  # no plan is better than this
     memory: float = 0.0  # predicted, per device
@@ -48,8 +50,8 @@ class Solution:
 
     def expanded(self, repeats: Repeats) -> Solution:
         """The same for the graph that was folded."""
-        nodes = _expanded(repeats, self.nodes)
-        return replace(self, nodes=nodes, kept=tuple(_expanded(repeats, dict.fromkeys(self.kept))))
+        kept, again = (tuple(_expanded(repeats, dict.fromkeys(keys))) for keys in (self.kept, self.again))
+        return replace(self, nodes=_expanded(repeats, self.nodes), kept=kept, again=again)
 
 
 def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
