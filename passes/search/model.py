@@ -162,7 +162,7 @@ class Model:
 
     def _repeat(self, value: Value, number: int, moved: int, move: Move, nbytes: float) -> None:
         """Moving again in the backward instead of keeping."""
-        column = self.program.column()
+        column = self.program.column(TIE * SCALE * move.total * value.count)
         self.repeats[column] = number
         self._row([(moved, 1.0), (column, -1.0)], 0.0)
         self._hold(column, -nbytes)
