@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import OpOverload
+from passes._torch import OpOverload, module_of
 from passes.errors import CompilerError
 from passes.ir.layout import Layout, Placement
 
@@ -336,7 +336,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     copies: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    copied = GraphModule(gm, graph)
+    copied = module_of(graph, gm)
     copied.meta = dict(gm.meta)
     return copied
 
