@@ -49,8 +49,9 @@ def fold(problem: Problem) -> Folded:
 
 
 def _normalized(problem: Problem, *passes: Pass) -> Folded:
-    gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
-    PassManager((Normalize(), *passes)).run(gm, ctx)
+    with uncollected():
+        gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
+        PassManager((Normalize(), *passes)).run(gm, ctx)
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
 
 

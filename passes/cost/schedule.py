@@ -57,7 +57,7 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> 
         for window in _windows(program):
             tried = _ordered(facts, window, hold=hold)
             timeline = simulate(tried)
-            if _key(timeline, memory_limit) < _key(best.timeline, memory_limit):
+            if _is_better(timeline, best.timeline, memory_limit):
                 best = Schedule(tried, timeline, window, hold, bucket_bytes)
             if timeline.step_time > (1 - WORTH) * fastest:
                 break
@@ -75,6 +75,13 @@ def _windows(program: Program) -> tuple[int, ...]:
     sizes = {buffer.name: buffer.nbytes for buffer in program.buffers}
     largest = max((sizes[name] for task in program.tasks if task.prefetchable for name in task.outputs), default=0)
     return tuple(largest * count for count in WINDOWS) if largest else (0,)
+
+
+def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:
+    """Whether `one` has the smaller key; its memory is asked for only where it tells."""
+    key = _key(other, memory_limit)
+    fits = key[0] == 0.0
+    return not (fits and one.step_time >= other.step_time) and _key(one, memory_limit) < key
 
 
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
@@ -155,6 +162,7 @@ class _Scheduler:
     def __init__(self, facts: _Facts, window_bytes: int, *, hold: bool) -> None:
         program = facts.program
         self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
+        self.streams = program.index.streams
         self.sizes = [buffer.nbytes for buffer in program.buffers]
         self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
         self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
@@ -186,7 +194,7 @@ class _Scheduler:
     def _begin(self, phase: list[int]) -> None:
         self.phase = set(phase)
         waiting = [number for number in phase if number not in self.in_unit]
-        kernels = [number for number in waiting if self.index.streams[number] == 0]
+        kernels = [number for number in waiting if self.streams[number] == 0]
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         self.held = _Queue([n for n in kernels if self.is_held[n] and not self.is_late[n]], self.issued)
         others = [n for n in waiting if not (self.is_late[n] or self.is_held[n] or self.tasks[n].deferrable)]
@@ -220,12 +228,13 @@ class _Scheduler:
         """The first kernel that can start, of the first `limit` tasks that wait."""
         if queue.first() is None:
             return None
-        numbers, issued = queue.numbers, queue.issued
+        numbers, issued, streams, missing, turns = queue.numbers, queue.issued, self.streams, self.missing, self.turns
+        now = self.clocks[0]
         for at in range(queue.head, len(numbers)):
             number = numbers[at]
             if issued[number]:
                 continue
-            if self._can_start(number):
+            if streams[number] == 0 and missing[number] == 0 and turns[number] <= now:
                 return number
             limit -= 1
             if not limit:
@@ -233,8 +242,7 @@ class _Scheduler:
         return None
 
     def _can_start(self, number: int) -> bool:
-        is_kernel = self.index.streams[number] == 0
-        return is_kernel and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
+        return self.streams[number] == 0 and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
 
     def _communicate(self, until: float) -> bool:
         """Issue collectives; those that can wait only on a link that is free before `until`."""
@@ -282,32 +290,33 @@ class _Scheduler:
         return bool(later)
 
     def _issue(self, number: int) -> None:
-        stream = self.index.streams[number]
-        start = max(self.clocks[0], self.clocks[stream], self.turns[number])
-        end = self.clocks[stream] = start + self.tasks[number].seconds
+        stream, clocks, turns, missing = self.streams[number], self.clocks, self.turns, self.missing
+        end = clocks[stream] = max(clocks[0], clocks[stream], turns[number]) + self.tasks[number].seconds
         self.issued[number] = True
         self.order.append(number)
         self._read(number)
         for buffer in self.index.outputs[number]:
             self.ready[buffer] = end
             for reader in self.index.readers[buffer]:
-                self.missing[reader] -= 1
-                if end > self.turns[reader]:
-                    self.turns[reader] = end
-                if self.missing[reader] == 0:
+                missing[reader] -= 1
+                if end > turns[reader]:
+                    turns[reader] = end
+                if missing[reader] == 0:
                     self._operands_made(reader)
 
     def _read(self, number: int) -> None:
         """Count what a task reads as no longer gathered ahead."""
+        if not self.ahead:
+            return
         for buffer in self.index.inputs[number]:
             if self.unread[buffer]:
                 self.unread[buffer] = False
                 self.ahead -= self.sizes[buffer]
 
     def _operands_made(self, number: int) -> None:
-        if self.index.streams[number] == 0 or number in self.in_unit or number not in self.phase:
+        if self.streams[number] == 0 or number in self.in_unit or number not in self.phase:
             return
-        waiting = self.reductions[self.index.streams[number]] if self.tasks[number].deferrable else self.urgent
+        waiting = self.reductions[self.streams[number]] if self.tasks[number].deferrable else self.urgent
         waiting.append(number)
 
 

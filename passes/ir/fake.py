@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,8 +58,13 @@ def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Ma
 
 def is_viewable(value: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether the strides of `value` allow a view of that shape."""
+    return _strides_allow(value.shape, value.stride(), tuple(shape))
+
+
+@lru_cache(maxsize=KNOWN)
+def _strides_allow(shape: torch.Size, stride: tuple[int, ...], new: tuple[int, ...]) -> bool:
     try:
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta").view(tuple(shape))
+        torch.empty_strided(shape, stride, device="meta").view(new)
     except (RuntimeError, ValueError):
         return False
     return True
