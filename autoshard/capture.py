@@ -7,10 +7,7 @@ and tensor argument is a placeholder, used or not; every output, new buffer valu
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +18,7 @@ from torch.fx import GraphModule
 from autoshard.capture_errors import capture_error, side_effect_error
 from autoshard.fake_module import fake_module, fake_tensor
 from autoshard.flat_call import flatten_call
+from autoshard.garbage import uncollected
 from autoshard.joint_graph import finish_graph
 from autoshard.signature import Call, Signature, bind_call, format_leaf, is_constant
 from passes._torch import TracedModule, fake_mode, lazy_code, select_decompositions, trace_joint, trace_module
@@ -95,7 +93,7 @@ def capture(
         for path, leaf in call.leaves.items()
     }
     try:
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), _uncollected():
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
             traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
             flat = flatten_call(traced, fake, call, leaves, fake_of)
             joint = trace_joint(flat.graph_module, tuple(flat.tensors.values()), select_decompositions(whole=_WHOLE))
@@ -109,18 +107,6 @@ def capture(
     return Captured(
         joint.graph_module, tuple(input_of(node).name for node in parameters), fake.tied, constants, flat.signature
     )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: it would walk the growing graph again and again, a quarter of the time for 40 layers."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:

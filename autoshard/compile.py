@@ -14,6 +14,7 @@ from passes._torch import (
     box,
     inductor_compile,
     min_cut_partition,
+    module_of,
     run_joint_graph_passes,
     tag_recompute,
 )
@@ -130,7 +131,7 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return GraphModule(gm, graph)
+    return module_of(graph, gm)
 
 
 def _tag_gathers(graph: Graph) -> None:

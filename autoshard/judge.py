@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autoshard.compile import split_program
+from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of, run_step
 from autoshard.problem import Problem, Recipes
@@ -48,8 +49,9 @@ def fold(problem: Problem) -> Folded:
 
 
 def _normalized(problem: Problem, *passes: Pass) -> Folded:
-    gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
-    PassManager((Normalize(), *passes)).run(gm, ctx)
+    with uncollected():
+        gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
+        PassManager((Normalize(), *passes)).run(gm, ctx)
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
 
 
@@ -76,7 +78,8 @@ def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution
     they are not (a recipe may lay out every other one alike), all layers are planned.
     """
     try:
-        return _judged(problem, folded, recipes, solution)
+        with uncollected():
+            return _judged(problem, folded, recipes, solution)
     except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
         whole, layers = _normalized(problem), folded.remarks[-1]

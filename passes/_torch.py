@@ -47,7 +47,10 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -58,8 +61,8 @@ from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.fx import GraphModule, Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
@@ -225,12 +228,13 @@ def min_cut_partition(
     joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
-    forward, backward = min_cut_rematerialization_partition(
-        joint,
-        None,
-        num_fwd_outputs=num_forward_outputs,
-        static_lifetime_input_indices=list(static_inputs),
-    )
+    with lazy_code():
+        forward, backward = min_cut_rematerialization_partition(
+            joint,
+            None,
+            num_fwd_outputs=num_forward_outputs,
+            static_lifetime_input_indices=list(static_inputs),
+        )
     return forward, backward
 
 
@@ -532,6 +536,11 @@ def lazy_code() -> AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
+def module_of(graph: Graph, root: torch.nn.Module) -> GraphModule:
+    """A graph module that writes its Python code when it is called first, if ever: it takes as long as a pass."""
+    return _LazyGraphModule(root, graph)
+
+
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
     """Forward and backward of `flat`; the forward alone where no output needs a gradient."""
     with ExitStack() as stack:
@@ -573,6 +582,32 @@ def trace_artifact(name: str, text: str) -> None:
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
     """The fake mode that fake tensors were made in; a new one where there are none."""
     return detect_fake_mode(list(values)) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_empty(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """A fake tensor, contiguous without `stride`, made without a call that the mode would look into."""
+    if stride is None:
+        return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def fake_view(
+    mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A fake tensor on the memory of fake tensor `base`, made without a call that the mode would look into."""
+    with in_kernel_invocation_manager(mode):
+        view = base.as_strided(shape, stride, offset)
+    return FakeTensor(mode, view, base.device)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def trace_call(

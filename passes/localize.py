@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from passes._torch import OpOverload, fake_mode_of
+from passes._torch import OpOverload, fake_empty, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.collective import is_step, step_axes, step_kind
+from passes.ir.fake import fake_call, is_viewable
 from passes.ir.graph import (
     Input,
     InputRole,
@@ -39,7 +40,6 @@ from passes.ir.graph import (
     set_value,
     tensor_of,
     value_of,
-    values_in,
 )
 from passes.ir.layout import Layout, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
@@ -106,7 +106,6 @@ class _Emitter:
         self.inputs: dict[Input, Node] = {}
         self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
         self.randoms = 0
-        self.made: dict[Any, tuple[Any, ...]] = {}  # call -> shape, strides, dtype and device of its value
 
     def placeholder(self, node: Node) -> None:
         held = value_of(node)
@@ -115,12 +114,8 @@ class _Emitter:
             set_value(node, self._empty(local_shape(layout_of(node), held.shape, self.mesh), held))
 
     def _empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        with self.fake_mode:
-            made = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-        if tuple(shape) == tuple(like.shape) and not like.is_contiguous():
-            with self.fake_mode:
-                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return made
+        as_given = tuple(shape) == tuple(like.shape) and not like.is_contiguous()
+        return fake_empty(self.fake_mode, shape, like.dtype, like.device, like.stride() if as_given else None)
 
     def call(self, node: Node) -> None:
         self.at = node
@@ -176,7 +171,7 @@ class _Emitter:
             held = tensor_of(source)
             if tuple(shape) == tuple(held.shape):
                 return source
-            if not _is_viewable(held, shape):
+            if not is_viewable(held, shape):
                 source = self._add(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
             args = (source, shape)
         return self._add(op, args, kwargs)
@@ -202,16 +197,7 @@ class _Emitter:
         return new
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call's value. Equal calls, as repeated layers make them, are run once."""
-        key = (target, _described(args), _described(kwargs)) if _makes_tensor(target) else None
-        with self.fake_mode:
-            if key in self.made:
-                shape, stride, dtype, device = self.made[key]
-                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            value = target(*values_in(args), **values_in(kwargs))
-        if key is not None:
-            self.made[key] = (value.shape, value.stride(), value.dtype, value.device)
-        return value
+        return fake_call(self.fake_mode, target, args, kwargs)
 
     def coordinate(self, axis: int) -> Node:
         """This rank's place on a mesh axis: i64[1]."""
@@ -228,8 +214,7 @@ class _Emitter:
             set_input(new, what)
             set_layouts(new, replicated(self.mesh))
             device = next((tensor_of(n).device for n in self.shapes if is_tensor(n)), torch.device("cpu"))
-            with self.fake_mode:
-                set_value(new, torch.empty(shape, dtype=torch.int64, device=device))
+            set_value(new, fake_empty(self.fake_mode, shape, torch.int64, device))
             self.shapes[new] = shape
             self.last_placeholder = [new]
             self.inputs[what] = new
@@ -301,36 +286,7 @@ class _LocalCall(LocalCall):
         return self._emitter.next_random() if draw is None else draw
 
 
-def _makes_tensor(target: Any) -> bool:
-    """Whether the op returns one tensor that shares no memory with its operands."""
-    if not isinstance(target, OpOverload):
-        return False
-    returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is None and str(returns[0].type) == "Tensor"
-
-
-def _described(value: Any) -> Any:
-    """Arguments as a key: operands by type."""
-    if isinstance(value, Node):
-        held = value_of(value)
-        if isinstance(held, torch.Tensor):
-            return "tensor", tuple(held.shape), held.stride(), held.dtype
-        return "value", str(held)
-    if isinstance(value, tuple | list):
-        return tuple(_described(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _described(item)) for name, item in value.items())
-    return type(value).__name__, value
-
-
 def _as_node(value: Any) -> Node:
     assert isinstance(value, Node)
     return value
 
-
-def _is_viewable(held: torch.Tensor, shape: Sequence[int]) -> bool:
-    try:
-        held.view(tuple(shape))
-    except (RuntimeError, ValueError):
-        return False
-    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -13,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import OpOverload, fake_mode_of
+from passes._torch import FakeTensorMode, OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.graph import Stage, add_call, copy_facts, is_reshard, set_draw, set_value, tensor_of, value_of, values_in
+from passes.ir.fake import fake_call, is_viewable
+from passes.ir.graph import Stage, add_call, copy_facts, is_reshard, set_draw, set_value, tensor_of, value_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -86,14 +86,13 @@ class _At:
 
     graph: Graph
     node: Node
-    fake_mode: AbstractContextManager[Any]
+    fake_mode: FakeTensorMode
 
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.node):
             new = add_call(self.graph, op, args, kwargs)
         copy_facts(self.node, new)
-        with self.fake_mode:
-            set_value(new, op(*values_in(args), **values_in(kwargs)))
+        set_value(new, fake_call(self.fake_mode, op, args, kwargs))
         return new
 
     def at(self, node: Node) -> _At:
@@ -146,17 +145,9 @@ def _view(at: _At) -> bool:
         return at.replace(source)
     if source is _operand(at) and at.node.target is aten.view.default and at.node.args[1] == shape:
         return False
-    if not _is_viewable(source, shape):
+    if not is_viewable(tensor_of(source), shape):
         source = at.call(aten.clone.default, source, memory_format=torch.contiguous_format)
     return at.replace(at.call(aten.view.default, source, shape))
-
-
-def _is_viewable(source: Node, shape: list[int]) -> bool:
-    try:
-        tensor_of(source).view(shape)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 def _permute(at: _At) -> bool:

@@ -102,6 +102,7 @@ class _Placed:
         self.order = sorted(range(ctx.mesh.ndim), key=lambda axis: axis not in data)
         self.results: dict[Node, list[tuple[Placement, ...]]] = {}
         self.needs: dict[Node, list[tuple[Placement, ...]]] = {}
+        self.spaces: dict[Node, Space | None] = {}  # of calls, for all axes
 
     def allows(self, node: Node, row: Row) -> bool:
         """Whether `row` on the next axis fits the digits that earlier axes already use."""
@@ -112,9 +113,10 @@ class _Placed:
         )
         for tensors, earlier, new in sides:
             for i, (tensor, placement) in enumerate(zip(tensors, new, strict=True)):
-                before = [placements[i] for placements in earlier]
-                if isinstance(placement, Shard) and not self.is_even([*before, placement], tuple(tensor.shape)):
-                    return False
+                if isinstance(placement, Shard):
+                    before = [placements[i] for placements in earlier]
+                    if not self.is_even([*before, placement], tuple(tensor.shape)):
+                        return False
         return True
 
     def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
@@ -154,7 +156,6 @@ class _Axis:
         self.size = ctx.mesh.sizes[axis]
         self.weights = weights_of(gm.graph)
         self.at: dict[Node, tuple[Placement, ...]] = {}  # placements of results on this axis
-        self.spaces: dict[Node, Space | None] = {}
         self.wanted = self._wanted()
         self.is_data = any(isinstance(self._pinned(n), Shard) for n in placeholders(gm.graph, InputRole.INPUT))
 
@@ -224,10 +225,11 @@ class _Axis:
         return next((pin.placement for pin in pins_of(node) if pin.axis == self.axis), None)
 
     def _space(self, node: Node) -> Space | None:
-        if node not in self.spaces:
+        spaces = self.placed.spaces
+        if node not in spaces:
             rule = rule_of(node.target)
-            self.spaces[node] = rule.space(call_of(node)) if rule is not None else None
-        return self.spaces[node]
+            spaces[node] = rule.space(call_of(node)) if rule is not None else None
+        return spaces[node]
 
     # --- choosing a row
 

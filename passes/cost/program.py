@@ -5,7 +5,8 @@ A program knows no tensors and no graph. Its tasks stand in the order in which t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from passes.ir.mesh import Mesh
@@ -94,6 +95,12 @@ class Program:
                 makers[buffer] = number
         return Index(inputs, outputs, makers, readers, [STREAMS.index(task.stream) for task in self.tasks])
 
+    def reordered(self, order: Sequence[int]) -> Program:
+        """The same tasks in another order: that of their numbers in `order`."""
+        program = replace(self, tasks=tuple([self.tasks[number] for number in order]))
+        vars(program)["index"] = self.index.reordered(order)
+        return program
+
 
 @dataclass(frozen=True)
 class Index:
@@ -104,3 +111,16 @@ class Index:
     makers: list[int]  # per buffer, a task; -1: there before the first one
     readers: list[list[int]]
     streams: list[int]  # per task, its stream's number in STREAMS
+
+    def reordered(self, order: Sequence[int]) -> Index:
+        """The index of the same tasks in another order."""
+        place = [0] * len(order)
+        for new, old in enumerate(order):
+            place[old] = new
+        return Index(
+            [self.inputs[number] for number in order],
+            [self.outputs[number] for number in order],
+            [place[maker] if maker >= 0 else -1 for maker in self.makers],
+            [sorted([place[reader] for reader in readers]) for readers in self.readers],
+            [self.streams[number] for number in order],
+        )

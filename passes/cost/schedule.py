@@ -51,13 +51,14 @@ def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequ
 
 
 def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
+    facts = _Facts.of(program)
     best = Schedule(program, simulate(program), 0, False, bucket_bytes)
     for hold in (False, True):
         fastest = float("inf")
         for window in _windows(program):
-            tried = _ordered(program, window, hold=hold)
+            tried = _ordered(facts, window, hold=hold)
             timeline = simulate(tried)
-            if _key(timeline, memory_limit) < _key(best.timeline, memory_limit):
+            if _is_better(timeline, best.timeline, memory_limit):
                 best = Schedule(tried, timeline, window, hold, bucket_bytes)
             if timeline.step_time > (1 - WORTH) * fastest:
                 break
@@ -67,7 +68,7 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> 
 
 def prefetch(program: Program, window_bytes: int, *, hold: bool = False) -> Program:
     """`program` in the order of the module's text, or as it is where that is not faster."""
-    ordered = _ordered(program, window_bytes, hold=hold)
+    ordered = _ordered(_Facts.of(program), window_bytes, hold=hold)
     return ordered if simulate(ordered).step_time < simulate(program).step_time else program
 
 
@@ -77,15 +78,21 @@ def _windows(program: Program) -> tuple[int, ...]:
     return tuple(largest * count for count in WINDOWS) if largest else (0,)
 
 
+def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:
+    """Whether `one` has the smaller key; its memory is asked for only where it tells."""
+    key = _key(other, memory_limit)
+    fits = key[0] == 0.0
+    return not (fits and one.step_time >= other.step_time) and _key(one, memory_limit) < key
+
+
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
     if memory_limit is None or timeline.peak_memory <= memory_limit:
         return (0.0, timeline.step_time)
     return (float(timeline.peak_memory), timeline.step_time)
 
 
-def _ordered(program: Program, window_bytes: int, *, hold: bool) -> Program:
-    order = _Scheduler(program, window_bytes, hold=hold).run()
-    return replace(program, tasks=tuple(program.tasks[number] for number in order))
+def _ordered(facts: _Facts, window_bytes: int, *, hold: bool) -> Program:
+    return facts.program.reordered(_Scheduler(facts, window_bytes, hold=hold).run())
 
 
 @dataclass(frozen=True)
@@ -99,41 +106,77 @@ class _Unit:
     stream: int
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What holds of a program however it is ordered. Lists are by task."""
+
+    program: Program
+    phases: tuple[list[int], ...]  # forward, backward and optimizer
+    units: list[_Unit]
+    missing: list[int]  # operands that tasks make
+    is_late: list[bool]
+    has_slack: list[bool]
+
+    @staticmethod
+    def of(program: Program) -> _Facts:
+        makers = program.index.makers
+        return _Facts(
+            program,
+            tuple(_phases(program.tasks)),
+            _units(program),
+            [sum([makers[b] >= 0 for b in inputs]) for inputs in program.index.inputs],
+            _late(program),
+            _slack(program),
+        )
+
+
 class _Queue:
     """Tasks in program order, some of which are issued."""
 
     def __init__(self, numbers: list[int], issued: list[bool]) -> None:
         self.numbers, self.issued, self.head = numbers, issued, 0
 
-    def waiting(self, limit: int) -> Iterator[int]:
-        """The first `limit` that are not issued."""
-        while self.head < len(self.numbers) and self.issued[self.numbers[self.head]]:
-            self.head += 1
-        at = self.head
-        while limit and at < len(self.numbers):
-            if not self.issued[self.numbers[at]]:
-                yield self.numbers[at]
-                limit -= 1
+    def first(self) -> int | None:
+        """The first that is not issued."""
+        numbers, issued, at = self.numbers, self.issued, self.head
+        while at < len(numbers) and issued[numbers[at]]:
             at += 1
+        self.head = at
+        return numbers[at] if at < len(numbers) else None
+
+    def waiting(self, limit: int) -> list[int]:
+        """The first `limit` that are not issued."""
+        found: list[int] = []
+        if self.first() is not None:
+            numbers, issued = self.numbers, self.issued
+            for at in range(self.head, len(numbers)):
+                if not issued[numbers[at]]:
+                    found.append(numbers[at])
+                    if len(found) == limit:
+                        break
+        return found
 
 
 class _Scheduler:
     """Issues tasks one by one, and keeps the clocks that `simulate` will find."""
 
-    def __init__(self, program: Program, window_bytes: int, *, hold: bool) -> None:
-        self.tasks, self.index, self.window = program.tasks, program.index, window_bytes
+    def __init__(self, facts: _Facts, window_bytes: int, *, hold: bool) -> None:
+        program = facts.program
+        self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
+        self.streams = program.index.streams
         self.sizes = [buffer.nbytes for buffer in program.buffers]
         self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
         self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
-        self.missing = [sum(self.index.makers[b] >= 0 for b in inputs) for inputs in self.index.inputs]
+        self.turns = [0.0] * len(self.tasks)  # per task, when its operands are made, as far as their makers are issued
+        self.missing = list(facts.missing)
         self.issued = [False] * len(self.tasks)
         self.order: list[int] = []
         self.ahead = 0  # bytes gathered and not read yet
         self.unread = [False] * len(self.sizes)
-        self.units, self.unit = _units(program), 0
+        self.units, self.unit = facts.units, 0
         self.in_unit = {number for unit in self.units for number in unit.tasks}
-        self.is_late = _late(program)
-        self.is_held = _slack(program) if hold else [False] * len(self.tasks)
+        self.is_late = facts.is_late
+        self.is_held = facts.has_slack if hold else [False] * len(self.tasks)
         self.urgent: list[int] = []  # collectives whose operands' makers are issued
         self.reductions: tuple[deque[int], ...] = (deque(), deque(), deque())  # by stream
         self.late = self.held = self.path = _Queue([], self.issued)
@@ -141,7 +184,7 @@ class _Scheduler:
 
     def run(self) -> list[int]:
         """All tasks in the order of issue."""
-        for phase in _phases(self.tasks):
+        for phase in self.facts.phases:
             self._begin(phase)
             while self._step():
                 pass
@@ -152,7 +195,7 @@ class _Scheduler:
     def _begin(self, phase: list[int]) -> None:
         self.phase = set(phase)
         waiting = [number for number in phase if number not in self.in_unit]
-        kernels = [number for number in waiting if self.index.streams[number] == 0]
+        kernels = [number for number in waiting if self.streams[number] == 0]
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         self.held = _Queue([n for n in kernels if self.is_held[n] and not self.is_late[n]], self.issued)
         others = [n for n in waiting if not (self.is_late[n] or self.is_held[n] or self.tasks[n].deferrable)]
@@ -173,34 +216,45 @@ class _Scheduler:
 
     def _kernel(self) -> int | None:
         """The kernel whose turn it is; None where each has to wait."""
-        late = next(self._startable(self.late, LATE), None)
+        late = self._startable(self.late, LATE)
         if late is not None:
             return late
-        held = list(self._startable(self.held, HELD + 1))
-        if len(held) > HELD:
+        held = self.held.waiting(HELD + 1)
+        if len(held) > HELD and all([self._can_start(number) for number in held]):
             return held[0]
-        return next(self._startable(self.path, LOOKAHEAD), held[0] if held else None)
+        kernel = self._startable(self.path, LOOKAHEAD)
+        return kernel if kernel is not None else next((number for number in held if self._can_start(number)), None)
 
-    def _startable(self, queue: _Queue, limit: int) -> Iterator[int]:
-        return (n for n in queue.waiting(limit) if self.index.streams[n] == 0 and self._can_start(n))
+    def _startable(self, queue: _Queue, limit: int) -> int | None:
+        """The first kernel that can start, of the first `limit` tasks that wait."""
+        if queue.first() is None:
+            return None
+        numbers, issued, streams, missing, turns = queue.numbers, queue.issued, self.streams, self.missing, self.turns
+        now = self.clocks[0]
+        for at in range(queue.head, len(numbers)):
+            number = numbers[at]
+            if issued[number]:
+                continue
+            if streams[number] == 0 and missing[number] == 0 and turns[number] <= now:
+                return number
+            limit -= 1
+            if not limit:
+                return None
+        return None
 
     def _can_start(self, number: int) -> bool:
-        return self.missing[number] == 0 and self._turn(number) <= self.clocks[0]
-
-    def _turn(self, number: int) -> float:
-        """When the operands of a task are made, all of whose makers are issued."""
-        return max((self.ready[buffer] for buffer in self.index.inputs[number]), default=0.0)
+        return self.streams[number] == 0 and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
 
     def _communicate(self, until: float) -> bool:
         """Issue collectives; those that can wait only on a link that is free before `until`."""
         count = len(self.order)
-        for number in [n for n in self.urgent if self._turn(n) <= self.clocks[0]]:
+        for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]]:
             self.urgent.remove(number)
             self._issue(number)
         while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
             self.unit += 1
         for stream, queue in enumerate(self.reductions):
-            while queue and self.clocks[stream] <= until and self._turn(queue[0]) <= self.clocks[0]:
+            while queue and self.clocks[stream] <= until and self.turns[queue[0]] <= self.clocks[0]:
                 self._issue(queue.popleft())
         return len(self.order) > count
 
@@ -208,7 +262,8 @@ class _Scheduler:
         """Issue a gather, if it is time."""
         if unit.tasks[-1] not in self.phase or any(self.ready[buffer] > self.clocks[0] for buffer in unit.reads):
             return False
-        is_due = unit.use <= next(self.path.waiting(1), len(self.tasks))
+        waiting = self.path.first()
+        is_due = unit.use <= (len(self.tasks) if waiting is None else waiting)
         fits = self.ahead + unit.nbytes <= self.window and self.clocks[unit.stream] <= until
         if not (is_due or fits):
             return False
@@ -225,7 +280,7 @@ class _Scheduler:
         queues = (self.late.waiting(LATE), self.held.waiting(HELD + 1), self.path.waiting(LOOKAHEAD))
         waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
         heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]
-        times = [self._turn(number) for number in (*waiting, *self.urgent, *(head for _, head in heads))]
+        times = [self.turns[number] for number in (*waiting, *self.urgent, *(head for _, head in heads))]
         times += [self.clocks[stream] for stream, _ in heads]
         if self.unit < len(self.units):
             unit = self.units[self.unit]
@@ -236,30 +291,33 @@ class _Scheduler:
         return bool(later)
 
     def _issue(self, number: int) -> None:
-        stream = self.index.streams[number]
-        start = max(self.clocks[0], self.clocks[stream], self._turn(number))
-        end = self.clocks[stream] = start + self.tasks[number].seconds
+        stream, clocks, turns, missing = self.streams[number], self.clocks, self.turns, self.missing
+        end = clocks[stream] = max(clocks[0], clocks[stream], turns[number]) + self.tasks[number].seconds
         self.issued[number] = True
         self.order.append(number)
         self._read(number)
         for buffer in self.index.outputs[number]:
             self.ready[buffer] = end
             for reader in self.index.readers[buffer]:
-                self.missing[reader] -= 1
-                if self.missing[reader] == 0:
+                missing[reader] -= 1
+                if end > turns[reader]:
+                    turns[reader] = end
+                if missing[reader] == 0:
                     self._operands_made(reader)
 
     def _read(self, number: int) -> None:
         """Count what a task reads as no longer gathered ahead."""
+        if not self.ahead:
+            return
         for buffer in self.index.inputs[number]:
             if self.unread[buffer]:
                 self.unread[buffer] = False
                 self.ahead -= self.sizes[buffer]
 
     def _operands_made(self, number: int) -> None:
-        if self.index.streams[number] == 0 or number in self.in_unit or number not in self.phase:
+        if self.streams[number] == 0 or number in self.in_unit or number not in self.phase:
             return
-        waiting = self.reductions[self.index.streams[number]] if self.tasks[number].deferrable else self.urgent
+        waiting = self.reductions[self.streams[number]] if self.tasks[number].deferrable else self.urgent
         waiting.append(number)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes._torch import OpOverload
+from passes._torch import OpOverload, module_of
 from passes.errors import CompilerError
 from passes.ir.layout import Layout, Placement
 
@@ -257,21 +257,24 @@ def operands(node: Node) -> tuple[Node, ...]:
 
     A node whose value is a number (attention's `max_q`) is no operand.
     """
-    found = _walk((node.args, node.kwargs))
-    return tuple(value for value in found if not isinstance(value.meta.get("val"), bool | int | float))
+    found: list[Node] = []
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(node.kwargs, found)
+    return tuple([value for value in found if not isinstance(value.meta.get("val"), bool | int | float)])
 
 
-def _walk(value: Any) -> Iterator[Node]:
+def _collect(value: Any, found: list[Node]) -> None:
     if isinstance(value, Node):
-        yield value
+        found.append(value)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _walk(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _walk(item)
+            _collect(item, found)
     elif isinstance(value, slice):
-        yield from _walk((value.start, value.stop, value.step))
+        _collect((value.start, value.stop, value.step), found)
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:
@@ -336,7 +339,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     copies: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    copied = GraphModule(gm, graph)
+    copied = module_of(graph, gm)
     copied.meta = dict(gm.meta)
     return copied
 

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -88,7 +89,12 @@ class Layout:
 
     def format(self, mesh: Mesh) -> str:
         """`{dp:S(0), tp:R}`."""
-        return "{" + ", ".join(f"{n}:{p}" for n, p in zip(mesh.names, self.placements, strict=True)) + "}"
+        return _format(self.placements, mesh.names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _format(placements: tuple[Placement, ...], names: tuple[str, ...]) -> str:
+    return "{" + ", ".join(f"{n}:{p}" for n, p in zip(names, placements, strict=True)) + "}"
 
 
 def replicated(mesh: Mesh) -> Layout:

@@ -18,6 +18,7 @@ note.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,12 +74,19 @@ def format_node(node: Node, mesh: Mesh) -> str:
 
 def format_type(value: torch.Tensor) -> str:
     """`f32[8, 4]`."""
-    text = f"{DTYPE_NAMES[value.dtype]}[{', '.join(map(str, value.shape))}]"
-    if not value.is_contiguous():
-        text += f"<{', '.join(map(str, value.stride()))}>"
-    return text if value.device.type == "cpu" else f"{text}@{value.device}"
+    stride = None if value.is_contiguous() else value.stride()
+    return _format_type(value.dtype, value.shape, stride, value.device)
 
 
+@lru_cache(maxsize=1 << 14)
+def _format_type(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] | None, device: torch.device) -> str:
+    text = f"{DTYPE_NAMES[dtype]}[{', '.join(map(str, shape))}]"
+    if stride is not None:
+        text += f"<{', '.join(map(str, stride))}>"
+    return text if device.type == "cpu" else f"{text}@{device}"
+
+
+@lru_cache(maxsize=1 << 12)
 def format_target(target: object) -> str:
     """`mm`, `add.Tensor`, `prims.iota`, `reshard`."""
     if isinstance(target, OpOverload):

@@ -1,0 +1,109 @@
+"""Fake values of calls, run once for each form of operands.
+
+Equal layers, and the candidates of a search, make the same calls again and again; to run one on fake tensors takes
+longer than all else that a pass does about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes._torch import FakeTensorMode, OpOverload, fake_empty, fake_view, shares_memory
+from passes.ir.graph import value_of, values_in
+
+KNOWN = 1 << 16  # forms of calls that are remembered; a model has some hundreds
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor but for its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    is_view: bool  # of the first operand
+
+    @staticmethod
+    def of(value: torch.Tensor, *, is_view: bool) -> _Form:
+        return _Form(tuple(value.shape), value.stride(), int(value.storage_offset()), value.dtype, value.device, is_view)
+
+
+_known: dict[Any, _Form] = {}
+
+
+def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives on fake tensors; `args` and `kwargs` hold nodes, which have values."""
+    key = _key(target, args, kwargs)
+    if key is None:
+        return _run(mode, target, args, kwargs)
+    if key in _known:
+        return _made(mode, _known[key], args)
+    value = _run(mode, target, args, kwargs)
+    is_view = target.is_view and shares_memory(value, value_of(_first(args)))
+    if is_view and value.dtype is not value_of(_first(args)).dtype:
+        return value
+    if len(_known) == KNOWN:
+        _known.clear()
+    _known[key] = _Form.of(value, is_view=is_view)
+    return value
+
+
+def is_viewable(value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether the strides of `value` allow a view of that shape."""
+    return _strides_allow(value.shape, value.stride(), tuple(shape))
+
+
+@lru_cache(maxsize=KNOWN)
+def _strides_allow(shape: torch.Size, stride: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    try:
+        torch.empty_strided(shape, stride, device="meta").view(new)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _run(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with mode:
+        return target(*values_in(args), **values_in(kwargs))
+
+
+def _made(mode: FakeTensorMode, form: _Form, args: Sequence[Any]) -> torch.Tensor:
+    if form.is_view:
+        return fake_view(mode, value_of(_first(args)), form.shape, form.stride, form.offset)
+    return fake_empty(mode, form.shape, form.dtype, form.device, form.stride)
+
+
+def _first(args: Sequence[Any]) -> Node:
+    assert isinstance(args[0], Node)
+    return args[0]
+
+
+def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call with operands by their forms; None where it does not give one tensor, new or a view of its operand."""
+    if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
+        return None
+    result = target._schema.returns[0]
+    if str(result.type) != "Tensor" or (result.alias_info is not None and not target.is_view):
+        return None
+    return target, torch.get_default_dtype(), _described(args), _described(kwargs)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Node):
+        held = value_of(value)
+        if isinstance(held, torch.Tensor):
+            return held.shape, held.stride(), held.storage_offset(), held.dtype, held.device
+        return type(held), held
+    if isinstance(value, tuple | list):
+        return tuple([_described(item) for item in value])
+    if isinstance(value, Mapping):
+        return tuple([(name, _described(item)) for name, item in value.items()])
+    return type(value), value
