@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.constraints import SEARCH, check_options, recipes_of
+from autoshard.constraints import AUTO, check_options, recipes_of
 from autoshard.execution import LocalProgram
 from autoshard.fit import check_asked
 from autoshard.global_call import Splits, global_call
@@ -162,7 +162,7 @@ class _Planner:
             kwargs,
             request.gradients,
             request.parameters,
-            batch_axes=splits.data_axes if self.options.recipe == SEARCH else None,
+            batch_axes=splits.data_axes if self.options.recipe == AUTO else None,
             followed=followed,
         )
 

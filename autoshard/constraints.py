@@ -16,7 +16,7 @@ from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.seed import Insisted
 
-SEARCH = "search"  # no expert's: the layouts are searched for; before that, inputs are split as "auto" does
+AUTO = "auto"  # no expert's: the layouts are searched for; where they cannot be, and before, what `rule_of_thumb` says
 RECIPES = ("ddp", "zero2", "fsdp", "hsdp", "megatron")
 
 
@@ -24,8 +24,8 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
     """One recipe (or None) per axis of `mesh`. Raises RecipeError, and MeshError for an unknown axis."""
     if recipe is None:
         return (None,) * mesh.ndim
-    if recipe in ("auto", SEARCH):
-        return tuple("megatron" if name == "tp" else "fsdp" for name in mesh.names)
+    if recipe == AUTO:
+        return rule_of_thumb(mesh)
     if isinstance(recipe, str):
         return _hybrid(_spread(recipe, mesh), mesh)
     if not isinstance(recipe, Mapping):
@@ -36,6 +36,11 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
     for axis, name in recipe.items():
         chosen[mesh.index(axis)] = None if name is None else _known(name)
     return _hybrid(tuple(chosen), mesh)
+
+
+def rule_of_thumb(mesh: Mesh) -> tuple[str, ...]:
+    """`megatron` on an axis named `tp`, `fsdp` on every other."""
+    return tuple("megatron" if name == "tp" else "fsdp" for name in mesh.names)
 
 
 def check_options(options: Options, mesh: Mesh) -> None:

@@ -28,8 +28,8 @@ class Options:
     """
 
     recipe: str | Mapping[str, str | None] | None = "auto"
-    """`"auto"`: `megatron` on an axis named `tp`, `fsdp` on every other. `"search"`: the layouts with the shortest
-    predicted step, which takes longer to find. Or an expert's: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two
+    """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two
     of them joined (`"fsdp+megatron"`: the last is for the last axis), or one per axis: `{"dp": "fsdp", "tp":
     "megatron"}`. `None`: only the placements below."""
 
@@ -82,7 +82,8 @@ class Options:
     """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
 
     pipeline: tuple[Pass, ...] | None = None
-    """Passes to run instead of `default_pipeline(...)`."""
+    """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
+    searched for, unless a `passes.solve.Solve()` is among them."""
 
     dump: str | PathLike[str] | None = None
     """A folder for the graph after every pass that changed it; `AUTOSHARD_DUMP` where not given."""
@@ -96,11 +97,6 @@ class Options:
         ):
             if value not in known:
                 raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
-        if self.recipe == "search" and self.pipeline is not None:
-            raise UserError(
-                "Options(recipe='search', pipeline=...): a pipeline places values itself; put passes.solve.Solve() into "
-                "it, or leave one of the two out"
-            )
         if self.time_limit is not None and not self.time_limit > 0:
             raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds above 0, or None for no limit")
         self.memory_bytes(0)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture import Captured
-from autoshard.constraints import SEARCH, check_options, recipes_of
+from autoshard.constraints import AUTO, check_options, recipes_of
 from autoshard.fit import check_model
 from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
@@ -28,6 +28,7 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.ir.graph import origin_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
@@ -61,9 +62,9 @@ def plan_ahead(
     every: bool = False,
     progress: Progress = silent,
 ) -> ShardingPlan:
-    """The plan of a call on global arguments, with what a step will cost; no program is made of it.
+    """The plan of a call on global arguments, with what a step will cost where the hardware is known.
 
-    Of many equal layers a few are planned, so that depth costs little. With `every`, a search simulates all recipes,
+    No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search simulates all recipes,
     hopeless ones too. `progress` is told each phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
@@ -74,7 +75,7 @@ def plan_ahead(
     progress("fold")
     folded = fold(problem)
     decision = _decide(problem, folded, progress, every=every)
-    if options.pipeline is not None:
+    if options.pipeline is not None or mesh.hardware is None:
         return _programmed(problem, folded, decision, Timer()).plan
     progress("passes")
     judged = decision.judged or judge(problem, folded, decision.recipes)
@@ -140,15 +141,29 @@ class _Decision:
     search: Search | None = None
     cost: Cost | None = None
     judged: Judged | None = None
+    remarks: tuple[Remark, ...] = ()
 
 
 def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
-    if options.recipe != SEARCH or options.pipeline is not None or problem.mesh.size == 1:
+    if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
         return _Decision(recipes)
+    if problem.mesh.hardware is None:
+        problem.check_batch(recipes)
+        return _Decision(recipes, remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
     return _Decision(choice.judged.recipes, choice.solution, choice.search, choice.judged.cost, choice.judged)
+
+
+def _not_searched(problem: Problem) -> Remark:
+    chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, recipes_of(AUTO, problem.mesh), strict=True))
+    first = next(iter(problem.captured.graph_module.graph.nodes))
+    text = (
+        f"the figures of this device are not known, so that nothing was searched for: {chosen}; give "
+        "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
+    )
+    return Remark("search", text, origin_of(first), first.name)
 
 
 def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Timer) -> Planned:
@@ -164,7 +179,7 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
     plan = ShardingPlan(
         mesh=problem.mesh,
         recipes=decision.recipes,
-        remarks=_remarks(ctx.remarks),
+        remarks=_remarks((*decision.remarks, *ctx.remarks)),
         graphs={"CAPTURED": folded.text, **recorder.graphs},
         settings=settings_of(options, training=problem.training, device=problem.device),
         cost=decision.cost,
@@ -194,7 +209,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         outputs=judged.facts["outputs"],
         layouts=expand_names(folded.repeats, judged.facts["layouts"]),
         collectives=timed(judged.facts["collectives"], judged.timeline),
-        remarks=_remarks((*folded.remarks, *judged.remarks)),
+        remarks=_remarks((*decision.remarks, *folded.remarks, *judged.remarks)),
         graphs={"CAPTURED": captured, **judged.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
         cost=judged.cost,

@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--recipe", default="search")
+    parser.add_argument("--recipe", default="auto")
     given = parser.parse_args()
     for name in given.cases or CASES:
         process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, given.hardware, given.recipe))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, UserError, plan
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard.pipeline import default_pipeline
 from examples.llama import TINY, Llama
 from passes.errors import UnknownOpError
 from tests.models import build
 from tests.spmd.oracle import check_step
 
-SEARCH = Options(recipe="search")
+SEARCH = Options()
 
 
 class Mlp(nn.Module):
@@ -107,9 +108,19 @@ def test_an_op_without_a_rule_is_told_of_or_refused() -> None:
             plan(Unruled(), mesh, args, options=replace(SEARCH, unknown_ops="error"))
 
 
-def test_a_pipeline_of_ones_own_is_not_searched_for() -> None:
-    with pytest.raises(UserError, match="leave one of the two out"):
-        replace(SEARCH, pipeline=())
+def test_a_pipeline_of_ones_own_places_values_itself() -> None:
+    pipeline = default_pipeline()
+    model, args = on_meta(64, 8)
+    found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(pipeline=pipeline))
+    assert found.search is None and found.recipes == ("fsdp", "megatron")
+
+
+def test_without_figures_of_the_hardware_a_rule_of_thumb_is_followed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.topology.hardware_of", lambda device: None)
+    model, args = on_meta(64, 8)
+    found = plan(model, Mesh("dp=2,tp=2"), args)
+    assert found.search is None and found.recipes == ("fsdp", "megatron")
+    assert any("nothing was searched for: dp: fsdp, tp: megatron" in remark.text for remark in found.remarks)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])

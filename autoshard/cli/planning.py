@@ -23,12 +23,12 @@ from passes.ir.mesh import Mesh
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
     _add_problem(plan)
-    plan.add_argument("--recipe", default="search", help="no search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
+    plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     plan.set_defaults(run=_plan)
     recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
     _add_problem(recipes)
-    recipes.set_defaults(run=_recipes, recipe="search")
+    recipes.set_defaults(run=_recipes, recipe="auto")
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
