@@ -29,9 +29,9 @@ class Options:
 
     recipe: str | Mapping[str, str | None] | None = "auto"
     """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
-    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two
-    of them joined (`"fsdp+megatron"`: the last is for the last axis), or one per axis: `{"dp": "fsdp", "tp":
-    "megatron"}`. `None`: only the placements below."""
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`,
+    `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
+    one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
 
     hardware: str | Hardware = "auto"
     """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or

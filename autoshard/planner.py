@@ -64,8 +64,8 @@ def plan_ahead(
 ) -> ShardingPlan:
     """The plan of a call on global arguments, with what a step will cost where the hardware is known.
 
-    No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search simulates all recipes,
-    hopeless ones too. `progress` is told each phase as it begins.
+    No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search
+    simulates all recipes, hopeless ones too. `progress` is told each phase as it begins.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     mesh = equipped(mesh, options.hardware, device)

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.constraints import rule_of_thumb
 from autoshard.report.table import format_plan
 from passes.ir.graph import Stage, stage_of
 from passes.ir.text import format_graph, parse_graph
@@ -83,9 +84,9 @@ def test_a_plan_is_the_same_every_time() -> None:
     assert planned().graphs == planned().graphs
 
 
-def test_the_automatic_recipe_goes_by_the_names_of_axes() -> None:
-    assert planned("dp=2,tp=2", "auto").recipes == ("fsdp", "megatron")
-    assert planned("tp=2,replica=2", "auto").recipes == ("megatron", "fsdp")
+def test_the_rule_of_thumb_goes_by_the_names_of_axes() -> None:
+    assert rule_of_thumb(Mesh("dp=2,tp=2")) == ("fsdp", "megatron")
+    assert rule_of_thumb(Mesh("tp=2,replica=2")) == ("megatron", "fsdp")
 
 
 def test_parameters_inputs_and_outputs_are_described() -> None:
