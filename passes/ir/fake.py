@@ -91,7 +91,8 @@ def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
         return None
     result = target._schema.returns[0]
-    if str(result.type) != "Tensor" or (result.alias_info is not None and not target.is_view):
+    is_new = result.alias_info is None
+    if str(result.type) != "Tensor" or not (is_new or (target.is_view and args and isinstance(args[0], Node))):
         return None
     return target, torch.get_default_dtype(), described(args), described(kwargs)
 
@@ -105,6 +106,6 @@ def described(value: Any) -> Any:
         return type(held), held
     if isinstance(value, tuple | list):
         return tuple([described(item) for item in value])
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return tuple([(name, described(item)) for name, item in value.items()])
     return type(value), value
