@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.ir.fake import described
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -103,6 +104,7 @@ class _Placed:
         self.results: dict[Node, list[tuple[Placement, ...]]] = {}
         self.needs: dict[Node, list[tuple[Placement, ...]]] = {}
         self.spaces: dict[Node, Space | None] = {}  # of calls, for all axes
+        self.forms: dict[Any, Space | None] = {}  # of equal calls, as repeated layers make them
 
     def allows(self, node: Node, row: Row) -> bool:
         """Whether `row` on the next axis fits the digits that earlier axes already use."""
@@ -124,8 +126,10 @@ class _Placed:
         return is_even(self._layout(placements), shape, self.mesh)
 
     def _layout(self, placements: Sequence[Placement]) -> Layout:
-        at = dict(zip(self.order, placements, strict=False))
-        return Layout(tuple(at.get(axis, R) for axis in range(self.mesh.ndim)))
+        found: list[Placement] = [R] * self.mesh.ndim
+        for axis, placement in zip(self.order, placements, strict=False):
+            found[axis] = placement
+        return Layout(tuple(found))
 
     def decide(self, node: Node, needs: tuple[Placement, ...], results: tuple[Placement, ...]) -> None:
         self.needs.setdefault(node, []).append(needs)
@@ -227,9 +231,17 @@ class _Axis:
     def _space(self, node: Node) -> Space | None:
         spaces = self.placed.spaces
         if node not in spaces:
-            rule = rule_of(node.target)
-            spaces[node] = rule.space(call_of(node)) if rule is not None else None
+            spaces[node] = self._space_of(node)
         return spaces[node]
+
+    def _space_of(self, node: Node) -> Space | None:
+        rule = rule_of(node.target)
+        if rule is None:
+            return None
+        forms, form = self.placed.forms, (node.target, described(node.args), described(node.kwargs))
+        if form not in forms:
+            forms[form] = rule.space(call_of(node))
+        return forms[form]
 
     # --- choosing a row
 

@@ -91,19 +91,21 @@ def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
         return None
     result = target._schema.returns[0]
-    if str(result.type) != "Tensor" or (result.alias_info is not None and not target.is_view):
+    is_new = result.alias_info is None
+    if str(result.type) != "Tensor" or not (is_new or (target.is_view and args and isinstance(args[0], Node))):
         return None
-    return target, torch.get_default_dtype(), _described(args), _described(kwargs)
+    return target, torch.get_default_dtype(), described(args), described(kwargs)
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """Arguments as a key that is equal for calls of one form: operands by all but their memory."""
     if isinstance(value, Node):
         held = value_of(value)
         if isinstance(held, torch.Tensor):
             return held.shape, held.stride(), held.storage_offset(), held.dtype, held.device
         return type(held), held
     if isinstance(value, tuple | list):
-        return tuple([_described(item) for item in value])
-    if isinstance(value, Mapping):
-        return tuple([(name, _described(item)) for name, item in value.items()])
+        return tuple([described(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, described(item)) for name, item in value.items()])
     return type(value), value

@@ -132,9 +132,14 @@ def fits(placement: Placement, shape: Sequence[int], size: int) -> bool:
 
 def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """Whether all axes split `shape` into equal parts, with digits that do not overlap."""
-    return all(_dim_is_even(layout, dim, shape[dim], mesh) for dim in range(len(shape))) and not any(
-        isinstance(p, Shard) and p.dim >= len(shape) for p in layout.placements
-    )
+    last, end = -1, 1
+    for dim, outer, axis in sorted([(p.dim, p.outer, a) for a, p in enumerate(layout.placements) if isinstance(p, Shard)]):
+        if dim >= len(shape) or outer % (end if dim == last else 1):
+            return False
+        last, end = dim, outer * mesh.sizes[axis]
+        if shape[dim] % end:
+            return False
+    return True
 
 
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:

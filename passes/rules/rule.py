@@ -78,7 +78,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, tuple | list):
         for item in value:
             _collect(item, found)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         for item in value.values():
             _collect(item, found)
 
@@ -96,7 +96,7 @@ def _abstract(value: Any) -> Any:
         return Tensor(tuple(held.shape), held.dtype) if isinstance(held, torch.Tensor) else held
     if isinstance(value, tuple | list):
         return tuple(_abstract(item) for item in value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _abstract(item) for key, item in value.items()}
     return value
 

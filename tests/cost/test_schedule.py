@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -145,3 +146,12 @@ def test_a_schedule_fits_where_any_order_tried_fits(given: Program, limit: int) 
         assert best.peak_memory <= limit and best.step_time <= as_given.step_time
     else:
         assert best.peak_memory <= as_given.peak_memory
+
+
+@LAW
+@given(programs(), st.randoms(use_true_random=False))
+def test_tasks_in_another_order_have_the_index_that_is_made_for_it(given: Program, random: Random) -> None:
+    order = random.sample(range(len(given.tasks)), len(given.tasks))
+    reordered = given.reordered(order)
+    assert reordered.tasks == tuple(given.tasks[number] for number in order)
+    assert reordered.index == replace(reordered).index
