@@ -50,8 +50,8 @@ class Options:
     limit the same model, mesh and options give the same plan everywhere."""
 
     params: Placements | None = None
-    """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`. They come
-    before any recipe."""
+    """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; of several that match
+    a name, the last counts. They come before any recipe."""
 
     inputs: Placements | None = None
     """Placements of inputs by path, such as `{"tokens": {"dp": Shard(0)}}`."""

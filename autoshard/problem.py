@@ -16,7 +16,7 @@ from autoshard.capture import Captured, capture
 from autoshard.constraints import insisted
 from autoshard.options import Options
 from passes.cast_parameters import CastParameters
-from passes.errors import InputError
+from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
@@ -75,12 +75,22 @@ class Problem:
         )
 
     def insisted_parameters(self) -> tuple[Insisted, ...]:
-        """What the user insists on for parameters of the whole model, by the names in the graph."""
+        """What the user insists on for parameters of the whole model, by the names in the graph.
+
+        Raises ConstraintError where two names of one parameter are given different placements.
+        """
         graph, tied = self.captured.graph_module.graph, self.captured.tied
         shapes = {input_of(n).name: tensor_of(n).shape for n in placeholders(graph, InputRole.PARAMETER)}
         names = shapes | {alias: shapes[name] for alias, name in tied.items()}
-        found = insisted(self.options.params, "params", names, self.mesh)
-        return tuple(Insisted(tied.get(one.name, one.name), one.axis, one.placement) for one in found)
+        found: dict[tuple[str, str], Insisted] = {}
+        for one in insisted(self.options.params, "params", names, self.mesh):
+            other = found.setdefault((tied.get(one.name, one.name), one.axis), one)
+            if other.placement != one.placement:
+                raise ConstraintError(
+                    f"Options(params=...): {other.name!r} and {one.name!r} are one parameter, which cannot be both "
+                    f"{other.placement} and {one.placement} on axis {one.axis!r}; give it one placement"
+                )
+        return tuple(Insisted(name, axis, one.placement) for (name, axis), one in found.items())
 
     def check_batch(self, recipes: Recipes) -> None:
         """Raise InputError where the axes that `recipes` split the batch over do not divide it."""

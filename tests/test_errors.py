@@ -264,6 +264,17 @@ def test_a_dim_that_the_axis_does_not_divide(mesh: str, axes: dict[str, Any], ex
     assert text == f"ConstraintError: Options(params=...): {expected}"
 
 
+def test_two_names_of_one_parameter_with_different_placements() -> None:
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False))
+    model[1].weight = model[0].weight
+    options = Options(params={"0.weight": {"dp": Shard(0)}, "1.weight": {"dp": Shard(1)}})
+    text = message(plan, model, Mesh("dp=2"), (torch.zeros(4, dtype=torch.long),), options=options)
+    assert text == (
+        "ConstraintError: Options(params=...): '0.weight' and '1.weight' are one parameter, which cannot be both S(0) and "
+        "S(1) on axis 'dp'; give it one placement"
+    )
+
+
 def test_placements_that_cut_through_each_other() -> None:
     params = {"up.weight": {"dp": "S(0)", "tp": "S(0/1)"}, "down.weight": {"dp": "S(1)", "tp": "S(1/4)"}}
     assert planned(recipe=None, params=params).parameters["up.weight"].local_shape(Mesh("dp=2,tp=2")) == (2, 6)

@@ -158,7 +158,7 @@ def test_without_gradients_the_plan_is_of_the_forward() -> None:
 
 def test_inputs_in_a_structure_are_known_by_their_path() -> None:
     case = build("structured")
-    made = plan(case.model, "dp=2", case.args, case.kwargs)
+    made = plan(case.model, "dp=2", case.args, case.kwargs, options=Options(recipe="fsdp"))
     assert list(made.inputs) == ["batch.pair.0", "batch.pair.1", "batch.weight", "labels"]
     assert {name: str(value.layout.on(0)) for name, value in made.outputs.items()} == {
         "loss": "R",
@@ -173,6 +173,6 @@ def test_a_large_model_on_many_ranks_is_planned_on_meta() -> None:
         sizes = {"dim": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "hidden": 14336, "vocab": 128256}
         model = llama(**sizes, seq=4096, layers=2).model.to(torch.bfloat16)
         tokens = torch.empty(200, 4096, dtype=torch.long)
-    made = plan(model, "dp=100,tp=8", (tokens, tokens))
+    made = plan(model, "dp=100,tp=8", (tokens, tokens), options=Options(recipe="fsdp+megatron"))
     assert made.inputs["tokens"].local_shape(made.mesh) == (2, 4096)
     assert made.parameters["layers.1.feed_forward.w2.weight"].local_shape(made.mesh) == (41, 1792)

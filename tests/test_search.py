@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.pipeline import default_pipeline
@@ -141,3 +144,69 @@ def test_depth_is_planned_as_a_few_layers() -> None:
     found = plan(model, Mesh("dp=2,tp=2", hardware="h100"), (tokens, tokens), options=Options(recipe="fsdp+megatron"))
     gathers = [one for one in found.collectives if one.kind == "all_gather" and one.origin.fqn == "layers.7.attention.wq"]
     assert gathers and all(one.seconds for one in gathers)
+
+
+@pytest.mark.slow
+def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> None:
+    """All state is split from the start, as that costs nothing; then gathered parameters are not kept any more."""
+    config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
+    with torch.device("meta"):
+        model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
+    costs, gathered_again, limit = [], [], None
+    while True:
+        try:
+            options = Options(memory_limit=limit)
+            found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=options)
+        except MemoryLimitError as error:
+            smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
+            break
+        assert found.cost is not None and (limit is None or found.cost.peak_memory <= limit)
+        costs.append(found.cost)
+        gathered_again.append(sum(one.recomputed for one in found.collectives))
+        limit = int(found.cost.peak_memory * 0.85)
+    assert smallest is not None and limit < int(smallest[1]) <= costs[-1].peak_memory
+    assert len(costs) > 1
+    assert all(one.step_time >= before.step_time * 0.999 for before, one in pairwise(costs))
+    assert all(one.memory.gathered < before.memory.gathered for before, one in pairwise(costs))
+    assert gathered_again[-1] >= 7 * config.layers > gathered_again[0]  # seven weights of a layer
+
+
+def test_the_plan_of_a_wide_mlp_is_megatrons() -> None:
+    """Few rows and many columns: the first product by columns, the second by rows, one sum between ranks."""
+    model, args = on_meta(1 << 16, 64, layers=1)
+    found = plan(model, Mesh("tp=8", hardware="h100"), args, options=Options())
+    layouts = {name: str(value.layout.placements[0]) for name, value in found.parameters.items() if value.layout}
+    assert layouts["layers.0.0.weight"] == "S(0)" and layouts["layers.0.2.weight"] == "S(1)"
+    assert found.search is not None and found.search.gap is not None and found.search.gap <= 0.01
+
+
+def test_a_parameter_that_no_axis_divides_is_padded_where_memory_asks_for_it() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(4099, 4099, bias=False), nn.ReLU()), torch.empty(8, 4099)
+    options = Options(memory_limit="200MB")  # a whole parameter with its state takes 269 MB
+    found = plan(model, Mesh("dp=8", hardware="h100"), (x,), options=options)
+    assert str(found.parameters["0.weight"].layout.placements[0]) == "S(0)"
+    assert found.cost is not None and found.cost.peak_memory <= 200_000_000
+
+
+def test_the_time_limit_gives_the_best_plan_so_far() -> None:
+    with torch.device("meta"):
+        model, tokens = Llama(replace(TINY, layers=4)), torch.empty(16, 32, dtype=torch.long)
+    found = plan(model, Mesh("dp=4,tp=2", hardware="h100"), (tokens, tokens), options=Options(time_limit=0.1))
+    assert found.search is not None and found.search.candidates and found.cost is not None
+    assert found.cost.step_time == min(one.cost.step_time for one in found.search.candidates if one.cost and one.fits)
+
+
+@pytest.mark.slow
+def test_what_the_solver_predicts_is_what_is_simulated() -> None:
+    """On a Llama, whose layers are tied: what is kept of one layer's gathered parameters is kept of all."""
+    config = replace(TINY, layers=8, dim=2048, heads=16, kv_heads=4, hidden=5632, vocab=32000, seq=2048)
+    with torch.device("meta"):
+        model, tokens = Llama(config), torch.empty(32, 2048, dtype=torch.long)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = plan(model, Mesh("dp=8,tp=4", hardware="h100"), (tokens, tokens), options=Options(mixed_precision=policy))
+    assert found.search is not None and found.search.objective is not None and found.search.gap is not None
+    solved = next(one.cost for one in found.search.candidates if one.name == "solved")
+    assert solved is not None
+    assert 0.9 <= found.search.objective / solved.step_time <= 1.1
+    assert found.search.gap <= 0.01
