@@ -11,6 +11,7 @@ A move that several users share is split between them; what one user has no use 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -44,6 +45,12 @@ class Slot:
         """Per layout, the least cost of a choice that has it."""
         found = np.full(self.size, NEVER)
         found[self.present] = np.minimum.reduceat(costs[self.order], self.starts)
+        return found
+
+    def having(self, choices: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Layouts that one of these choices has."""
+        found = np.zeros(self.size, dtype=np.bool_)
+        found[self.at[choices]] = True
         return found
 
 
@@ -105,6 +112,11 @@ class Left:
         """Whether every variable has a choice."""
         return all(bool(choices.any()) for choices in self.choices)
 
+    @property
+    def size(self) -> int:
+        """Moves, of each user."""
+        return sum(int(moves.sum()) for moves in self.moves)
+
     def joined(self, other: Left) -> Left:
         """What either looks at."""
         choices = [a | b for a, b in zip(self.choices, other.choices, strict=True)]
@@ -119,6 +131,7 @@ class Dual:
     exchanges: list[Exchange]
     bound: float = 0.0
     slack: float = float("inf")  # a choice that leaves more than this over the bound is struck
+    deadline: float = float("inf")  # by `time.perf_counter`: from then on it ascends one step at a time
     struck: list[NDArray[np.bool_]] = field(default_factory=list)  # per variable and choice
     made: list[list[int]] = field(default_factory=list)  # per variable, exchanges it makes
     used: list[list[tuple[int, int]]] = field(default_factory=list)  # per variable, exchanges and user numbers
@@ -140,6 +153,8 @@ class Dual:
                 self._visit(variable, forward=True)
             for variable in reversed(range(len(self.choices))):
                 self._visit(variable, forward=False)
+            if time.perf_counter() > self.deadline:
+                break
             if self.bound - before < tolerance * max(self.bound, 1e-12):
                 break
 
@@ -153,6 +168,31 @@ class Dual:
         moves = [(e.costs < self.closed) & (e.used > 0) for e in self.exchanges]
         return Left([~struck for struck in self.struck], moves)
 
+    def nearest(self, most: int, plans: Sequence[Sequence[int]] = ()) -> Left:
+        """Of what was not struck, no more than so many choices of a variable, the cheapest; and all that `plans` make."""
+        found = self.left()
+        for variable, choices in enumerate(found.choices):
+            if choices.sum() > most:
+                costs = np.where(choices, self.least(variable), NEVER)
+                choices[np.argsort(costs, kind="stable")[most:]] = False
+            choices[[plan[variable] for plan in plans]] = True
+        for exchange, moves in zip(self.exchanges, found.moves, strict=True):
+            made = exchange.maker.having(found.choices[exchange.maker.variable])[:, None] & (exchange.moves < NEVER)
+            for number, user in enumerate(exchange.users):
+                moves[number] = made & user.having(found.choices[user.variable])[None, :]
+        return found
+
+    def least(self, variable: int) -> Floats:
+        """Per choice, what it costs over the bound as far as its variable and values know."""
+        costs = self.choices[variable].copy()
+        for number in self.made[variable]:
+            exchange = self.exchanges[number]
+            costs += exchange.costs.min(2).sum(0)[exchange.maker.at]
+        for number, user in self.used[variable]:
+            exchange = self.exchanges[number]
+            costs += exchange.costs[user].min(0)[exchange.users[user].at]
+        return costs
+
     @property
     def closed(self) -> float:
         """What a move that was struck costs at least."""
@@ -161,8 +201,7 @@ class Dual:
     def copied(self) -> Dual:
         """The same, to be struck or to go on from here."""
         exchanges = [exchange.copied() for exchange in self.exchanges]
-        dual = Dual([costs.copy() for costs in self.choices], exchanges, self.bound)
-        return dual
+        return Dual([costs.copy() for costs in self.choices], exchanges, self.bound, deadline=self.deadline)
 
     def _collect(self, variable: int) -> None:
         costs = self.choices[variable]
@@ -171,13 +210,15 @@ class Dual:
             exchange.share()
             least = exchange.costs.min(2)
             exchange.costs -= least[:, :, None]
-            exchange.costs[exchange.costs > self.slack] = NEVER
+            if self.slack < NEVER:
+                exchange.costs[exchange.costs > self.slack] = NEVER
             costs = costs + least.sum(0)[exchange.maker.at]
         for number, user in self.used[variable]:
             exchange = self.exchanges[number]
             least = exchange.costs[user].min(0)
             exchange.costs[user] -= least[None, :]
-            exchange.costs[user][exchange.costs[user] > self.slack] = NEVER
+            if self.slack < NEVER:
+                exchange.costs[user][exchange.costs[user] > self.slack] = NEVER
             costs = costs + least[exchange.users[user].at]
         low = float(costs.min())
         self.bound += low

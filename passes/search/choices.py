@@ -55,7 +55,7 @@ class _Option:
 
 
 class Choices:
-    """The choices of every node of `graph`, found when asked for."""
+    """The choices of every node of `graph`, found when asked for. Where it `is_large`, without those that never pay."""
 
     def __init__(self, graph: Graph, mesh: Mesh, *, is_large: bool) -> None:
         self._mesh = mesh
@@ -157,7 +157,7 @@ class _Rows:
     ) -> None:
         self.nodes, self.spaces, self.size = nodes, spaces, size
         self.table: dict[Node, list[_Option]] = {node: _whole(node) for node in nodes}
-        self.given: dict[tuple[Node, int], dict[Placement, None]] = {}
+        self.added: set[tuple[Node, str, int]] = set()
         for node in nodes:
             for factor in self._factors(node):
                 self._add(node, factor, 1)
@@ -178,6 +178,9 @@ class _Rows:
         return () if space is None or item_of(node) is not None else tuple(space.sizes)
 
     def _add(self, node: Node, factor: str, digit: int) -> None:
+        if (node, factor, digit) in self.added:
+            return
+        self.added.add((node, factor, digit))
         space = self.spaces[node]
         row = factor_row(space, factor, digit, self.size) if space is not None else None
         if row is not None:

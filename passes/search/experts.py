@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
 from torch.fx import GraphModule, Node
 
 from passes.ir.graph import (
@@ -18,47 +20,56 @@ from passes.ir.graph import (
     operands,
     outputs_of,
     placeholders,
-    results_of,
     returned,
 )
+from passes.ir.layout import Layout
 from passes.search.build import Built
 from passes.search.evaluate import evaluate
 from passes.search.prices import Prices
+from passes.search.problem import Use
 from passes.search.relax import Sides
 
 
 def price(gm: GraphModule, built: Built, prices: Prices, placed: GraphModule) -> float | None:
     """Predicted step, in seconds, of the layouts of `placed`: the graph `gm` that `built` is of, with reshards added
-    and every node placed. None where it has layouts that the search does not consider."""
+    and every node placed. Where it has layouts that the search does not consider, of those that are most like it; None
+    where these do not go together."""
     picked = _picked(gm, built, placed)
-    if picked is None:
-        return None
     problem, gathers_again = built.problem, any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
     keeps = float("inf") if gathers_again else 0.0
     plan = evaluate(problem, Sides(problem), prices, picked, keeps=keeps, repeats=0.0)
     return None if plan is None else plan.objective
 
 
-def _picked(gm: GraphModule, built: Built, placed: GraphModule) -> list[int] | None:
-    """Per variable, the first choice that says what `placed` says of all its nodes."""
+def _picked(gm: GraphModule, built: Built, placed: GraphModule) -> list[int]:
+    """Per variable, the choice that agrees with `placed` on most bytes of what it has in common with others."""
     there = {key: node for node, key in _keys(placed).items()}
-    allowed = [list(range(len(variable.choices))) for variable in built.problem.variables]
+    made: dict[Use, Layout] = {}
+    needed: dict[Use, Layout] = {}
     for node, key in _keys(gm).items():
         if node not in built.owners or key not in there or not has_layout(there[key]):
             continue
         owner, other = built.owners[node], there[key]
-        results = layouts_of(other)
-        needs = needs_of(other) if node.op == "call_function" and has_needs(other) else ()
-        choices = built.problem.variables[owner.variable].choices
-        allowed[owner.variable] = [
-            number
-            for number in allowed[owner.variable]
-            if choices[number].results[owner.results : owner.results + len(results_of(node))] == results
-            and choices[number].needs[owner.needs : owner.needs + len(needs)] == needs
-        ]
-    if not all(allowed):
-        return None
-    return [numbers[0] for numbers in allowed]
+        made |= {Use(owner.variable, owner.results + i): layout for i, layout in enumerate(layouts_of(other))}
+        if node.op == "call_function" and has_needs(other):
+            needed |= {Use(owner.variable, owner.needs + i): layout for i, layout in enumerate(needs_of(other))}
+    problem = built.problem
+    agreed = [np.zeros(len(variable.choices)) for variable in problem.variables]
+    for value in problem.values:
+        nbytes = math.prod(value.shape) * value.itemsize * value.count
+        if value.maker in made:
+            results = [choice.results[value.maker.slot] for choice in problem.variables[value.maker.variable].choices]
+            agreed[value.maker.variable] += [nbytes * _likeness(layout, made[value.maker]) for layout in results]
+        for use in value.uses:
+            if use in needed:
+                needs = [choice.needs[use.slot] for choice in problem.variables[use.variable].choices]
+                agreed[use.variable] += [nbytes * _likeness(layout, needed[use]) for layout in needs]
+    return [int(counts.argmax()) for counts in agreed]
+
+
+def _likeness(one: Layout, other: Layout) -> int:
+    """Axes on which two layouts are the same."""
+    return sum(a == b for a, b in zip(one.placements, other.placements, strict=True))
 
 
 def _keys(gm: GraphModule) -> dict[Node, str]:

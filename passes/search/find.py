@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
@@ -21,18 +21,23 @@ from passes.search.prices import Prices
 from passes.search.problem import Problem
 from passes.search.relax import Relaxation, Sides, Weights
 from passes.search.solution import Placed, Solution, keys_of
+from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 2  # changes of weights
-NEAR = (0.002, 0.01, 0.05, 0.2, 1.0)  # over the bound: what is looked at for weights; the first that leaves a plan
+WEIGHINGS = 2  # changes of weights by the program of what is near the bound
+CUTS = 8  # ... by the plans seen, where those of the computation alone point to one that does not fit
+ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
+NEAR = 0.002  # over the bound: what is looked at for weights
+NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no large program
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
-LARGE = 30_000  # columns: a program that takes tens of seconds
+LARGE = 5_000  # moves of a program that takes seconds
 STRIKES = 3  # sweeps that strike choices
+GB = 1e9
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of a search. Bytes per device; seconds."""
+    """What is asked of a search. Bytes per device; seconds. The first plan is waited for beyond the time limit."""
 
     memory_limit: float | None = None
     gap: float = 0.005
@@ -49,7 +54,8 @@ class Searched:
     prices: Prices
 
     def price(self, placed: GraphModule) -> float | None:
-        """Predicted step, in seconds, of the layouts of `placed`; None where the search does not consider them."""
+        """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
+        where these do not go together."""
         return price(self.graph, self.built, self.prices, placed)
 
 
@@ -62,6 +68,8 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
     assert mesh.hardware is not None
     prices = Prices(mesh, mesh.hardware)
     built = build(gm, Kernels(gm.graph, prices))
+    if goal.time_limit is not None:
+        goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
     plan, bound = solve(built.problem, prices, goal)
     solution = _solution(gm, built, plan, bound, time.perf_counter() - started)
     return Searched(solution, gm, built, prices)
@@ -85,17 +93,20 @@ class _Search:
         self.best: Plan | None = None
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
-        self.near: Left  # what is near the bound under all weights tried
-        self.is_tired = False  # what is left is too much to go on without a time limit
+        self.plans: list[Plan] = []  # that relaxations pointed to, whether they fit or not
+        self.is_tired = False  # what is left is too much to go on
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> tuple[Plan, float]:
         relaxation = Relaxation(self.problem, self.sides, self.prices)
+        if self.goal.time_limit is not None:
+            relaxation.dual.deadline = self.started + self.goal.time_limit
         relaxation.dual.ascend(SWEEPS)
         self._look(relaxation)
-        if not self._is_proven():
+        if self.best is None and self.goal.memory_limit is not None:
+            self._fit(relaxation, self.goal.memory_limit)
+        if not self._is_proven() and not self._is_late():
             self._weigh(relaxation)
-            self._take(self._of(self.near))
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late() or self.is_tired:
                 break
@@ -104,21 +115,36 @@ class _Search:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
 
-    def _look(self, relaxation: Relaxation) -> Plan | None:
-        """Take the bound, and the plan that the dual points to if it fits. Gives that plan, whether it fits or not."""
+    def _fit(self, relaxation: Relaxation, limit: float) -> None:
+        """Look for a price on bytes under which the relaxation points to plans that fit.
+
+        First bytes alone count: where even that bound is over the limit, no plan fits.
+        """
+        self._reweigh(relaxation, Weights(((0.0, 0.0, 0.0),) * len(self.problem.segments), 1 / GB), ROUGH)
+        if relaxation.dual.bound > self.paid:
+            raise self._too_small()
+        if not self.plans:
+            return
+        weights = weights_of(self.plans, limit)
+        for _ in range(CUTS):
+            self._reweigh(relaxation, weights, ROUGH)
+            if self.best is not None and self._is_late():
+                break
+            weights = weights_of(self.plans, limit).between(weights)
+
+    def _look(self, relaxation: Relaxation) -> None:
+        """Take the bound, and the plan that the dual points to if it fits."""
         dual, byte = relaxation.dual, relaxation.weights.byte
         self.bound = max(self.bound, dual.bound - self.paid)
         picked = dual.decode(range(len(dual.choices)))
-        pointed = None
         for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
             plan = evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps)
             if plan is None:
-                return None
-            pointed = pointed or plan
+                return
+            self.plans.append(plan)
             self.smallest = min(self.smallest, plan.memory)
             if self.goal.memory_limit is None or plan.memory <= self.goal.memory_limit:
                 self._take(plan)
-        return pointed
 
     def _take(self, plan: Plan | None) -> None:
         if plan is not None and (self.best is None or plan.objective < self.best.objective):
@@ -128,41 +154,41 @@ class _Search:
         """Look for the weights with the highest bound.
 
         The linear program of what is near the bound tells weights; what is near the bound under those joins it, and so
-        on, until the two agree. New weights are taken halfway, as those of few choices swing.
+        on. New weights are taken halfway, as those of few choices swing. What is left has good plans: the best of all
+        mixtures of those seen, or near it.
         """
         best = relaxation.dual.bound - self.paid, relaxation.weights
         left = self._near(relaxation)
         for _ in range(WEIGHINGS):
-            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
-            weights = model.weights()
-            if weights is None or self._is_proven() or self._is_late():
+            weights = self._model(left).weights(self._left())
+            if self._is_proven() or self._is_late() or weights is None:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
             left = left.joined(self._near(relaxation))
             if relaxation.dual.bound - self.paid > best[0]:
                 best = relaxation.dual.bound - self.paid, relaxation.weights
         self._reweigh(relaxation, best[1])
-        self.near = left
+        if not self._is_proven() and not self._is_late():
+            plan, _ = self._model(left).solve(self.goal.gap / 2, self._left(), nodes=1)
+            self._take(plan)
 
     def _near(self, relaxation: Relaxation) -> Left:
+        """The choices near the bound, and those of the plans seen: fewer, where that makes a large program."""
         bound = relaxation.dual.bound
-        for widening in NEAR:
-            struck = relaxation.dual.copied()
-            struck.strike(bound + widening * (bound - self.paid), STRIKES)
-            if (left := struck.left()).is_possible:
-                return left
-        return relaxation.dual.left()
+        struck = relaxation.dual.copied()
+        struck.strike(bound + NEAR * (bound - self.paid), STRIKES)
+        plans = [plan.picked for plan in self.plans]
+        lefts = (struck.nearest(most, plans) for most in NEAREST)
+        return next((left for left in lefts if left.size <= LARGE), struck.nearest(0, plans))
 
-    def _of(self, left: Left) -> Plan | None:
-        """The best plan of what is left."""
-        model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
-        return model.solve(self.goal.gap / 2, self._left())
+    def _model(self, left: Left) -> Model:
+        return Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
 
-    def _reweigh(self, relaxation: Relaxation, weights: Weights) -> None:
+    def _reweigh(self, relaxation: Relaxation, weights: Weights, tolerance: float = 1e-4) -> None:
         relaxation.reweigh(weights)
         limit = self.goal.memory_limit
         self.paid = weights.byte * (limit - self.problem.base) if limit is not None else 0.0
-        relaxation.dual.ascend(SWEEPS)
+        relaxation.dual.ascend(SWEEPS, tolerance)
         self._look(relaxation)
 
     def _search(self, dual: Dual, worst: float) -> None:
@@ -173,13 +199,13 @@ class _Search:
         struck.strike(worst + self.paid, STRIKES)
         least = worst
         if (left := struck.left()).is_possible:
-            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
-            self.is_tired = self.goal.time_limit is None and self.best is not None and model.size > LARGE
+            self.is_tired = self.best is not None and (left.size > LARGE or self._is_late())
             if self.is_tired:
                 return
-            plan = model.solve(self.goal.gap / 2, self._left())
+            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+            plan, bound = model.solve(self.goal.gap / 2, self._left())
             self._take(plan)
-            least = min(worst, plan.bound) if plan is not None else 0.0 if self._is_late() else worst
+            least = min(worst, bound)
         self.bound = max(self.bound, least)
 
     def _is_proven(self) -> bool:

@@ -56,17 +56,17 @@ class Groups:
         maker = _maker(value)
         if is_reshard(maker) or is_reshard(node) or self._place(maker) != self._place(node):
             return False
-        if value in self._weights:
-            return is_alias(value) and node not in self._weights and self._feeds_only(value, node)
-        if not self._is_near(maker, node) or _grows(value, node):
+        if maker in self._weights or not self._is_near(maker, node) or _grows(value, node):
             return False
+        if len(value.users) > 1 and (self._has_heavy(maker) or sum(map(_is_large, operands(maker))) != 1):
+            return False  # behind the call each user would move by itself what is now moved once
         made, needed = self._choices.made(value), self._choices.needed(node, value)
         terms = {(axis, placement) for axis, placement in made if isinstance(placement, Partial)}
         return (terms if is_fusible(maker.target) or is_alias(maker) else made) <= needed
 
-    def _feeds_only(self, value: Node, node: Node) -> bool:
-        """Whether a view of a parameter is made for one call."""
-        return len(value.users) == 1 and all(is_alias(member) for member in self._members[value])
+    def _has_heavy(self, node: Node) -> bool:
+        """Whether a group begins with a call that computes more where its operands were moved than where its result is."""
+        return any(map(_is_heavy, self._members[node]))
 
     def _is_near(self, maker: Node, node: Node) -> bool:
         """Whether nothing that is worth a reshard stands between."""
@@ -80,6 +80,15 @@ class Groups:
 
 def _maker(value: Node) -> Node:
     return (item_of(value) or (value,))[0]
+
+
+def _is_heavy(node: Node) -> bool:
+    """A product, an attention, a convolution: what is no pointwise kernel."""
+    return not is_fusible(node.target) and not is_alias(node)
+
+
+def _is_large(value: Node) -> bool:
+    return any(result.numel() > 1 for result in results_of(value))
 
 
 def _grows(value: Node, node: Node) -> bool:

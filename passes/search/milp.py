@@ -44,9 +44,9 @@ class Program:
         self.entries += entries
         return number
 
-    def duals(self) -> Floats | None:
-        """What each row is worth where nothing needs to be whole; None where no values meet the rows."""
-        solver = _solver()
+    def duals(self, *, time_limit: float | None = None) -> Floats | None:
+        """What each row is worth where nothing needs to be whole; None where no values meet the rows, or in time."""
+        solver = _solver(time_limit)
         model = self._model()
         model.integrality_ = []
         solver.passModel(model)
@@ -55,15 +55,14 @@ class Program:
             return None
         return np.array(solver.getSolution().row_dual)
 
-    def minimise(self, *, gap: float, time_limit: float | None) -> Answer:
-        """The best whole values found: until the time limit; without one, in a number of steps that suits the size."""
-        solver = _solver()
+    def minimise(self, *, gap: float, time_limit: float | None, nodes: int | None = None) -> Answer:
+        """The best whole values found: until the time limit, and in a number of nodes of branch and bound; where neither
+        is given, in one that suits the size."""
+        solver = _solver(time_limit)
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("mip_abs_gap", 1e-9)
-        if time_limit is not None:
-            solver.setOptionValue("time_limit", float(time_limit))
-        else:
-            solver.setOptionValue("mip_max_nodes", max(NODES, WORK // len(self.costs)))
+        if time_limit is None or nodes is not None:
+            solver.setOptionValue("mip_max_nodes", nodes or max(NODES, WORK // len(self.costs)))
         solver.passModel(self._model())
         solver.run()
         info, status = solver.getInfo(), solver.getModelStatus()
@@ -92,10 +91,12 @@ class Program:
         return lp
 
 
-def _solver() -> highspy.Highs:
+def _solver(time_limit: float | None) -> highspy.Highs:
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         solver.setOptionValue(name, value)
+    if time_limit is not None:
+        solver.setOptionValue("time_limit", float(time_limit))
     return solver
 
 

@@ -20,7 +20,7 @@ from passes.search.problem import Busy, Floats, Ints, Move, Problem, Value
 from passes.search.relax import Sides, Weights, held_by, move_of
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
-TIE = 2e-3  # of a move's seconds: of plans as quick as each other the one that moves less
+TIE = 1e-4  # of a move's seconds: of plans as quick as each other the one that moves less
 COMPUTE, INSIDE, ACROSS = range(3)  # as in Busy
 
 Arc = tuple[int, int]  # positions of source and target in `Sides`
@@ -203,10 +203,10 @@ class Model:
         for terms in groups.values():
             self._row(terms, 0.0, 0.0)
 
-    def weights(self) -> Weights | None:
+    def weights(self, time_limit: float | None) -> Weights | None:
         """What a segment's computation and links, and a byte, are worth where choices may be mixed; None where no
-        mixture fits."""
-        duals = self.program.duals()
+        mixture fits, or in time."""
+        duals = self.program.duals(time_limit=time_limit)
         if duals is None:
             return None
         segments = []
@@ -217,11 +217,13 @@ class Model:
         byte = max(0.0, float(duals[self.byte_row])) / SCALE / 1e9 if self.byte_row >= 0 else 0.0
         return Weights(tuple(segments), byte)
 
-    def solve(self, gap: float, time_limit: float | None) -> Plan | None:
-        """None where no plan was found."""
-        answer = self.program.minimise(gap=gap, time_limit=time_limit)
+    def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Plan | None, float]:
+        """The best plan found, None where none was; and what no plan is better than, in seconds."""
+        answer = self.program.minimise(gap=gap, time_limit=time_limit, nodes=nodes)
+        # The program's cost has the ties: less than three times their part of a segment, which is the longest of three.
+        bound = float("inf") if answer.is_infeasible else answer.bound / SCALE / (1 + 3 * TIE)
         if answer.values is None:
-            return None
+            return None, bound
         values = answer.values
         picked = [max(columns, key=lambda choice: values[columns[choice]]) for columns in self.picks]
         busy = np.array([[sum(values[c] * s for c, s in row) for row in rows] for rows in self.busy])
@@ -229,7 +231,7 @@ class Model:
         kept = sorted({value for column, value in self.keeps.items() if values[column] > 0.5})
         again = sorted({value for column, value in self.repeats.items() if values[column] > 0.5})
         objective = float(busy.max(1).sum())
-        return Plan(picked, kept, again, objective, answer.bound / SCALE, float(memory), busy)
+        return Plan(picked, kept, again, objective, bound, float(memory), busy), bound
 
 
 def charged(problem: Problem, value: Value, move: Move) -> Busy:

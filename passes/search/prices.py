@@ -34,14 +34,6 @@ class _Leg:
 _Route = tuple[_Leg, ...]
 
 
-@dataclass(frozen=True)
-class _Likeness:
-    """What the steps of a move follow from: what each axis has and wants, and which digits can stand side by side."""
-
-    axes: tuple[tuple[str, str, bool], ...]
-    beside: tuple[bool, ...]  # per two axes, whether what the first has goes with what the second wants
-
-
 @dataclass(frozen=True, eq=False)
 class Fares:
     """What moves from each source to each target take, in seconds; `never` where there is no way."""
@@ -58,9 +50,11 @@ class Prices:
 
     mesh: Mesh
     hardware: Hardware
+    _asked: dict[object, Move | None] = field(default_factory=dict)
     _fares: dict[object, Fares] = field(default_factory=dict)
+    _codes: dict[str, int] = field(default_factory=dict)  # of kinds of placement
     _routes: dict[object, _Route | None] = field(default_factory=dict)
-    _moves: dict[tuple[_Route, float, int], Move] = field(default_factory=dict)
+    _moves: dict[tuple[int, float, int], Move] = field(default_factory=dict)
     _locals: dict[tuple[Shape, Layout], Shape] = field(default_factory=dict)
     _even: dict[tuple[Shape, Layout], bool] = field(default_factory=dict)
 
@@ -85,10 +79,11 @@ class Prices:
 
         With `bucket` bytes, a smaller collective is part of one of that size, and so is its time.
         """
-        if source == target:
-            return Move()
-        route = self._route(source, target, shape)
-        return None if route is None else self._taken(route, float(math.prod(shape) * itemsize), bucket)
+        key = shape, itemsize, source, target, bucket
+        if key not in self._asked:
+            likeness = self._likeness(shape, (source,), (target,))[0, 0].tobytes()
+            self._asked[key] = self._move(likeness, shape, float(math.prod(shape) * itemsize), source, target, bucket)
+        return self._asked[key]
 
     def fares(
         self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], bucket: int = 0
@@ -96,28 +91,31 @@ class Prices:
         """`move` from each source to each target. Moves that are alike are priced once."""
         key = shape, itemsize, bucket, tuple(sources), tuple(targets)
         if key not in self._fares:
-            alike = self._alike(shape, sources, targets)
-            _, first, back = np.unique(alike, return_index=True, return_inverse=True)
+            likeness = self._likeness(shape, sources, targets)
+            rows = likeness.reshape(-1, likeness.shape[2])
+            _, first, back = np.unique(_numbers(rows), return_index=True, return_inverse=True)
             seconds = np.zeros((len(first), 4))
+            nbytes = float(math.prod(shape) * itemsize)
             for number, at in enumerate(first.tolist()):
-                source, target = divmod(at, len(targets))
-                move = self.move(shape, itemsize, sources[source], targets[target], bucket)
+                source, target = sources[at // len(targets)], targets[at % len(targets)]
+                move = self._move(rows[at].tobytes(), shape, nbytes, source, target, bucket)
                 seconds[number] = (0.0, 0.0, 0.0, 1.0) if move is None else (move.inside, move.across, move.local, 0.0)
-            found = seconds[back.reshape(alike.shape)]
+            found = seconds[back.reshape(likeness.shape[:2])]
             self._fares[key] = Fares(found[..., 0], found[..., 1], found[..., 2], found[..., 3] > 0)
         return self._fares[key]
 
     # --- ways
 
-    def _route(self, source: Layout, target: Layout, shape: Shape) -> _Route | None:
-        """As `plan_steps`: on even layouts, that of the first move that is like it."""
-        if self._is_even(shape, source) and self._is_even(shape, target):
-            key: object = self._likeness(source, target)
-        else:
-            key = source, target, shape
+    def _move(
+        self, likeness: bytes, shape: Shape, nbytes: float, source: Layout, target: Layout, bucket: int
+    ) -> Move | None:
+        """By the steps of `plan_steps`: on even layouts, by those of the first move that is like it."""
+        is_even = self._is_even(shape, source) and self._is_even(shape, target)
+        key: object = likeness if is_even else (source, target, shape)
         if key not in self._routes:
             self._routes[key] = self._planned(source, target, shape)
-        return self._routes[key]
+        route = self._routes[key]
+        return None if route is None else self._taken(route, nbytes, bucket)
 
     def _is_even(self, shape: Shape, layout: Layout) -> bool:
         key = shape, layout
@@ -125,13 +123,31 @@ class Prices:
             self._even[key] = is_even(layout, shape, self.mesh)
         return self._even[key]
 
-    def _likeness(self, source: Layout, target: Layout) -> _Likeness:
-        sizes, have, want = self.mesh.sizes, source.placements, target.placements
-        axes = tuple((_code(a), _code(b), a == b) for a, b in zip(have, want, strict=True))
-        beside = tuple(
-            _are_apart(a, m, b, n) for a, m in zip(have, sizes, strict=True) for b, n in zip(want, sizes, strict=True)
+    def _likeness(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> NDArray[np.int32]:
+        """Per source and target what the steps follow from: what each axis has and wants, and which digits can stand
+        side by side. Layouts that are not even are like no other."""
+        ids: dict[Placement, int] = {}
+        have, want = (
+            np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])
+            for side in (sources, targets)
         )
-        return _Likeness(axes, beside)
+        listed, axes = list(ids), range(self.mesh.ndim)
+        codes = np.array([self._codes.setdefault(_code(p), len(self._codes)) for p in listed])
+        apart = {
+            (m, n): np.array([[_are_apart(p, m, q, n) for q in listed] for p in listed])
+            for m in self.mesh.sizes
+            for n in self.mesh.sizes
+        }
+        odd = [[0 if self._is_even(shape, one) else i for i, one in enumerate(side, 1)] for side in (sources, targets)]
+        fields = [np.array(odd[0])[:, None], np.array(odd[1])[None, :]]
+        for i in axes:
+            a = have[:, None, i]
+            fields += [codes[a], codes[want[None, :, i]], a == want[None, :, i]]
+            fields += [apart[self.mesh.sizes[i], self.mesh.sizes[j]][a, want[None, :, j]] for j in axes]
+        found = np.empty((len(sources), len(targets), len(fields)), dtype=np.int32)
+        for number, one in enumerate(fields):
+            found[..., number] = one
+        return found
 
     def _planned(self, source: Layout, target: Layout, shape: Shape) -> _Route | None:
         try:
@@ -143,7 +159,7 @@ class Prices:
         return tuple(_Leg(step.kind, step.axes, before, after) for step, before, after in legs)
 
     def _taken(self, route: _Route, nbytes: float, bucket: int) -> Move:
-        key = route, nbytes, bucket
+        key = id(route), nbytes, bucket  # `_routes` keeps it
         if key not in self._moves:
             seconds = {"inside": 0.0, "across": 0.0, "local": 0.0}
             for leg in route:
@@ -163,28 +179,6 @@ class Prices:
         seconds = collective_seconds(leg.kind.__name__, message, group, self.hardware)
         return link_of(group), seconds * nbytes / message if message else 0.0
 
-    def _alike(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> Ints:
-        """Per source and target a number, equal for moves that are alike."""
-        ids: dict[Placement, int] = {}
-        have, want = (
-            np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])
-            for side in (sources, targets)
-        )
-        listed = list(ids)
-        codes = np.unique([_code(p) for p in listed], return_inverse=True)[1]
-        found = np.zeros((len(sources), len(targets)), dtype=np.int64)
-        for axis in range(self.mesh.ndim):
-            a, b = have[:, None, axis], want[None, :, axis]
-            found = _joined(found, codes[a], codes[b], a == b)
-            for other in range(self.mesh.ndim):
-                sizes = self.mesh.sizes[axis], self.mesh.sizes[other]
-                table = np.array([[_are_apart(p, sizes[0], q, sizes[1]) for q in listed] for p in listed])
-                found = _joined(found, table[have[:, None, axis], want[None, :, other]])
-        odd = (np.array([not self._is_even(shape, layout) for layout in side]) for side in (sources, targets))
-        rows, columns = (np.where(uneven, np.arange(1, len(uneven) + 1), 0) for uneven in odd)
-        unlike = np.where(rows[:, None] + columns[None, :] > 0, np.arange(1, found.size + 1).reshape(found.shape), 0)
-        return _joined(found, unlike)
-
 
 def _code(placement: Placement) -> str:
     return "S" if isinstance(placement, Shard) else str(placement)
@@ -197,12 +191,12 @@ def _are_apart(one: Placement, size: int, other: Placement, width: int) -> bool:
     return other.outer % (one.outer * size) == 0 or one.outer % (other.outer * width) == 0
 
 
-def _joined(numbers: Ints, *more: NDArray[np.generic]) -> Ints:
-    """Numbers that are equal where `numbers` and all of `more` are."""
-    for one in more:
-        codes = one.astype(np.int64)
-        base = int(codes.max(initial=0)) + 1
-        if int(numbers.max(initial=0)) >= (1 << 62) // base:
-            numbers = np.unique(numbers, return_inverse=True)[1].reshape(numbers.shape)
-        numbers = numbers * base + codes
-    return numbers
+def _numbers(rows: NDArray[np.int32]) -> Ints:
+    """Per row a number, the same for equal rows."""
+    found = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.T:
+        base = int(column.max(initial=0)) + 1
+        if int(found.max(initial=0)) >= (1 << 62) // base:
+            found = np.unique(found, return_inverse=True)[1]
+        found = found * base + column
+    return found

@@ -7,7 +7,6 @@ most that; so does a price on bytes, less what the limit allows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +123,10 @@ class Relaxation:
         same = np.array(self.sides.sources[number])[:, None] == np.array(self.sides.targets[number])[None, :]
         moved = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
         nbytes = np.where(same, 0.0, moved[None, :])
-        held = [[held_by(problem, self.sides, self.prices, number, arc) for arc in row] for row in arcs_of(same)]
+        before = np.zeros(len(sources))
+        if value.is_counted:
+            before += [0.0 if s.has_partial else self.prices.nbytes(value.shape, value.itemsize, s) for s in sources]
+        more = np.where(same, 0.0, np.maximum(0.0, moved[None, :] - before[:, None] * value.count))
         never = fares.never
         if value.is_term:
             never = never | (np.array([source.has_partial for source in sources])[:, None] & ~same)
@@ -132,7 +134,7 @@ class Relaxation:
             fares.inside * value.count,
             fares.across * value.count,
             fares.local * value.count,
-            np.array(held),
+            more if value.saved else np.zeros(same.shape),
             value.backward >= 0,
             nbytes if value.again >= 0 else None,
             never,
@@ -151,11 +153,6 @@ class Relaxation:
             exchange.reprice(self._cost(number, weights))
             dual.bound += exchange.lift()
         self.weights = weights
-
-
-def arcs_of(table: NDArray[Any]) -> list[list[tuple[int, int]]]:
-    """Positions in a table, by rows."""
-    return [[(row, column) for column in range(table.shape[1])] for row in range(table.shape[0])]
 
 
 def held_by(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> float:
