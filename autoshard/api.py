@@ -21,13 +21,13 @@ from autoshard.options import Options
 from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
 from autoshard.planner import Planned, make_plan, plan_ahead
+from autoshard.problem import data_axes
 from autoshard.runtime import Request, ShardedModule, shard_module
 from autoshard.settings import options_of
 from autoshard.topology import mesh_of
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
-from passes.recipes.data import DATA_RECIPES
 
 Model = TypeVar("Model", bound=nn.Module)
 ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
@@ -136,7 +136,9 @@ def _distribute(
         groups,
         planner,
         mode=options.compile,
-        program=lambda followed: planner.plan(model, args or (), kwargs or {}, gradients, followed=followed),
+        program=lambda followed: planner.plan(
+            model, args or (), kwargs or {}, gradients, batch_axes=planner.batch_axes(), followed=followed
+        ),
         gradients=gradients,
     )
 
@@ -162,7 +164,7 @@ class _Planner:
             kwargs,
             request.gradients,
             request.parameters,
-            batch_axes=splits.data_axes if self.options.recipe == AUTO else None,
+            batch_axes=self.batch_axes(),
             followed=followed,
         )
 
@@ -198,12 +200,18 @@ class _Planner:
         self.first = self.first or planned.plan
         return self._program(planned)
 
+    def batch_axes(self) -> tuple[int, ...] | None:
+        """Axes that the caller splits the batch over. None: as the recipe, or the plan that is given, says.
+
+        A search does not decide what each rank is to be given: before there is a plan, the names of axes do.
+        """
+        return self._splits().data_axes if self.options.recipe == AUTO and self.given is None else None
+
     def _splits(self) -> Splits:
         """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
         if self.first is None:
             recipes = recipes_of(self.options.recipe, self.mesh)
-            data_axes = tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
-            return Splits(self.mesh, data_axes, self.options.inputs)
+            return Splits(self.mesh, data_axes(recipes), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {
             name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()

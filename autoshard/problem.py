@@ -31,7 +31,7 @@ class Problem:
     """A captured model and all that every candidate plan of it has in common.
 
     `stored` are layouts of parameters that an earlier program of the same module settled; `batch_axes` those that
-    the caller splits the batch over, and no others (None: free to choose).
+    the caller splits the batch over, the first that divide it and no others (None: free to choose).
     """
 
     captured: Captured
@@ -63,15 +63,18 @@ class Problem:
         )
 
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Insisted, ...]:
-        """How the caller splits inputs whose first dim is the batch, where it does; the rest comes whole."""
+        """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""
         if self.batch_axes is None:
             return ()
         first = next((shape for shape in inputs.values() if shape), None)
+        axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
         split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
+        said = {(one.name, one.axis) for one in insisted(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
-            Insisted(name, axis, Shard(0) if name in split and number in self.batch_axes else R)
+            Insisted(name, axis, Shard(0) if name in split and number in axes else R)
             for name in inputs
             for number, axis in enumerate(self.mesh.names)
+            if (name, axis) not in said
         )
 
     def insisted_parameters(self) -> tuple[Insisted, ...]:
@@ -94,7 +97,7 @@ class Problem:
 
     def check_batch(self, recipes: Recipes) -> None:
         """Raise InputError where the axes that `recipes` split the batch over do not divide it."""
-        axes = [axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES]
+        axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
         inputs = placeholders(self.captured.graph_module.graph, InputRole.INPUT)
         first = next((n for n in inputs if tensor_of(n).dim() > 0), None)
@@ -104,6 +107,18 @@ class Problem:
                 f"input {input_of(first).name!r} has a batch of {tensor_of(first).shape[0]}, which {names} = {ways} "
                 f"does not divide; give a batch that is a multiple of {ways}"
             )
+
+
+def data_axes(recipes: Recipes) -> tuple[int, ...]:
+    """Axes that split the batch."""
+    return tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
+
+
+def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
+    """The first of `axes`, as many as divide a batch of that size together."""
+    while axes and batch % math.prod(mesh.sizes[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
 
 
 def captured_problem(
