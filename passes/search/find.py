@@ -25,7 +25,7 @@ from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
 WEIGHINGS = 2  # changes of weights by the program of what is near the bound
-CUTS = 8  # ... by the plans seen, where those of the computation alone point to one that does not fit
+CUTS = 6  # ... by the plans seen, where those of the computation alone point to one that does not fit
 ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
 NEAR = 0.002  # over the bound: what is looked at for weights
 NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no large program
@@ -167,7 +167,8 @@ class _Search:
             left = left.joined(self._near(relaxation))
             if relaxation.dual.bound - self.paid > best[0]:
                 best = relaxation.dual.bound - self.paid, relaxation.weights
-        self._reweigh(relaxation, best[1])
+        if relaxation.weights is not best[1]:
+            self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
             plan, _ = self._model(left).solve(self.goal.gap / 2, self._left(), nodes=1)
             self._take(plan)

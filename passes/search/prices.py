@@ -81,7 +81,7 @@ class Prices:
         """
         key = shape, itemsize, source, target, bucket
         if key not in self._asked:
-            likeness = self._likeness(shape, (source,), (target,))[0, 0].tobytes()
+            likeness = self._likeness(shape, (source,), (target,))[0, 0]
             self._asked[key] = self._move(likeness, shape, float(math.prod(shape) * itemsize), source, target, bucket)
         return self._asked[key]
 
@@ -98,7 +98,7 @@ class Prices:
             nbytes = float(math.prod(shape) * itemsize)
             for number, at in enumerate(first.tolist()):
                 source, target = sources[at // len(targets)], targets[at % len(targets)]
-                move = self._move(rows[at].tobytes(), shape, nbytes, source, target, bucket)
+                move = self._move(rows[at], shape, nbytes, source, target, bucket)
                 seconds[number] = (0.0, 0.0, 0.0, 1.0) if move is None else (move.inside, move.across, move.local, 0.0)
             found = seconds[back.reshape(likeness.shape[:2])]
             self._fares[key] = Fares(found[..., 0], found[..., 1], found[..., 2], found[..., 3] > 0)
@@ -107,11 +107,10 @@ class Prices:
     # --- ways
 
     def _move(
-        self, likeness: bytes, shape: Shape, nbytes: float, source: Layout, target: Layout, bucket: int
+        self, likeness: NDArray[np.int32], shape: Shape, nbytes: float, source: Layout, target: Layout, bucket: int
     ) -> Move | None:
         """By the steps of `plan_steps`: on even layouts, by those of the first move that is like it."""
-        is_even = self._is_even(shape, source) and self._is_even(shape, target)
-        key: object = likeness if is_even else (source, target, shape)
+        key: object = (source, target, shape) if likeness[0] or likeness[1] else likeness.tobytes()
         if key not in self._routes:
             self._routes[key] = self._planned(source, target, shape)
         route = self._routes[key]
@@ -125,7 +124,7 @@ class Prices:
 
     def _likeness(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> NDArray[np.int32]:
         """Per source and target what the steps follow from: what each axis has and wants, and which digits can stand
-        side by side. Layouts that are not even are like no other."""
+        side by side. First whether source and target are not even: these are like no other."""
         ids: dict[Placement, int] = {}
         have, want = (
             np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])

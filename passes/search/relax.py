@@ -6,6 +6,7 @@ most that; so does a price on bytes, less what the limit allows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,8 @@ class Weights:
             ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2, (a[2] + b[2]) / 2)
             for a, b in zip(self.segments, other.segments, strict=True)
         ]
-        return Weights(tuple(segments), (self.byte + other.byte) / 2)
+        scale = math.sqrt(self.byte * other.byte)  # prices of bytes differ by orders of magnitude
+        return Weights(tuple(segments), scale or (self.byte + other.byte) / 2)
 
     @staticmethod
     def computation(problem: Problem) -> Weights:
