@@ -28,6 +28,7 @@ from passes.ir.graph import (
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.steps import plan_steps
+from passes.recipes.weights import weights_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class LowerReshards(Pass):
     layouts between source and target (every axis at its source, its target or `R`). Several axes that
     gather, or reduce, or scatter next to each other move in one collective.
 
-    A step stands in front of its first user if it grows the value, behind its producer if it shrinks it.
+    A step stands in front of its first user if it grows the value, behind its producer if it shrinks it. Moves and
+    casts of a parameter stand in front of their first users too, so that nothing is gathered long before its use.
 
     Before:
 
@@ -69,11 +71,18 @@ class LowerReshards(Pass):
     gives: ClassVar[Stage] = Stage.COLLECTIVE
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        _sink(gm)
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         nodes = [node for node in gm.graph.nodes if is_reshard(node)]
         for node in nodes:
             _lower(node, ctx.mesh, order)
         return bool(nodes)
+
+
+def _sink(gm: GraphModule) -> None:
+    for node in reversed(list(weights_of(gm.graph))):
+        if node.op == "call_function" and node.users:
+            min(node.users).prepend(node)
 
 
 def _lower(node: Node, mesh: Mesh, order: dict[Node, int]) -> None:
