@@ -14,6 +14,7 @@ from passes.ir.graph import (
     OutputRole,
     Stage,
     add_reshard,
+    copy_facts,
     input_of,
     is_reshard,
     item_of,
@@ -148,6 +149,7 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
                     continue
                 if need not in made:
                     made[need] = add_reshard(node, "solve: gathered for use" if node in weights else "solve: moved for use")
+                    copy_facts(user if node.op == "placeholder" else node, made[need])  # a parameter has no module yet
                     set_layouts(made[need], need)
                     set_needs(made[need], (layout_of(node),))
                     set_recompute(made[need], keys[node] not in solution.kept)
