@@ -34,24 +34,26 @@ class Case:
     build: Example
     mesh: str
     batch: int
+    hardware: str = "h100"
 
 
 CASES = {
     "gpt2": Case(gpt2, "dp=4,tp=2", 64),
     "8b": Case(llama3_8b, "dp=32,tp=8", 64),
     "70b": Case(llama3_70b, "dp=32,tp=8", 64),
-    "405b": Case(llama3_405b, "dp=16,cp=2,tp=8", 32),
+    "405b": Case(llama3_405b, "dp=16,cp=2,tp=8", 32, "h200"),  # without checkpointing too large for an H100
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
-    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--hardware", help="instead of the case's own")
     parser.add_argument("--recipe", default="auto")
     given = parser.parse_args()
     for name in given.cases or CASES:
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, given.hardware, given.recipe))
+        hardware = given.hardware or CASES[name].hardware
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(name, hardware, given.recipe))
         process.start()
         process.join()
 
