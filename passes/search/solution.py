@@ -41,7 +41,6 @@ class Solution:
     memory: float = 0.0  # predicted, per device
     seconds: float = field(default=0.0, compare=False)  # the search took
     variables: int = 0
-    is_complete: bool = True  # False: the time limit came first
 
     @property
     def gap(self) -> float:
