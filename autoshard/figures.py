@@ -14,6 +14,7 @@ from passes.ir.hardware import Group, Hardware, Link
 TILES = (4, 8, 16, 32, 64, 128, 256)
 BOUND_BY_MEMORY = 0.7  # part of its time that a product's bytes take, from which on it says little of arithmetic
 SWITCH_GAIN = 0.92  # part of a ring's time per byte, below which an all-reduce must have been made by the switch
+BYTES_PART = 0.25  # of the time of the largest message that its bytes take at least
 LEAST_PART = 0.05  # of what was measured that a link is given, where the fit leaves it nothing
 
 
@@ -108,9 +109,11 @@ def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
     lines = []
     for (kind, group), measured in of.items():
         small, large = (choose(measured, key=lambda time: time.nbytes) for choose in (min, max))
-        slope = (large.seconds - small.seconds) / (large.nbytes - small.nbytes)
+        # Under load a small message may take as long as a large one, whose bytes are not free for that.
+        least = BYTES_PART * large.seconds / large.nbytes
+        slope = max((large.seconds - small.seconds) / (large.nbytes - small.nbytes), least)
         is_twice = kind == "all_reduce" or (kind == "reduce_scatter" and machine.scatter_sends_all)
-        lines.append(_Line(kind, group, 2 if is_twice else 1, small.seconds, max(slope, 1e-15)))
+        lines.append(_Line(kind, group, 2 if is_twice else 1, small.seconds, slope))
     return lines
 
 

@@ -78,3 +78,10 @@ def test_times_that_no_formula_explains_still_give_figures() -> None:
     odd = [TransferTime(kind, ("x",), Group(2), n, 1.0 / n) for kind in KINDS for n in SIZES]
     link = fit_links(BLANK, odd).inside
     assert link.bandwidth > 0 and link.latency >= 0 and link.setup >= 0
+
+
+def test_a_small_message_that_took_longer_does_not_make_bytes_free() -> None:
+    machine = hardware_named("cpu")
+    took = ((4096, 4e-3), (1 << 20, 1e-3))
+    times = [TransferTime("all_gather", ("dp",), Group(2, 1), nbytes, seconds) for nbytes, seconds in took]
+    assert fit_links(machine, times).inside.bandwidth <= 80 * (1 << 20) / 1e-3
