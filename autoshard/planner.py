@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture import Captured
-from autoshard.constraints import AUTO, check_options, recipes_of
+from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
 from autoshard.fit import check_model
 from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
@@ -157,7 +157,7 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
 
 
 def _not_searched(problem: Problem) -> Remark:
-    chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, recipes_of(AUTO, problem.mesh), strict=True))
+    chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, rule_of_thumb(problem.mesh), strict=True))
     first = next(iter(problem.captured.graph_module.graph.nodes))
     text = (
         f"the figures of this device are not known, so that nothing was searched for: {chosen}; give "

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.pipeline import default_pipeline
+from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import UnknownOpError
@@ -120,6 +121,14 @@ def test_a_pipeline_of_ones_own_places_values_itself() -> None:
     model, args = on_meta(64, 8)
     found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(pipeline=pipeline))
     assert found.search is None and found.recipes == ("fsdp", "megatron")
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(8, "S(0)"), (7, "R")])
+def test_a_batch_that_the_caller_splits_is_split_over_its_axes_alone(batch: int, expected: str) -> None:
+    model, args = on_meta(64, batch)
+    mesh = Mesh("dp=2,tp=2", hardware="cpu")
+    made = make_plan(model, args, {}, mesh, Options(), batch_axes=(0,)).plan
+    assert [str(placement) for placement in made.inputs["x"].layout.placements] == [expected, "R"]
 
 
 def test_without_figures_of_the_hardware_a_rule_of_thumb_is_followed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def run_somehow(op: OpOverload) -> Case:
         args, kwargs = arguments(op, dtype)
         try:
             op(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # it takes no such dtype; one that takes neither fails below
             continue
         return Case(op, args, kwargs)
     raise AssertionError(f"{op._schema} ran on neither floats nor integers; give it a case")
