@@ -107,3 +107,19 @@ def test_a_maximum_cannot_become_a_partial_sum() -> None:
     mesh = Mesh("tp=2")
     with pytest.raises(CompilerError, match="no way from"):
         plan_steps(parse_layout("{}", mesh), parse_layout("{tp:P(max)}", mesh), (8, 6), mesh)
+
+
+def test_a_moved_parameter_is_gathered_in_front_of_its_use() -> None:
+    gm, mesh = parse_graph("""mesh tp=2
+stage EXPLICIT
+%w: f32[8, 6] {tp:S(0)} = parameter("w")
+%x: f32[4, 6] {tp:R} = input("x")
+%reshard: f32[8, 6] {tp:R} = reshard(%w)
+%permute: f32[6, 8]<1, 6> {tp:R} = permute(%reshard, [1, 0])
+%relu: f32[4, 6] {tp:R} = relu(%x)
+%mm: f32[4, 8] {tp:R} = mm(%relu, %permute)
+return output("output") %mm
+""")
+    LowerReshards().run(gm, PassContext(mesh))
+    names = [node.name for node in gm.graph.nodes if node.op == "call_function"]
+    assert names == ["relu", "all_gather", "permute", "mm"]
