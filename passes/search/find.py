@@ -24,13 +24,15 @@ from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 2  # changes of weights by the program of what is near the bound
+WEIGHINGS = 8  # changes of weights by the program of what is near the bound, at most
+GAIN = 5e-4  # of the bound: what the next of them has to add, or it is the last
 CUTS = 6  # ... by the plans seen, where those of the computation alone point to one that does not fit
 ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
 NEAR = 0.002  # over the bound: what is looked at for weights
 NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no large program
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 LARGE = 5_000  # moves of a program that takes seconds
+PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 
@@ -110,7 +112,9 @@ class _Search:
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late() or self.is_tired:
                 break
-            self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
+            is_known = self.best is not None and self._struck(relaxation.dual, self.best.objective).left().size <= PROVABLE
+            worst = float("inf") if is_known else (relaxation.dual.bound - self.paid) * (1 + widening)
+            self._search(relaxation.dual, worst)
         if self.best is None:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
@@ -165,8 +169,11 @@ class _Search:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
             left = left.joined(self._near(relaxation))
-            if relaxation.dual.bound - self.paid > best[0]:
-                best = relaxation.dual.bound - self.paid, relaxation.weights
+            gain = relaxation.dual.bound - self.paid - best[0]
+            if gain > 0:
+                best = best[0] + gain, relaxation.weights
+            if gain < GAIN * best[0]:
+                break
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
@@ -196,11 +203,9 @@ class _Search:
         """The best of the plans that are shorter than `worst`."""
         if self.best is not None:
             worst = min(worst, self.best.objective)
-        struck = dual.copied()
-        struck.strike(worst + self.paid, STRIKES)
-        least = worst
-        if (left := struck.left()).is_possible:
-            self.is_tired = self.best is not None and (left.size > LARGE or self._is_late())
+        least, left = worst, self._struck(dual, worst).left()
+        if left.is_possible:
+            self.is_tired = self.best is not None and (left.size > PROVABLE or self._is_late())
             if self.is_tired:
                 return
             model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
@@ -208,6 +213,12 @@ class _Search:
             self._take(plan)
             least = min(worst, bound)
         self.bound = max(self.bound, least)
+
+    def _struck(self, dual: Dual, worst: float) -> Dual:
+        """Without what is in no plan shorter than `worst`."""
+        struck = dual.copied()
+        struck.strike(worst + self.paid, STRIKES)
+        return struck
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.objective - self.bound <= self.goal.gap * self.best.objective
