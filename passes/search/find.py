@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
@@ -31,6 +32,7 @@ ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are stil
 NEAR = 0.002  # over the bound: what is looked at for weights
 NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no large program
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
+DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least memory is asked for
 LARGE = 5_000  # moves of a program that takes seconds
 PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 STRIKES = 3  # sweeps that strike choices
@@ -47,34 +49,59 @@ class Goal:
 
 
 @dataclass(frozen=True, eq=False)
-class Searched:
-    """What a search found, and what it knows of the graph."""
+class Prepared:
+    """The problem of a graph's layouts, to be solved for any goal."""
 
-    solution: Solution
     graph: GraphModule
     built: Built
     prices: Prices
+
+    def solve(self, goal: Goal) -> Solution:
+        """The layouts with the least predicted step that fits the memory.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
+        started = time.perf_counter()
+        plan, bound = solve(self.built.problem, self.prices, goal)
+        return self._solution(plan, bound, started)
+
+    def least(self) -> Iterator[Solution]:
+        """Layouts that take little memory, whatever they cost: the quickest of those first."""
+        for worth in DEAR:
+            started = time.perf_counter()
+            plan = _Search(self.built.problem, self.prices, Goal()).least(worth)
+            if plan is not None:
+                yield self._solution(plan, 0.0, started)
 
     def price(self, placed: GraphModule) -> float | None:
         """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
         where these do not go together."""
         return price(self.graph, self.built, self.prices, placed)
 
+    def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
+        return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)
 
-def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
+
+def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     """The layouts of a CAPTURED graph with the least predicted step that fits the memory.
 
-    Raises ConstraintError for pins that no layout meets.
+    Raises ConstraintError for pins that no layout meets, MemoryLimitError where no plan was found that fits.
     """
     started = time.perf_counter()
-    assert mesh.hardware is not None
-    prices = Prices(mesh, mesh.hardware)
-    built = build(gm, Kernels(gm.graph, prices))
+    prepared = prepare(gm, mesh)
     if goal.time_limit is not None:
         goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
-    plan, bound = solve(built.problem, prices, goal)
-    solution = _solution(gm, built, plan, bound, time.perf_counter() - started)
-    return Searched(solution, gm, built, prices)
+    return prepared.solve(goal)
+
+
+def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
+    """The problem of a CAPTURED graph.
+
+    Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
+    """
+    assert mesh.hardware is not None
+    prices = Prices(mesh, mesh.hardware)
+    return Prepared(gm, build(gm, Kernels(gm.graph, prices, deadline)), prices)
 
 
 def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
@@ -118,6 +145,16 @@ class _Search:
         if self.best is None:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
+
+    def least(self, worth: float) -> Plan | None:
+        """The smallest plan that the relaxation points to where all bytes of a plan are worth so many steps."""
+        relaxation = Relaxation(self.problem, self.sides, self.prices)
+        relaxation.dual.ascend(SWEEPS, ROUGH)
+        self._look(relaxation)
+        if self.plans:
+            byte = worth * min(plan.objective for plan in self.plans) / max(1.0, self.smallest)
+            self._reweigh(relaxation, replace(relaxation.weights, byte=byte), ROUGH)
+        return min(self.plans, key=lambda plan: plan.memory, default=None)
 
     def _fit(self, relaxation: Relaxation, limit: float) -> None:
         """Look for a price on bytes under which the relaxation points to plans that fit.
@@ -239,9 +276,7 @@ class _Search:
         )
 
 
-def _solution(
-    gm: GraphModule, built: Built, plan: Plan, bound: float, seconds: float
-) -> Solution:
+def _solution(gm: GraphModule, built: Built, plan: Plan, bound: float, seconds: float) -> Solution:
     keys, problem, picked = keys_of(gm), built.problem, plan.picked
     nodes: dict[str, Placed] = {}
     for node in gm.graph.nodes:
