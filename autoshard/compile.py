@@ -151,7 +151,9 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return module_of(graph, gm)
+    copied = module_of(graph, gm)
+    set_stage(copied, Stage.LOCAL)
+    return copied
 
 
 def _tag_gathers(graph: Graph) -> None:

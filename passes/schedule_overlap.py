@@ -96,7 +96,9 @@ class ScheduleOverlap(Pass):
         if ctx.mesh.hardware is not None:
             return ctx.mesh
         first = next(iter(gm.graph.nodes))
-        ctx.remark(self, first, f"the figures of this device are not known: ordered by those of {NOMINAL}", routine=True)
+        ctx.remark(
+            self, first, f"the figures of this device are not known: ordered by those of {NOMINAL}", routine=True
+        )
         return ctx.mesh.on(hardware_named(NOMINAL))
 
 

@@ -30,7 +30,8 @@ def _train(rank: int, fault: str) -> str:
     axis = "tp" if fault == "batch" else "dp"
     recipe = "megatron" if fault == "batch" else "fsdp"
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-    model = autoshard(case.model, mesh, args, options=Options(recipe=recipe, compile="eager"))
+    options = Options(recipe=recipe, compile="eager", bucket_bytes=0, overlap=fault != "order" or rank == 0)
+    model = autoshard(case.model, mesh, args, options=options)
     parts = model.shard(*case.args)
     if rank == 1 and fault == "batch":
         parts = (parts[0] + 1, parts[1])
@@ -88,6 +89,16 @@ def test_other_models_on_other_ranks_are_found_before_they_hang() -> None:
         "inputs, on each"
     )
     assert first == f"DistributedError: planning failed on rank 1: {second}"
+
+
+def test_another_order_of_collectives_on_a_rank_is_found_before_they_hang() -> None:
+    expected = (
+        "DistributedError: ranks have different programs: rank 0 is at collective 2 of the backward, "
+        "all_gather_into_tensor over dp of f64[24, 64] (%all_gather_into_tensor_2), where rank 1 is at collective 2 of the "
+        "backward, reduce_scatter_tensor over dp of f64[2, 384] (%reduce_scatter_tensor); build the same model, with the "
+        "same options and example inputs, on each"
+    )
+    assert messages("order") == [expected] * 2
 
 
 def test_other_weights_on_other_ranks_are_found_though_each_keeps_a_part() -> None:
