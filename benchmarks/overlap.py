@@ -94,7 +94,9 @@ def measure(name: str, case: Case, bucket_bytes: int) -> None:
     bound = exposed_bound(joined)
     ratio = best.exposed / bound if bound else float("inf")
     excess = (best.exposed - bound) / best.step_time
-    print(f"  {'no order below':20} {'':18} exposed {bound * 1e3:8.2f} ms: ratio {ratio:.3f}, {excess:.2%} of the step above")
+    print(
+        f"  {'no order below':20} {'':18} exposed {bound * 1e3:8.2f} ms: ratio {ratio:.3f}, {excess:.2%} of the step above"
+    )
     print(f"  seconds: buckets {bucketed - started:.2f}, order {scheduled - clock:.2f}", flush=True)
 
 

@@ -17,9 +17,9 @@ ROWS = 1024  # of a table of tasks by tasks that are worked on at once
 def exposed_bound(program: Program) -> float:
     """Seconds of exposed communication that no order of the forward and of the backward goes below.
 
-    Each of the streams has to run its tasks, and each task waits for those that it depends on: none starts before the
-    longest chain that leads to it, nor before all kernels that it depends on have run one after another; as much comes
-    behind it. For any set of tasks of one stream, the earliest start of them, their sum, and the least that comes
+    Each of the streams has to run its tasks one by one, and each task waits for those that it depends on: none starts
+    before all tasks of a stream that lead to it have run, nor before a collective that leads to it and then the kernels
+    between the two; as much comes behind it. For any set of tasks of one stream, the earliest start of them, their sum, and the least that comes
     behind one of them is a bound of the call (Carlier 1982, "The one-machine sequencing problem"); what it has beside
     its kernels' time is exposed.
     """
@@ -37,10 +37,12 @@ def _bound(program: Program, phase: list[int]) -> float:
     seconds = np.array([program.tasks[number].seconds for number in phase])
     streams = np.array([program.index.streams[number] for number in phase])
     sources = _sources(program, phase)
-    compute = np.where(streams == 0, seconds, 0.0)
-    heads, tails = _ends(seconds, compute, sources)
-    longest = max(_one_stream(heads[on], seconds[on], tails[on]) for on in (streams == s for s in range(len(STREAMS))))
-    return max(0.0, longest - float(compute.sum()))
+    shares = np.stack([np.where(streams == stream, seconds, 0.0) for stream in range(len(STREAMS))], axis=1)
+    heads, tails = _ends(seconds, shares, sources)
+    longest = max(
+        _one_stream(heads[on], seconds[on], tails[on]) for on in (shares[:, s] > 0 for s in range(len(STREAMS)))
+    )
+    return max(0.0, longest - float(shares[:, 0].sum()))
 
 
 def _sources(program: Program, phase: list[int]) -> list[list[int]]:
@@ -50,24 +52,35 @@ def _sources(program: Program, phase: list[int]) -> list[list[int]]:
     return [sorted({places[makers[b]] for b in program.index.inputs[n] if makers[b] in places}) for n in phase]
 
 
-def _ends(seconds: Floats, compute: Floats, sources: list[list[int]]) -> tuple[Floats, Floats]:
-    """Per task, the least time in front of it and behind it. Tasks stand behind their sources."""
+def _ends(seconds: Floats, shares: Floats, sources: list[list[int]]) -> tuple[Floats, Floats]:
+    """Per task, the least time in front of it and behind it. `shares` are seconds by task and stream.
+
+    Between a collective and a task that depends on it, all kernels run that depend on the one and lead to the other.
+    Tasks stand behind their sources.
+    """
     count = len(seconds)
     before = np.zeros((count, count), dtype=bool)  # by task, those that it depends on
     for task, found in enumerate(sources):
         for source in found:
             before[task] |= before[source]
             before[task, source] = True
-    heads, tails = np.zeros(count), np.zeros(count)
+    links = np.flatnonzero(shares[:, 1:].any(axis=1))
+    in_front, behind = np.zeros_like(shares), np.zeros_like(shares)
+    since, until = np.zeros((count, len(links))), np.zeros((len(links), count))
     for start in range(0, count, ROWS):
-        heads[start : start + ROWS] = before[start : start + ROWS] @ compute
-        tails += compute[start : start + ROWS] @ before[start : start + ROWS]
-    for task, found in enumerate(sources):
-        for source in found:
-            heads[task] = max(heads[task], heads[source] + seconds[source])
+        some = slice(start, start + ROWS)
+        rows = before[some].astype(np.float64)
+        in_front[some] = rows @ shares
+        behind += rows.T @ shares[some]
+        since[some] = (rows * shares[:, 0]) @ before[:, links]
+        until += (before[links, some] * shares[some, 0]) @ rows
+    heads, tails = in_front.max(axis=1), behind.max(axis=1)
+    for task in range(count):
+        ahead = before[task, links]
+        heads[task] = np.max((heads[links] + seconds[links] + since[task])[ahead], initial=heads[task])
     for task in reversed(range(count)):
-        for source in sources[task]:
-            tails[source] = max(tails[source], tails[task] + seconds[task])
+        after = before[links, task]
+        tails[task] = np.max((tails[links] + seconds[links] + until[:, task])[after], initial=tails[task])
     return heads, tails
 
 
