@@ -19,9 +19,9 @@ def exposed_bound(program: Program) -> float:
 
     Each of the streams has to run its tasks one by one, and each task waits for those that it depends on: none starts
     before all tasks of a stream that lead to it have run, nor before a collective that leads to it and then the kernels
-    between the two; as much comes behind it. For any set of tasks of one stream, the earliest start of them, their sum, and the least that comes
-    behind one of them is a bound of the call (Carlier 1982, "The one-machine sequencing problem"); what it has beside
-    its kernels' time is exposed.
+    between the two; as much comes behind it. For any set of tasks of one stream, the earliest start of them, their sum,
+    and the least that comes behind one of them bound the call (Carlier 1982, "The one-machine sequencing problem"); what
+    that has beside its kernels' time is exposed.
     """
     return sum(_bound(program, phase) for phase in _phases(program))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import permutations
 
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from passes.cost.bound import exposed_bound
 from passes.cost.program import Program
