@@ -90,7 +90,7 @@ def program_of_graph(gm: GraphModule, mesh: Mesh, *, fused: bool = True) -> Prog
     for output, value in results:
         if isinstance(value, Node):
             fqn = output.name if output.role is OutputRole.GRADIENT else ""
-            builder.keep(value, _KEPT.get(output.role, "temporary"), fqn)
+            builder.keep(value, _STAYS.get(output.role, "temporary"), fqn)
     builder.return_buffers([value for output, value in results if output.role is OutputRole.BUFFER])
     return builder.program()
 
@@ -98,7 +98,8 @@ def program_of_graph(gm: GraphModule, mesh: Mesh, *, fused: bool = True) -> Prog
 REORDERED_WEIGHTS = 4  # that a convolution's backward holds: measured with oneDNN on CPU, tests/cost/test_memory.py
 MAX_READS = 4  # that a value read by several kernels may cost each: torch._inductor.config.realize_reads_threshold
 
-_KEPT = {OutputRole.OUTPUT: "output", OutputRole.GRADIENT: "gradient", OutputRole.SAVED: "activation"}
+_KEPT = {OutputRole.OUTPUT: "output"}
+_STAYS = _KEPT | {OutputRole.GRADIENT: "gradient", OutputRole.SAVED: "output"}  # to the end of a graph by itself
 OPTIMIZER_STATES: dict[str | None, int] = {"adamw": 2, "sgd": 0, None: 0}  # of a parameter's size, each
 
 
