@@ -2,7 +2,8 @@
 
 For each case, planned on meta and simulated: exposed communication of a step and its peak memory with every wait behind
 its collective, with collectives in buckets, and in the scheduled order; what no order could hide; the ratio of the last
-two; and seconds of the passes. Nothing runs on devices.
+two; and seconds of the passes. With `--graph`, the seconds that schedule_overlap takes for the graphs of all layers, and
+what is predicted of these. Nothing runs on devices.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from autoshard.compile import split_program
 from autoshard.constraints import recipes_of
 from autoshard.judge import fold
 from autoshard.options import USABLE_MEMORY
+from autoshard.overlap import Overlap
 from autoshard.pipeline import default_pipeline
+from autoshard.planner import make_plan
 from autoshard.problem import captured_problem
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b
@@ -30,7 +33,7 @@ from passes.base import PassContext
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.bound import exposed_bound
 from passes.cost.bucket import bucket
-from passes.cost.from_graph import program_of
+from passes.cost.from_graph import program_of, program_of_graph
 from passes.cost.program import COMPUTE, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import Timeline, simulate
@@ -50,7 +53,6 @@ class Case:
     recipe: str | Mapping[str, str]
     batch: int
     hardware: str = "h100"
-    sizes: dict[str, int] = field(default_factory=dict)
 
 
 CASES = {
@@ -67,9 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
+    parser.add_argument("--graph", action="store_true")
     given = parser.parse_args()
     for name in given.cases or CASES:
-        measure(name, CASES[name], given.bucket_bytes)
+        if given.graph:
+            measure_graph(name, CASES[name])
+        else:
+            measure(name, CASES[name], given.bucket_bytes)
 
 
 def measure(name: str, case: Case, bucket_bytes: int) -> None:
@@ -100,6 +106,23 @@ def measure(name: str, case: Case, bucket_bytes: int) -> None:
     print(f"  seconds: buckets {bucketed - started:.2f}, order {scheduled - clock:.2f}", flush=True)
 
 
+def measure_graph(name: str, case: Case) -> None:
+    """Print what the pass takes, and gives, for the graphs of one case, with buckets as they are made in graphs."""
+    mesh, options, (model, args) = _asked(case)
+    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
+    graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
+    before = [simulate(awaited_at_once(program_of_graph(gm, mesh))) for gm in graphs]
+    overlap = Overlap.of(options, mesh)
+    assert overlap is not None
+    started = time.process_time()
+    remarks = overlap.apply(split, mode="inductor")
+    seconds = time.process_time() - started
+    print(f"{name}: {sum(len(gm.graph.nodes) for gm in graphs)} nodes, schedule_overlap {seconds:.2f} s", *remarks)
+    for half, gm, one in zip(("forward", "backward"), graphs, before, strict=False):
+        print(f"  {half:9} before  {_format(one)}")
+        print(f"  {half:9} behind  {_format(simulate(program_of_graph(gm, mesh)))}", flush=True)
+
+
 def _format(timeline: Timeline) -> str:
     return (
         f"step {timeline.step_time * 1e3:8.1f} ms, exposed {timeline.exposed * 1e3:8.2f} of "
@@ -109,11 +132,7 @@ def _format(timeline: Timeline) -> str:
 
 def lowered_program(case: Case) -> Program:
     """The step of the whole model, as it is without buckets and in no better order."""
-    mesh = Mesh(case.mesh, hardware=case.hardware)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = Options(recipe=case.recipe, mixed_precision=policy)
-    with torch.device("meta"):
-        model, args = case.build(batch=case.batch, **case.sizes)
+    mesh, options, (model, args) = _asked(case)
     problem = captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
     folded = fold(problem)
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
@@ -122,6 +141,13 @@ def lowered_program(case: Case) -> Program:
     split = split_program(gm, mode="eager")
     facts = {"outputs": split.outputs, "gradients": split.gradients}
     return unroll(program_of(split.forward, split.backward, mesh, **facts), folded.repeats)
+
+
+def _asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        built = case.build(batch=case.batch)
+    return Mesh(case.mesh, hardware=case.hardware), Options(recipe=case.recipe, mixed_precision=policy), built
 
 
 def awaited_at_once(program: Program) -> Program:
