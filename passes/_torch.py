@@ -289,6 +289,7 @@ class _GraphOrder(CustomSchedulerPass):
                 missing[reader] -= 1
                 if not missing[reader]:
                     heapq.heappush(ready, (keys[reader], reader))
+        assert len(found) == len(nodes), "Inductor's nodes wait for each other"
         return found
 
     def uuid(self) -> str:
