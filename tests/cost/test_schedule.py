@@ -159,7 +159,13 @@ def test_tasks_in_another_order_have_the_index_that_is_made_for_it(given: Progra
 
 def test_more_memory_has_to_be_worth_it() -> None:
     """Kernels that are held keep what they read: nothing is held for a gap that is next to nothing."""
-    first = [kernel("dy", 1000), kernel("dw", 3, "dy"), kernel("dx", 1000, "dy", "x"), gather("c", 1, "dx"), kernel("dz", 1, "c")]
+    first = [
+        kernel("dy", 1000),
+        kernel("dw", 3, "dy"),
+        kernel("dx", 1000, "dy", "x"),
+        gather("c", 1, "dx"),
+        kernel("dz", 1, "c"),
+    ]
     given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds={"dw": "gradient"})
     given = replace(given, tasks=(*given.tasks, Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)))
     held = prefetch(given, 0, hold=True)
