@@ -25,7 +25,8 @@ from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 2  # changes of weights by the program of what is near the bound
+WEIGHINGS = 8  # changes of weights by the program of what is near the bound, at most
+GAIN = 5e-4  # of the bound: what the next of them has to add, or it is the last
 CUTS = 6  # ... by the plans seen, where those of the computation alone point to one that does not fit
 ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
 NEAR = 0.002  # over the bound: what is looked at for weights
@@ -33,6 +34,7 @@ NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least memory is asked for
 LARGE = 5_000  # moves of a program that takes seconds
+PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 
@@ -54,14 +56,14 @@ class Prepared:
     built: Built
     prices: Prices
 
-    def solve(self, goal: Goal) -> Solution:
-        """The layouts with the least predicted step that fits the memory.
+    def solutions(self, goal: Goal) -> Iterator[Solution]:
+        """Good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
 
         Raises MemoryLimitError where no plan was found that fits.
         """
         started = time.perf_counter()
-        plan, bound = solve(self.built.problem, self.prices, goal)
-        return self._solution(plan, bound, started)
+        for plan, bound in plans(self.built.problem, self.prices, goal):
+            yield self._solution(plan, bound, started)
 
     def least(self) -> Iterator[Solution]:
         """Layouts that take little memory, whatever they cost: the quickest of those first."""
@@ -89,7 +91,7 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     prepared = prepare(gm, mesh)
     if goal.time_limit is not None:
         goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
-    return prepared.solve(goal)
+    return list(prepared.solutions(goal))[-1]
 
 
 def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
@@ -102,12 +104,19 @@ def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> P
     return Prepared(gm, build(gm, Kernels(gm.graph, prices, deadline)), prices)
 
 
-def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
-    """The best plan, and what no plan is better than, in seconds.
+def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, float]]:
+    """A good plan; then, where it is not proven to be the best, the best found: each with what no plan is better than, in
+    seconds.
 
     Raises MemoryLimitError where no plan was found that fits the limit.
     """
-    return _Search(problem, prices, goal).run()
+    search = _Search(problem, prices, goal)
+    yield from search.run()
+
+
+def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
+    """The last of `plans`."""
+    return list(plans(problem, prices, goal))[-1]
 
 
 class _Search:
@@ -124,7 +133,7 @@ class _Search:
         self.is_tired = False  # what is left is too much to go on
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
-    def run(self) -> tuple[Plan, float]:
+    def run(self) -> Iterator[tuple[Plan, float]]:
         relaxation = Relaxation(self.problem, self.sides, self.prices)
         if self.goal.time_limit is not None:
             relaxation.dual.deadline = self.started + self.goal.time_limit
@@ -134,13 +143,22 @@ class _Search:
             self._fit(relaxation, self.goal.memory_limit)
         if not self._is_proven() and not self._is_late():
             self._weigh(relaxation)
+        if self.best is not None:
+            yield self._found(self.best)
+        if self._is_proven():
+            return
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late() or self.is_tired:
                 break
-            self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
+            is_known = self.best is not None and self._struck(relaxation.dual, self.best.objective).left().size <= PROVABLE
+            worst = float("inf") if is_known else (relaxation.dual.bound - self.paid) * (1 + widening)
+            self._search(relaxation.dual, worst)
         if self.best is None:
             raise self._too_small()
-        return self.best, min(self.bound, self.best.objective)
+        yield self._found(self.best)
+
+    def _found(self, best: Plan) -> tuple[Plan, float]:
+        return best, min(self.bound, best.objective)
 
     def least(self, worth: float) -> Plan | None:
         """The smallest plan that the relaxation points to where all bytes of a plan are worth so many steps."""
@@ -202,8 +220,11 @@ class _Search:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
             left = left.joined(self._near(relaxation))
-            if relaxation.dual.bound - self.paid > best[0]:
-                best = relaxation.dual.bound - self.paid, relaxation.weights
+            gain = relaxation.dual.bound - self.paid - best[0]
+            if gain > 0:
+                best = best[0] + gain, relaxation.weights
+            if gain < GAIN * best[0]:
+                break
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
@@ -233,11 +254,9 @@ class _Search:
         """The best of the plans that are shorter than `worst`."""
         if self.best is not None:
             worst = min(worst, self.best.objective)
-        struck = dual.copied()
-        struck.strike(worst + self.paid, STRIKES)
-        least = worst
-        if (left := struck.left()).is_possible:
-            self.is_tired = self.best is not None and (left.size > LARGE or self._is_late())
+        least, left = worst, self._struck(dual, worst).left()
+        if left.is_possible:
+            self.is_tired = self.best is not None and (left.size > PROVABLE or self._is_late())
             if self.is_tired:
                 return
             model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
@@ -245,6 +264,12 @@ class _Search:
             self._take(plan)
             least = min(worst, bound)
         self.bound = max(self.bound, least)
+
+    def _struck(self, dual: Dual, worst: float) -> Dual:
+        """Without what is in no plan shorter than `worst`."""
+        struck = dual.copied()
+        struck.strike(worst + self.paid, STRIKES)
+        return struck
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.objective - self.bound <= self.goal.gap * self.best.objective
