@@ -15,10 +15,12 @@ from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.report.table import format_plan
 from autoshard.settings import Settings
 from passes.base import Remark
+from passes.cost.simulate import Timeline
 from passes.errors import UserError
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search, Value
+from passes.ir.repeats import Run
 from passes.search.solution import Solution
 
 
@@ -29,7 +31,9 @@ class ShardingPlan:
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
     where a step was predicted, as `plan(...)` and a search do; a recipe that is run is not simulated. There is a `search`
     where there was one. A solved plan has a `solution`: the layouts
-    of every node, by the names of the graph in which repeated layers are folded.
+    of every node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
+    it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
+    graphs from "PLACED" on leave out.
     """
 
     mesh: Mesh
@@ -45,6 +49,8 @@ class ShardingPlan:
     cost: Cost | None = None
     search: Search | None = None
     solution: Solution | None = None
+    timeline: Timeline | None = None
+    repeats: tuple[Run, ...] = ()
 
     @property
     def fingerprint(self) -> str:
