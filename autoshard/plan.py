@@ -12,7 +12,9 @@ from pathlib import Path
 from autoshard.codec import encode
 from autoshard.fit import structure
 from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
-from autoshard.report.table import format_plan
+from autoshard.report.page import format_page
+from autoshard.report.table import format_html, format_plan
+from autoshard.report.trace import format_trace
 from autoshard.settings import Settings
 from passes.base import Remark
 from passes.cost.simulate import Timeline
@@ -80,6 +82,23 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def _repr_html_(self) -> str:
+        return format_html(self)
+
+    def to_trace(self, path: str | PathLike[str]) -> None:
+        """Write the simulated step for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises UserError for a plan without one, PlanError where the file cannot be written.
+        """
+        write_text(Path(path), format_trace(self))
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one page that needs no network: modules, layouts, timeline, memory, roofline, graphs.
+
+        Without a simulated step, timeline, memory and roofline say so. Raises PlanError where it cannot be written.
+        """
+        write_text(Path(path), format_page(self))
 
     def graph(self, stage: str) -> str:
         """The program at `stage`, in the text form. Raises UserError for a stage that was not kept."""

@@ -15,7 +15,7 @@ from autoshard.cli.target import load_target
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.planner import plan_ahead
-from autoshard.report.cost import candidates_table, cost_table
+from autoshard.report.cost import candidates_table, cost_table, format_declined
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
@@ -61,6 +61,8 @@ def _recipes(given: argparse.Namespace) -> None:
     console = Console()
     console.print(cost_table(found.cost, found.search))
     console.print(candidates_table(found.search))
+    for declined in format_declined(found.search):
+        console.print(f"  {declined}", highlight=False, markup=False)
 
 
 def _find(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
