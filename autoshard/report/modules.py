@@ -76,10 +76,15 @@ class ModuleTable:
     sizes: dict[str, int]
 
 
-def module_table(plan: ShardingPlan) -> ModuleTable:
-    """Modules of the forward, with what they cost in forward and backward."""
+def read_placed(plan: ShardingPlan) -> tuple[Graph, Letters]:
+    """The plan's graph where all values have layouts and all shapes are global, and the letters of its dims."""
     gm, _ = parse_graph(plan.graphs["PLACED"])
-    writer = _Writer(gm.graph, letters_of(gm.graph), plan)
+    return gm.graph, letters_of(gm.graph)
+
+
+def module_table(plan: ShardingPlan, graph: Graph, letters: Letters) -> ModuleTable:
+    """Modules of the forward, with what they cost in forward and backward; the graph is that of `read_placed`."""
+    writer = _Writer(graph, letters, plan)
     figures = _figures(plan)
     rows = []
     for module, fqns in _alike(writer.modules(), plan.repeats).items():

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoshard.report.collectives import collectives_table
 from autoshard.report.cost import candidates_table, cost_table, format_declined
-from autoshard.report.modules import ModuleRow, ModuleTable, module_table
+from autoshard.report.modules import ModuleRow, ModuleTable, module_table, read_placed
 from autoshard.report.names import fold_text
 from passes.ir.plan import Value
 from passes.ir.units import format_bytes, format_seconds
@@ -60,7 +60,7 @@ def _print(plan: ShardingPlan, console: Console) -> None:
         console.print(candidates_table(plan.search))
         for declined in format_declined(plan.search):
             console.print(f"[dim]  {escape(declined)}[/dim]", highlight=False)
-    modules = module_table(plan)
+    modules = module_table(plan, *read_placed(plan))
     console.print(_borders(modules))
     console.print(_modules_table(modules, is_timed=plan.timeline is not None, columns=console.width))
     console.print(_legend(modules), highlight=False)
