@@ -47,7 +47,12 @@ function bytes(count) {
 
 /** Decimal prefixes, for rates: `812 TFLOP/s`. */
 function rate(value, unit) {
-  for (const [scale, prefix] of [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
+  for (const [scale, prefix] of [
+      [1e15, "P"],
+      [1e12, "T"],
+      [1e9, "G"],
+      [1e6, "M"]
+    ]) {
     if (value >= scale) return `${digits(value / scale)} ${prefix}${unit}`;
   }
   return `${digits(value)} ${unit}`;
@@ -91,9 +96,11 @@ const taskOf = new Map(); // collective -> number of the task that runs it
 const exposedOf = new Map(); // number of a task -> microseconds
 const sources = new Map(); // "model.py:42" -> text of the line
 
-for (const one of plan.collectives) if (one.line && one.source) sources.set(one.line, one.source);
+for (const one of plan.collectives)
+  if (one.line && one.source) sources.set(one.line, one.source);
 if (plan.step) {
-  plan.step.tasks.steps.forEach((steps, number) => steps && steps.split(" ").forEach((step) => taskOf.set(step, number)));
+  plan.step.tasks.steps.forEach((steps, number) => steps && steps.split(" ").forEach((step) => taskOf.set(step,
+    number)));
   for (const [number, start, end] of plan.step.exposed) {
     exposedOf.set(number, (exposedOf.get(number) || 0) + end - start);
   }
@@ -101,6 +108,7 @@ if (plan.step) {
 
 /** Lines of a stage's text: `{name, text, origin}`; a line without a name begins or ends the graph. */
 const stages = new Map();
+
 function linesOf(stage) {
   if (!stages.has(stage)) {
     const lines = plan.graphs[stage].split("\n").map((text) => {
@@ -123,3 +131,11 @@ function definition(node) {
 }
 
 const bareName = (id) => id.split("@")[0];
+
+const $ = (id) => document.getElementById(id);
+const link = (kind, id, text) => el("a", { href: `#${kind}=${encodeURIComponent(id)}`, class: "mono" }, text ===
+  undefined ? id : text);
+const soft = (text) => el("span", { class: "soft" }, text);
+const figures = (...pairs) => el("dl", {}, ...pairs.filter(([, value]) => value !== null && value !== "" &&
+    value !== undefined)
+  .flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

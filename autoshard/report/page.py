@@ -33,7 +33,7 @@ from passes.ir.tokens import DTYPE_NAMES
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
-STYLE, SCRIPTS = "page.css", ("format.js", "timeline.js", "drawings.js", "page.js")
+STYLE, SCRIPTS = "page.css", ("format.js", "timeline.js", "drawings.js", "about.js", "views.js", "page.js")
 MICROSECONDS = 1e6
 
 

@@ -16,14 +16,15 @@ class Timeline {
     this.cursor = this.tasks.turn[this.peak()];
     this.matches = null; // Set of numbers, or null: all
     this.lanes = step.streams
-      .map((name, stream) => ({ name, tasks: this.tasks.stream.flatMap((s, number) => (s === stream ? [number] : [])) }))
+      .map((name, stream) => ({ name, tasks: this.tasks.stream.flatMap((s, number) => (s === stream ? [number] :
+        [])) }))
       .filter((lane) => lane.tasks.length);
     this.spans = grouped(step.exposed, (span) => this.tasks.stream[span[0]]);
     this.build();
   }
 
   /** Maxima of stretches: Math.max takes only so many arguments. */
-  *chunks(values) {
+  * chunks(values) {
     for (let i = 0; i < values.length; i += 4096) yield Math.max(...values.slice(i, i + 4096));
   }
 
@@ -49,7 +50,8 @@ class Timeline {
   peak() {
     const { all } = this.memory();
     let best = 0;
-    for (let i = 1; i < all.length; i++) if (all[i] > all[best]) best = i;
+    for (let i = 1; i < all.length; i++)
+      if (all[i] > all[best]) best = i;
     return best;
   }
 
@@ -58,8 +60,13 @@ class Timeline {
     this.live = el("div", { class: "card", id: "live" });
     this.tip = el("div", { class: "tip" });
     const zoom = (factor) => () => this.zoom(factor, (this.from + this.to) / 2);
-    const legend = [["forward", "forward"], ["backward", "backward"], ["optimizer", "optimizer"], ["link", "communication"],
-      ["exposed", "exposed"]].map(([name, label]) => el("span", {}, el("i", { style: `background:var(--${name})` }), label));
+    const legend = [
+      ["forward", "forward"],
+      ["backward", "backward"],
+      ["optimizer", "optimizer"],
+      ["link", "communication"],
+      ["exposed", "exposed"]
+    ].map(([name, label]) => el("span", {}, el("i", { style: `background:var(--${name})` }), label));
     this.root = el("div", {},
       el("div", { class: "tools" },
         el("button", { class: "button", onclick: zoom(0.5), "aria-label": "zoom in", id: "zoom-in" }, "+"),
@@ -104,9 +111,15 @@ class Timeline {
     this.canvas.addEventListener("dblclick", () => this.show(0, this.end));
     this.canvas.addEventListener("keydown", (event) => {
       const width = this.to - this.from;
-      const keys = { ArrowLeft: () => this.move(-width / 8), ArrowRight: () => this.move(width / 8),
-        "+": () => this.zoom(0.5, this.cursor), "-": () => this.zoom(2, this.cursor), 0: () => this.show(0, this.end) };
-      if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
+      const keys = {
+        ArrowLeft: () => this.move(-width / 8),
+        ArrowRight: () => this.move(width / 8),
+        "+": () => this.zoom(0.5, this.cursor),
+        "-": () => this.zoom(2, this.cursor),
+        0: () => this.show(0, this.end)
+      };
+      if (keys[event.key]) { event.preventDefault();
+        keys[event.key](); }
     });
   }
 
@@ -140,7 +153,9 @@ class Timeline {
   }
 
   layout() {
-    const lane = 34, top = 22, memoryTop = top + this.lanes.length * (lane + 16) + 18;
+    const lane = 34,
+      top = 22,
+      memoryTop = top + this.lanes.length * (lane + 16) + 18;
     return { lane, top, memoryTop, memoryHeight: 150, height: memoryTop + 150 + 8 };
   }
 
@@ -148,7 +163,8 @@ class Timeline {
 
   draw() {
     const { height } = this.layout();
-    const width = this.canvas.clientWidth, ratio = window.devicePixelRatio || 1;
+    const width = this.canvas.clientWidth,
+      ratio = window.devicePixelRatio || 1;
     if (!width) return;
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * ratio;
@@ -165,7 +181,9 @@ class Timeline {
   }
 
   drawAxis(width, height) {
-    const span = this.to - this.from, raw = (span / width) * 110, power = 10 ** Math.floor(Math.log10(raw));
+    const span = this.to - this.from,
+      raw = (span / width) * 110,
+      power = 10 ** Math.floor(Math.log10(raw));
     const unit = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
     this.pen.fillStyle = color("soft");
     for (let t = Math.ceil(this.from / unit) * unit; t <= this.to; t += unit) {
@@ -179,30 +197,34 @@ class Timeline {
 
   drawLane(lane, number, width) {
     const { lane: height } = this.layout(), y = this.laneTop(number), pen = this.pen;
-    const colors = { link: color("link"), forward: color("forward"), backward: color("backward"), optimizer: color("optimizer") };
+    const colors = { link: color("link"), forward: color("forward"), backward: color("backward"),
+      optimizer: color("optimizer") };
     pen.fillStyle = color("soft");
     pen.fillText(LANES[lane.name] || lane.name, 4, y - 3);
     let drawnTo = -1;
     for (let i = this.firstIn(lane.tasks); i < lane.tasks.length; i++) {
       const task = lane.tasks[i];
-      const left = (this.tasks.start[task] - this.from) * this.scale, right = (this.tasks.end[task] - this.from) * this.scale;
+      const left = (this.tasks.start[task] - this.from) * this.scale,
+        right = (this.tasks.end[task] - this.from) * this.scale;
       if (left > width) break;
       if (right - left < 0.5 && right < drawnTo && !this.matches) continue;
       const isFaint = this.matches && !this.matches.has(task);
-      const kind = lane.name !== "compute" ? "link" : this.tasks.kind[task] === "optimizer" ? "optimizer"
-        : this.tasks.backward[task] ? "backward" : "forward";
+      const kind = lane.name !== "compute" ? "link" : this.tasks.kind[task] === "optimizer" ? "optimizer" :
+        this.tasks.backward[task] ? "backward" : "forward";
       pen.globalAlpha = isFaint ? 0.18 : 1;
       pen.fillStyle = colors[kind];
       pen.fillRect(left, y, Math.max(right - left - (right - left > 3 ? 0.5 : 0), 0.6), height);
       drawnTo = left + 0.5;
-      if (right - left > 46) this.label(this.tasks.name[task], Math.max(left, 0), y, Math.min(right, width) - Math.max(left, 0));
+      if (right - left > 46) this.label(this.tasks.name[task], Math.max(left, 0), y, Math.min(right, width) - Math
+        .max(left, 0));
     }
     pen.globalAlpha = 1;
     pen.fillStyle = color("exposed");
     for (const [task, start, end] of this.spans.get(this.step.streams.indexOf(lane.name)) || []) {
       if (end < this.from || start > this.to) continue;
       pen.globalAlpha = this.matches && !this.matches.has(task) ? 0.25 : 1;
-      pen.fillRect((start - this.from) * this.scale, y + height - 9, Math.max((end - start) * this.scale, 0.7), 9);
+      pen.fillRect((start - this.from) * this.scale, y + height - 9, Math.max((end - start) * this.scale, 0.7),
+      9);
     }
     pen.globalAlpha = 1;
   }
@@ -219,32 +241,38 @@ class Timeline {
 
   /** The first task of a lane, in order of time, that ends in sight. */
   firstIn(tasks) {
-    let low = 0, high = tasks.length;
+    let low = 0,
+      high = tasks.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.tasks.end[tasks[middle]] < this.from) low = middle + 1; else high = middle;
+      if (this.tasks.end[tasks[middle]] < this.from) low = middle + 1;
+      else high = middle;
     }
     return low;
   }
 
   turnAt(t) {
-    let low = 0, high = this.tasks.turn.length - 1;
+    let low = 0,
+      high = this.tasks.turn.length - 1;
     while (low < high) {
       const middle = (low + high + 1) >> 1;
-      if (this.tasks.turn[middle] <= t) low = middle; else high = middle - 1;
+      if (this.tasks.turn[middle] <= t) low = middle;
+      else high = middle - 1;
     }
     return low;
   }
 
   drawMemory(width) {
     const { memoryTop, memoryHeight } = this.layout(), { byKind, all } = this.memory(), pen = this.pen;
-    const peak = all[this.peak()], most = Math.max(peak, this.limit && this.limit < 2 * peak ? this.limit : 0) * 1.05;
+    const peak = all[this.peak()],
+      most = Math.max(peak, this.limit && this.limit < 2 * peak ? this.limit : 0) * 1.05;
     const y = (size) => memoryTop + memoryHeight - (size / most) * memoryHeight;
     const fills = this.step.kinds.map((_, kind) => color(`k${kind}`));
     for (let x = 0; x < width; x++) {
       const last = this.turnAt(this.from + (x + 1) / this.scale);
       let shown = this.turnAt(this.from + x / this.scale);
-      for (let i = shown + 1; i <= last; i++) if (all[i] > all[shown]) shown = i;
+      for (let i = shown + 1; i <= last; i++)
+        if (all[i] > all[shown]) shown = i;
       let below = 0;
       byKind.forEach((sizes, kind) => {
         if (!sizes[shown]) return;
@@ -255,14 +283,16 @@ class Timeline {
     }
     pen.fillStyle = color("text");
     pen.fillText(`memory, peak ${bytes(peak)}${this.limit ? ` of ${bytes(this.limit)}` : ""}`, 4, memoryTop - 4);
-    if (this.limit && this.limit <= most) { pen.fillStyle = color("exposed"); pen.fillRect(0, y(this.limit), width, 1); }
+    if (this.limit && this.limit <= most) { pen.fillStyle = color("exposed");
+      pen.fillRect(0, y(this.limit), width, 1); }
   }
 
   taskAt(y, t) {
     const { lane: height } = this.layout();
     const number = this.lanes.findIndex((_, i) => y >= this.laneTop(i) && y <= this.laneTop(i) + height);
     if (number < 0) return null;
-    const slack = 2 / this.scale, tasks = this.lanes[number].tasks;
+    const slack = 2 / this.scale,
+      tasks = this.lanes[number].tasks;
     let best = null;
     for (let i = this.firstIn(tasks); i < tasks.length && this.tasks.start[tasks[i]] <= t + slack; i++) {
       if (this.tasks.end[tasks[i]] + slack >= t) best = tasks[i];
@@ -277,7 +307,8 @@ class Timeline {
     this.tip.style.display = number === null ? "none" : "block";
     if (number !== null) {
       const exposed = exposedOf.get(number);
-      this.tip.replaceChildren(el("b", {}, this.tasks.name[number]), el("div", { class: "soft" }, this.tasks.fqn[number]),
+      this.tip.replaceChildren(el("b", {}, this.tasks.name[number]), el("div", { class: "soft" }, this.tasks.fqn[
+          number]),
         el("div", {}, `${this.tasks.kind[number]}, ${time(this.tasks.end[number] - this.tasks.start[number])}`,
           exposed ? el("span", { class: "exposed" }, `, ${time(exposed)} exposed`) : ""));
       this.tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 430)}px`;
@@ -289,17 +320,24 @@ class Timeline {
 
   /** Who is live at the cursor: by kind, and the largest. */
   list() {
-    const turn = this.turnAt(this.cursor), { byKind, all } = this.memory(), { buffers, kinds } = this.step;
+    const turn = this.turnAt(this.cursor),
+      { byKind, all } = this.memory(),
+      { buffers, kinds } = this.step;
     const held = [];
-    buffers.bytes.forEach((size, i) => { if (size && buffers.first[i] <= turn && turn <= buffers.last[i]) held.push(i); });
-    const alike = [...grouped(held, (i) => `${pattern(buffers.fqn[i])} ${pattern(bareName(buffers.name[i]))} ${buffers.bytes[i]}`)
-      .values()].sort((a, b) => b.length * buffers.bytes[b[0]] - a.length * buffers.bytes[a[0]]);
+    buffers.bytes.forEach((size, i) => { if (size && buffers.first[i] <= turn && turn <= buffers.last[i]) held
+        .push(i); });
+    const alike = [...grouped(held, (i) =>
+        `${pattern(buffers.fqn[i])} ${pattern(bareName(buffers.name[i]))} ${buffers.bytes[i]}`)
+      .values()
+    ].sort((a, b) => b.length * buffers.bytes[b[0]] - a.length * buffers.bytes[a[0]]);
     const legend = kinds.flatMap((kind, k) => (byKind[k][turn] ? [el("span", {},
       el("i", { style: `background:var(--k${k})` }), `${kind} ${bytes(byKind[k][turn])}`)] : []));
-    const rows = alike.slice(0, 14).map((same) => el("tr", { class: "row", onclick: () => select("value", buffers.node[same[0]]) },
+    const rows = alike.slice(0, 14).map((same) => el("tr", { class: "row", onclick: () => select("value", buffers
+          .node[same[0]]) },
       el("td", { class: "figure" }, bytes(same.length * buffers.bytes[same[0]])),
       el("td", {}, kinds[buffers.kind[same[0]]]),
-      el("td", { class: "mono" }, same.length > 1 ? `${same.length} like ${buffers.name[same[0]]}` : buffers.name[same[0]]),
+      el("td", { class: "mono" }, same.length > 1 ? `${same.length} like ${buffers.name[same[0]]}` : buffers
+        .name[same[0]]),
       el("td", { class: "soft" }, buffers.fqn[same[0]])));
     this.live.replaceChildren(
       el("div", { class: "legend" }, el("b", {}, `${bytes(all[turn])} at ${time(this.cursor)}`), ...legend),
