@@ -40,7 +40,7 @@ class Group:
 
 def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, columns: int) -> Table:
     """A row per group, by exposed time, then bytes; a line each."""
-    headers = ("collective", "over", "forward", "backward", "received", *(("exposed",) if is_timed else ()), "for")
+    headers = ("collective", "over", "fwd", "bwd", "received", *(("exposed",) if is_timed else ()), "for")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for number, name in enumerate(headers):
         table.add_column(name, no_wrap=True, justify="right" if 1 < number < len(headers) - 1 else "left")
@@ -51,10 +51,12 @@ def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, colu
         rows.append((f"{len(groups) - SHOWN} more", "", *figures, "less each"))
     taken = sum(2 + max(map(len, cells)) for cells in list(zip(headers, *rows, strict=True))[:-1])
     for row in rows:
-        cause = Text(row[-1])
-        cause.truncate(max(columns - taken, 20), overflow="ellipsis")
-        table.add_row(*row[:-1], cause)
+        table.add_row(*row[:-1], Text(_cut(row[-1], max(columns - taken, 20))))
     return table
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _row(group: Group, *, is_timed: bool) -> tuple[str, ...]:

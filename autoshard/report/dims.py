@@ -18,7 +18,17 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
-from passes.ir.graph import InputRole, input_of, is_reshard, is_tensor, item_of, operands, placeholders, results_of, tensor_of
+from passes.ir.graph import (
+    InputRole,
+    input_of,
+    is_reshard,
+    is_tensor,
+    item_of,
+    operands,
+    placeholders,
+    results_of,
+    tensor_of,
+)
 from passes.ir.layout import Layout, Partial, Shard
 from passes.ir.mesh import Mesh
 from passes.rules.rule import Space, call_of, rule_of
@@ -192,14 +202,20 @@ def _wishes(graph: Graph, dims: dict[Node, tuple[tuple[Factors, ...], ...]]) -> 
             wanted = (_BATCH, _SEQUENCE) if is_sequence else (_BATCH,)
             yield from ((name, dim[0]) for name, dim in zip(wanted, dims[node][0], strict=False) if dim)
     held = [dims[node][0] for node in placeholders(graph, InputRole.PARAMETER) if is_tensor(node)]
-    shared = Counter(factor for shape in held for dim in shape for factor in dim)
-    yield from ((_WIDTH, factor) for factor, _ in shared.most_common(1))
+    made = [shape for results in dims.values() for shape in results]
+    matrices = _counted([shape for shape in held if len(shape) > 1] or held)
+    everywhere = _counted(made)
+    yield from ((_WIDTH, f) for f in sorted(matrices, key=lambda f: (-matrices[f], -everywhere[f]))[:1])
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and (meaning := _MEANING.get(node.target.overloadpacket.__name__)):
             shape = dims[operands(node)[0]][0]
             yield from ((name, dim[0]) for name, dim in zip(meaning, shape, strict=False) if dim)
-    for shape in (*held, *(shape for results in dims.values() for shape in results)):
+    for shape in (*held, *made):
         yield from ((_POOL[0], factor) for dim in shape for factor in dim)
+
+
+def _counted(shapes: Sequence[tuple[Factors, ...]]) -> Counter[int]:
+    return Counter(factor for shape in shapes for dim in shape for factor in dim)
 
 
 def _axes_by_factor(sizes: Sequence[int], layout: Layout, dim: int, mesh: Mesh) -> list[str]:

@@ -97,10 +97,9 @@ def module_table(plan: ShardingPlan, graph: Graph, letters: Letters) -> ModuleTa
             rows.append(ModuleRow(name, (), "", left))
     inputs, outputs = writer.inputs(), writer.outputs()
     shown = " ".join([row.notation for row in rows] + [text for _, text in (*inputs, *outputs)])
-    letters = set(re.findall(r"[A-Z]\d*(?=[_,\]])", shown))
-    return ModuleTable(
-        tuple(rows), inputs, outputs, {letter: size for letter, size in writer.letters.sizes.items() if letter in letters}
-    )
+    used = set(re.findall(r"[A-Z]\d*(?=[_,\]])", shown))
+    sizes = {letter: size for letter, size in letters.sizes.items() if letter in used}
+    return ModuleTable(tuple(rows), inputs, outputs, sizes)
 
 
 def _rest(figures: dict[str, Figures]) -> Figures:

@@ -126,9 +126,10 @@ function find() {
   const sections = matches(text).filter(([, found]) => found.length);
   $("found").replaceChildren(...(sections.length ? sections.flatMap(([kind, found]) => [
     el("h2", {}, `${found.length} ${kind}${found.length > 1 ? "s" : ""}`),
-    ...found.slice(0, 30).map(([id, note]) => el("div", { class: "node result", "data-kind": kind,
-        title: note, onclick: () => select(kind, id) },
-      el("span", { class: "label mono" }, id))),
+    ...[...grouped(found, ([id]) => pattern(id)).values()].slice(0, 30).map((alike) => el("div",
+      { class: "node result", "data-kind": kind, title: alike[0][1], onclick: () => select(kind, alike[0][0]) },
+      el("span", { class: "label mono" }, alike[0][0]),
+      el("span", { class: "cost" }, alike.length > 1 ? `${alike.length} alike` : ""))),
   ]) : [soft("nothing has this name")]));
   if (state.timeline) {
     const { tasks } = plan.step, wanted = text.toLowerCase();

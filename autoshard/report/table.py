@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -63,7 +63,8 @@ def _print(plan: ShardingPlan, console: Console) -> None:
     modules = module_table(plan, *read_placed(plan))
     console.print(_borders(modules))
     console.print(_modules_table(modules, is_timed=plan.timeline is not None, columns=console.width))
-    console.print(_legend(modules), highlight=False)
+    if modules.sizes:
+        console.print(_legend(modules, plan.mesh.names[-1]), highlight=False)
     if plan.collectives:
         console.print(collectives_table(plan.collectives, is_timed=plan.cost is not None, columns=console.width))
     for remark in fold_text(str(remark) for remark in plan.remarks if not remark.routine):
@@ -72,13 +73,17 @@ def _print(plan: ShardingPlan, console: Console) -> None:
 
 def _modules_table(modules: ModuleTable, *, is_timed: bool, columns: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", expand=True)
-    table.add_column("module", no_wrap=True, max_width=columns // 3)
+    table.add_column("module", overflow="fold", max_width=columns // 3)
     table.add_column("values and weights, as stored -> as made", overflow="fold", ratio=1)
     for name in ("compute", "exposed") if is_timed else ("received",):
         table.add_column(name, no_wrap=True, justify="right")
     for name, row in _indented(modules.rows):
-        table.add_row(Text(name), *([] if row is None else [styled(row.notation), *_figures(row, is_timed=is_timed)]))
+        table.add_row(Text(name), *_cells(row, is_timed=is_timed))
     return table
+
+
+def _cells(row: ModuleRow | None, *, is_timed: bool) -> tuple[RenderableType, ...]:
+    return () if row is None else (styled(row.notation), *_figures(row, is_timed=is_timed))
 
 
 def _borders(modules: ModuleTable) -> Text:
@@ -128,9 +133,10 @@ def styled(notation: str) -> Text:
     return text
 
 
-def _legend(modules: ModuleTable) -> str:
+def _legend(modules: ModuleTable, axis: str) -> str:
     sizes = " ".join(f"{letter}={size}" for letter, size in modules.sizes.items())
-    return f"[dim]{sizes}; D_tp: dim D cut over axis tp; {{U_tp}}: a term of a sum over tp[/dim]"
+    letter = list(modules.sizes)[-1]
+    return f"[dim]{sizes}; {letter}_{axis}: {letter} is cut over {axis}; {{U_{axis}}}: a term of a sum over {axis}[/dim]"
 
 
 def _memory_line(plan: ShardingPlan) -> str:

@@ -6,8 +6,8 @@ const LACKING =
   "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args) to see one.";
 
 function overview() {
-  const { search } = plan, letters = Object.entries(plan.letters).map(([letter, size]) => `${letter}=${size}`).join(
-    "  ");
+  const { search } = plan, axis = plan.mesh.names.at(-1), shown = Object.keys(plan.letters).at(-1);
+  const letters = Object.entries(plan.letters).map(([letter, size]) => `${letter}=${size}`).join("  ");
   const rows = plan.modules.map((row) => el("tr", { class: "row", onclick: () => select("module", row.name) }, el(
       "td", {}, row.name), el("td", {}, notation(row.notation)),
     ...(plan.step ? [el("td", { class: "figure" }, time(row.compute * 1e6))] : []), el(
@@ -22,7 +22,7 @@ function overview() {
   ];
   return [border("given", plan.inputs), border("returns", plan.outputs),
     el("p", { class: "soft mono" }, letters,
-      " \u2014 D_tp: dim D cut over axis tp; {U_tp}: a term of a sum over tp"),
+      ` \u2014 ${shown}_${axis}: ${shown} is cut over ${axis}; {U_${axis}}: a term of a sum over ${axis}`),
     el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((name, i) => el("th", { class: i > 1 ? "figure" :
         "" }, name)))), el("tbody", {}, ...rows)),
     ...(search ? [el("h2", {}, "what else was simulated"), candidates(search)] : [])
