@@ -58,14 +58,14 @@ blocks.0-1
 blocks.1.0   In[B_dp, S_tp, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]    15.2 us  1.06 ms
 (optimizer)                                                                         0.29 us        -
 B=6 S=4 D=12 F=8; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
-collective      over  forward  backward  received  exposed  for
-reduce_scatter  tp          2         -     384 B  2.00 ms  test_plan.py:33 megatron: row-paralle...
-all_gather      tp          1         2     576 B  1.50 ms  test_plan.py:33 mm
-reduce_scatter  dp          -         6     408 B  1.00 ms  test_plan.py:33 gradient
-all_reduce      tp          1         -       4 B  1.00 ms  test_plan.py:34 output
-all_gather      dp          6         6     816 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
-all_reduce      dp          1         -       4 B   997 us  test_plan.py:34 output
-reduce_scatter  tp          -         1     192 B   995 us  test_plan.py:33 add.Tensor""",
+collective      over  fwd  bwd  received  exposed  for
+reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
+all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
+reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient
+all_reduce      tp      1    -       4 B  1.00 ms  test_plan.py:34 output
+all_gather      dp      6    6     816 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
+all_reduce      dp      1    -       4 B   997 us  test_plan.py:34 output
+reduce_scatter  tp      -    1     192 B   995 us  test_plan.py:33 add.Tensor""",
     )
 
 

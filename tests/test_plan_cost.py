@@ -59,9 +59,9 @@ module       values and weights, as stored -> as made                           
 1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      26.3 us  8.00 ms
 (optimizer)                                                                               -        -
 B=6 D=8 F=8; F_dp: F is cut over dp; {U_dp}: a term of a sum over dp
-collective      over  forward  backward  received  exposed  for
-reduce_scatter  dp          -         4     288 B  16.0 ms  gradient
-all_gather      dp          4         4     576 B      0 s  fsdp: gathered for use""",
+collective      over  fwd  bwd  received  exposed  for
+reduce_scatter  dp      -    4     288 B  16.0 ms  gradient
+all_gather      dp      4    4     576 B      0 s  fsdp: gathered for use""",
     )
 
 

@@ -39,14 +39,14 @@ layers.1-31.up  In[B_dp, S_tp, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]            
 (model)         In[B_dp, S_tp, D] -> [] {U_dp, U_tp}                                 165 us  12.1 us
 (optimizer)                                                                         0.11 us        -
 B=8 S=4 D=16 F=48; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
-collective      over  forward  backward  received  exposed  for
-all_gather      tp         31        32  31.5 KiB   520 us  plans.py:24 mm
-reduce_scatter  tp         32         -  16.0 KiB   244 us  plans.py:24 megatron: row-parallel ou...
-all_gather      dp         64        64  96.0 KiB  15.2 us  plans.py:24 fsdp: gathered for use
-all_reduce      tp          1         -       4 B  12.1 us  plans.py:37 output
-reduce_scatter  dp          -        64  48.0 KiB  8.87 us  plans.py:24 gradient
-reduce_scatter  tp          -        31  15.5 KiB      0 s  plans.py:24 add.Tensor
-all_reduce      dp          1         -       4 B      0 s  plans.py:37 output""",
+collective      over  fwd  bwd  received  exposed  for
+all_gather      tp     31   32  31.5 KiB   520 us  plans.py:24 mm
+reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:24 megatron: row-parallel output
+all_gather      dp     64   64  96.0 KiB  15.2 us  plans.py:24 fsdp: gathered for use
+all_reduce      tp      1    -       4 B  12.1 us  plans.py:37 output
+reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:24 gradient
+reduce_scatter  tp      -   31  15.5 KiB      0 s  plans.py:24 add.Tensor
+all_reduce      dp      1    -       4 B      0 s  plans.py:37 output""",
     )
 
 
