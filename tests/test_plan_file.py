@@ -147,6 +147,8 @@ def changed(*path: Any, to: Any = None) -> str:
         (("remarks", 0, "spare"), "x", "remarks[0].spare is not known"),
         (("graphs", "LOCAL"), "!", "graphs cannot be unpacked (Only base64 data is allowed)"),
         (("graphs",), None, "graphs is None, not an object"),
+        (("timeline",), "!", "timeline cannot be unpacked (Only base64 data is allowed)"),
+        (("timeline",), 3, "timeline is 3, not text"),
         (
             ("mesh", "axes"),
             "dp=4,tp=2",

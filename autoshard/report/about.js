@@ -35,7 +35,7 @@ function aboutModule(name) {
   return [title("module", name), row.notation ? el("div", {}, notation(row.notation)) : null,
     figures(["modules", row.fqns.length > 1 ? `${row.fqns.length}` : ""], ["compute", plan.step ? time(row
         .compute * 1e6) : ""],
-      ["received", bytes(row.received)], ["exposed", plan.step ? time(row.exposed * 1e6) : ""]),
+      ["received", bytes(row.received)], ["exposed", plan.timed ? time(row.exposed * 1e6) : ""]),
     list("parameters", held.map((group) => el("span", {}, link("value", group.names[0], group.name), " ",
       notation(group.notation))), 12),
     list("collectives", own.map(collectiveItem), 14),
@@ -109,7 +109,7 @@ function aboutLine(line) {
   const modules = [...new Set([...own, ...values].map((one) => rowOf.get(one.fqn)).filter(Boolean))];
   return [title("line", line), sources.has(line) ? el("pre", {}, sources.get(line)) : null,
     figures(["collectives", `${own.length}`], ["received", bytes(total(own, (one) => one.bytes))], ["exposed",
-      plan.step ? time(total(own, (one) => one.exposed || 0) * 1e6) : ""
+      plan.timed ? time(total(own, (one) => one.exposed || 0) * 1e6) : ""
     ]),
     list("modules", modules.map((row) => link("module", row.name)), 10), list("collectives", own.map(
       collectiveItem), 20),
@@ -133,8 +133,8 @@ function aboutTask(id) {
         `${rate(tasks.flops[number], "FLOP")}, ${rate(tasks.flops[number] / (us * 1e-6), "FLOP/s")}` : ""
       ],
       ["module", moduleLink(tasks.fqn[number])], ["in", tasks.backward[number] ? "backward" : "forward"]),
-    list("collectives of the plan", names(tasks.steps[number]).map((step) => collectiveItem(collectiveNamed.get(
-      step))), 20),
+    list("collectives of the plan", names(tasks.steps[number]).filter((step) => collectiveNamed.has(step))
+      .map((step) => collectiveItem(collectiveNamed.get(step))), 20),
     list("calls", names(tasks.nodes[number]).map((node) => link("value", node)), 20),
     list("reads", tasks.inputs[number].map((i) => `${buffers.name[i]}, ${bytes(buffers.bytes[i])}`), 10),
     list("makes", tasks.outputs[number].map((i) => `${buffers.name[i]}, ${bytes(buffers.bytes[i])}`), 10)

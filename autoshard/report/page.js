@@ -55,8 +55,8 @@ function treeOf(rows, parameters) {
     [...parts.slice(0, -1), `${parts.at(-1)}.${part}`] : [...parts, part]), []); // "layers.0-31" is one step
   for (const row of rows) at(row.fqns.length ? steps(row.name) : [row.name]).row = row;
   for (const group of parameters) {
-    const owner = rowOf.get(group.names[0].split(".").slice(0, -1).join("."));
-    at(owner ? steps(owner.name) : steps(group.name).slice(0, -1)).held.push(group);
+    const owners = new Set(group.names.map((name) => rowOf.get(name.split(".").slice(0, -1).join("."))));
+    for (const owner of owners) at(owner ? steps(owner.name) : steps(group.name).slice(0, -1)).held.push(group);
   }
   return root;
 }

@@ -19,7 +19,7 @@ from autoshard.report.cost import format_declined
 from autoshard.report.dims import Letters
 from autoshard.report.modules import module_table, read_placed
 from autoshard.report.names import fold_names, pattern_of
-from autoshard.report.steps import KINDS, WORKSPACE
+from autoshard.report.steps import KINDS, WORKSPACE, is_timed
 from passes.cost.collective import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline
@@ -71,6 +71,7 @@ def page_data(plan: ShardingPlan) -> dict[str, Any]:
         "collectives": [_collective(one) for one in plan.collectives],
         "remarks": [asdict(remark) for remark in plan.remarks],
         "graphs": dict(plan.graphs),
+        "timed": is_timed(plan),
         "step": None if plan.timeline is None else _step(plan.timeline),
     }
 

@@ -25,6 +25,11 @@ def timeline_of(plan: ShardingPlan) -> Timeline:
     return plan.timeline
 
 
+def is_timed(plan: ShardingPlan) -> bool:
+    """Whether the plan's collectives have their times: those of a plan that a run follows have not."""
+    return plan.timeline is not None and all(one.exposed is not None for one in plan.collectives)
+
+
 def memory_by_turn(timeline: Timeline) -> dict[str, list[int]]:
     """Bytes live at each task's turn, by kind; they add up to `timeline.memory`."""
     program = timeline.program

@@ -17,6 +17,8 @@ from autoshard.report.collectives import collectives_table
 from autoshard.report.cost import candidates_table, cost_table, format_declined
 from autoshard.report.modules import ModuleRow, ModuleTable, module_table, read_placed
 from autoshard.report.names import fold_text
+from autoshard.report.steps import is_timed
+from passes.errors import GraphTextError
 from passes.ir.plan import Value
 from passes.ir.units import format_bytes, format_seconds
 
@@ -60,30 +62,36 @@ def _print(plan: ShardingPlan, console: Console) -> None:
         console.print(candidates_table(plan.search))
         for declined in format_declined(plan.search):
             console.print(f"[dim]  {escape(declined)}[/dim]", highlight=False)
-    modules = module_table(plan, *read_placed(plan))
-    console.print(_borders(modules))
-    console.print(_modules_table(modules, is_timed=plan.timeline is not None, columns=console.width))
-    if modules.sizes:
-        console.print(_legend(modules, plan.mesh.names[-1]), highlight=False)
+    try:
+        _print_modules(plan, module_table(plan, *read_placed(plan)), console)
+    except GraphTextError as error:
+        console.print(f"[yellow]modules[/yellow] cannot be read here: {escape(str(error))}", highlight=False)
     if plan.collectives:
-        console.print(collectives_table(plan.collectives, is_timed=plan.cost is not None, columns=console.width))
+        console.print(collectives_table(plan.collectives, is_timed=is_timed(plan), columns=console.width))
     for remark in fold_text(str(remark) for remark in plan.remarks if not remark.routine):
         console.print(f"[yellow]remark[/yellow] {escape(remark)}", highlight=False, soft_wrap=False)
 
 
-def _modules_table(modules: ModuleTable, *, is_timed: bool, columns: int) -> Table:
+def _print_modules(plan: ShardingPlan, modules: ModuleTable, console: Console) -> None:
+    console.print(_borders(modules))
+    console.print(_modules_table(modules, timed=is_timed(plan), columns=console.width))
+    if modules.sizes:
+        console.print(_legend(modules, plan.mesh.names[-1]), highlight=False)
+
+
+def _modules_table(modules: ModuleTable, *, timed: bool, columns: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", expand=True)
     table.add_column("module", overflow="fold", max_width=columns // 3)
     table.add_column("values and weights, as stored -> as made", overflow="fold", ratio=1)
-    for name in ("compute", "exposed") if is_timed else ("received",):
+    for name in ("compute", "exposed") if timed else ("received",):
         table.add_column(name, no_wrap=True, justify="right")
     for name, row in _indented(modules.rows):
-        table.add_row(Text(name), *_cells(row, is_timed=is_timed))
+        table.add_row(Text(name), *_cells(row, timed=timed))
     return table
 
 
-def _cells(row: ModuleRow | None, *, is_timed: bool) -> tuple[RenderableType, ...]:
-    return () if row is None else (styled(row.notation), *_figures(row, is_timed=is_timed))
+def _cells(row: ModuleRow | None, *, timed: bool) -> tuple[RenderableType, ...]:
+    return () if row is None else (styled(row.notation), *_figures(row, timed=timed))
 
 
 def _borders(modules: ModuleTable) -> Text:
@@ -118,9 +126,9 @@ def _layer_of(name: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def _figures(row: ModuleRow, *, is_timed: bool) -> tuple[str, ...]:
+def _figures(row: ModuleRow, *, timed: bool) -> tuple[str, ...]:
     figures = row.figures
-    if not is_timed:
+    if not timed:
         return (format_bytes(figures.received) if figures.received else "-",)
     return tuple(format_seconds(one) if one > NOTHING else "-" for one in (figures.compute, figures.exposed))
 

@@ -12,13 +12,13 @@ function overview() {
       "td", {}, row.name), el("td", {}, notation(row.notation)),
     ...(plan.step ? [el("td", { class: "figure" }, time(row.compute * 1e6))] : []), el(
     "td", { class: "figure" }, row.received ? bytes(row.received) : "-"),
-    ...(plan.step ? [el("td", { class: "figure exposed" }, row.exposed > 5e-9 ? time(row.exposed * 1e6) :
+    ...(plan.timed ? [el("td", { class: "figure exposed" }, row.exposed > 5e-9 ? time(row.exposed * 1e6) :
       "-")] : [])));
   const border = (name, values) => el("div", {}, soft(`${name} `), ...values.flatMap(([label, text]) => [`${label}`,
     notation(text), " "
   ]));
   const heads = ["module", "values and weights, as stored \u2192 as made", ...(plan.step ? ["compute"] : []),
-    "received", ...(plan.step ? ["exposed"] : [])
+    "received", ...(plan.timed ? ["exposed"] : [])
   ];
   return [border("given", plan.inputs), border("returns", plan.outputs),
     el("p", { class: "soft mono" }, letters,
@@ -85,7 +85,7 @@ function collectives() {
     ["kind", null],
     ["over", null],
     ["count", String],
-    ["received", bytes], ...(plan.step ? [
+    ["received", bytes], ...(plan.timed ? [
       ["takes", time],
       ["exposed", time]
     ] : []), ["module", null],
@@ -94,7 +94,7 @@ function collectives() {
   ];
   const body = el("tbody", {}),
     filter = el("input", { type: "search", placeholder: "filter", "aria-label": "filter collectives" });
-  let order = plan.step ? "exposed" : "received";
+  let order = plan.timed ? "exposed" : "received";
   const fill = () => {
     const wanted = filter.value.toLowerCase();
     const shown = groups.filter((group) => [group.kind, group.over, group.module, group.line, group.because].join(

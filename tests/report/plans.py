@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -64,3 +65,11 @@ def unknown_hardware() -> ShardingPlan:
     """A plan without a step."""
     case = build("mlp", dtype=torch.float32)
     return plan(case.model, Mesh("dp=2,tp=2"), case.args, case.kwargs, options=Options(recipe="ddp", hardware=None))
+
+
+@cache
+def followed() -> ShardingPlan:
+    """A plan as a run that follows one has it: with the step that was predicted, and collectives of its own program."""
+    made = tiny_llama()
+    own = (replace(one, id=f"{one.id}_of_run", seconds=None, exposed=None) for one in made.collectives)
+    return replace(made, collectives=tuple(own))

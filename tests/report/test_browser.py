@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import ShardingPlan
-from tests.report.plans import deep, searched, tiny_llama, unknown_hardware
+from tests.report.plans import deep, followed, searched, tiny_llama, unknown_hardware
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -73,7 +73,7 @@ def pixels(page: object) -> str:
     return shown
 
 
-@pytest.mark.parametrize("make", [tiny_llama, deep, searched, unknown_hardware])
+@pytest.mark.parametrize("make", [tiny_llama, deep, searched, followed, unknown_hardware])
 def test_every_view_of_every_plan_opens(page: object, make: object, tmp_path: Path) -> None:
     assert callable(make)
     opened(page, make(), tmp_path)

@@ -11,7 +11,7 @@ from autoshard import ShardingPlan
 from autoshard.report.modules import OPTIMIZER_ROW, ModuleTable, module_table, read_placed
 from autoshard.report.names import fold_names, fold_text
 from autoshard.report.table import format_html, format_plan
-from tests.report.plans import deep, searched, tiny_llama, unknown_hardware
+from tests.report.plans import deep, followed, searched, tiny_llama, unknown_hardware
 
 
 def plain(plan: ShardingPlan, width: int = 100) -> str:
@@ -40,13 +40,13 @@ layers.1-31.up  In[B_dp, S_tp, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]            
 (optimizer)                                                                         0.11 us        -
 B=8 S=4 D=16 F=48; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
 collective      over  fwd  bwd  received  exposed  for
-all_gather      tp     31   32  31.5 KiB   520 us  plans.py:24 mm
-reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:24 megatron: row-parallel output
-all_gather      dp     64   64  96.0 KiB  15.2 us  plans.py:24 fsdp: gathered for use
-all_reduce      tp      1    -       4 B  12.1 us  plans.py:37 output
-reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:24 gradient
-reduce_scatter  tp      -   31  15.5 KiB      0 s  plans.py:24 add.Tensor
-all_reduce      dp      1    -       4 B      0 s  plans.py:37 output""",
+all_gather      tp     31   32  31.5 KiB   520 us  plans.py:25 mm
+reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:25 megatron: row-parallel output
+all_gather      dp     64   64  96.0 KiB  15.2 us  plans.py:25 fsdp: gathered for use
+all_reduce      tp      1    -       4 B  12.1 us  plans.py:38 output
+reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:25 gradient
+reduce_scatter  tp      -   31  15.5 KiB      0 s  plans.py:25 add.Tensor
+all_reduce      dp      1    -       4 B      0 s  plans.py:38 output""",
     )
 
 
@@ -87,8 +87,22 @@ def test_what_was_not_simulated_has_a_line_and_a_plan_without_a_step_says_bytes(
     assert f"  {declined[0].name}, {declined[1].name}: it was not tried" in text.splitlines()
 
 
+def test_times_that_are_not_known_are_not_shown() -> None:
+    text = plain(followed())
+    assert "step    " in text
+    assert "exposed  for" not in text and "received  for" in text
+
+
+def test_a_program_with_an_op_that_is_not_registered_here_prints_what_it_can() -> None:
+    graph = deep().graphs["PLACED"].replace("relu(", "mylib.relu(", 1)
+    text = plain(replace(deep(), graphs={**deep().graphs, "PLACED": graph}))
+    (line,) = (line for line in text.splitlines() if line.startswith("modules cannot be read here: "))
+    assert "unknown op 'mylib.relu'" in text
+    assert "collective      over" in text and line
+
+
 @pytest.mark.parametrize("width", [100, 140])
-@pytest.mark.parametrize("make", [deep, tiny_llama, searched, unknown_hardware])
+@pytest.mark.parametrize("make", [deep, tiny_llama, searched, followed, unknown_hardware])
 def test_no_line_is_wider_than_the_screen(make: object, width: int) -> None:
     assert callable(make)
     lines = plain(make(), width).splitlines()
