@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WIDTH, WIDEST = 100, 140  # columns where nothing says how many there are, and at most
 NOTHING = 5e-9  # seconds
+FIGURES = 11  # columns of one figure and what stands around it
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 
@@ -85,7 +86,7 @@ def _modules_table(modules: ModuleTable, *, timed: bool, columns: int) -> Table:
     table.add_column("values and weights, as stored -> as made", overflow="fold", ratio=1)
     for name in ("compute", "exposed") if timed else ("received",):
         table.add_column(name, no_wrap=True, justify="right")
-    for name, row in _indented(modules.rows):
+    for name, row in _indented(modules.rows, columns - FIGURES * (2 if timed else 1)):
         table.add_row(Text(name), *_cells(row, timed=timed))
     return table
 
@@ -105,14 +106,15 @@ def _borders(modules: ModuleTable) -> Text:
     return text
 
 
-def _indented(rows: tuple[ModuleRow, ...]) -> Iterator[tuple[str, ModuleRow | None]]:
-    """Modules of one list of layers stand together below its name."""
+def _indented(rows: tuple[ModuleRow, ...], columns: int) -> Iterator[tuple[str, ModuleRow | None]]:
+    """Modules of one list of layers stand together below its name; one alone does where its line would be too long."""
     groups: dict[str, list[ModuleRow]] = {}
     for row in rows:
         groups.setdefault(_layer_of(row.name) or row.name, []).append(row)
+    widest = max((len(row.notation) for row in rows), default=0)
     for layer, members in groups.items():
         own = next((row for row in members if row.name == layer), None)
-        if len(members) == 1:
+        if len(members) == 1 and (own or len(members[0].name) <= columns - widest):
             yield members[0].name, members[0]
             continue
         yield layer, own
