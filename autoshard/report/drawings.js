@@ -2,7 +2,6 @@
 // Two pictures: what each rank holds of a tensor, and how near the ops come to what the device can do.
 
 const MOST_CELLS = 4096; // drawn of a mesh
-const MOST_BLOCKS = 512; // drawn along a dim
 
 /** The placement of a value on each axis, as what it does to a dim: {dim, outer} of a shard, else null. */
 function shards(value) {
@@ -68,9 +67,8 @@ function drawTensor(value) {
   const order = value.shape.map((_, dim) => dim).sort((a, b) => dims[b].count - dims[a].count || value.shape[b] -
     value.shape[a]);
   const [vertical, horizontal] = order.slice(0, 2).sort((a, b) => a - b);
-  const parts = value.shape.map((_, dim) => coordinates.map((coordinate) => JSON.stringify(runsOf(dims[dim],
-    coordinate))));
-  const partOf = (place) => parts.map((part) => part[place]).join(" ");
+  const cutting = shards(value).flatMap((shard, axis) => (shard ? [axis] : []));
+  const partOf = (place) => cutting.map((axis) => coordinates[place][axis]).join(" ");
   const cells = [];
 
   function point(place) {
@@ -84,8 +82,8 @@ function drawTensor(value) {
       `a term of a ${text.slice(2, -1)} over ${plan.mesh.names[axis]}`
     ] : []));
     const where = coordinates[place].map((c, axis) => `${plan.mesh.names[axis]}=${c}`).join(", ");
-    words.replaceChildren(el("b", {}, `rank ${place} (${where}) `),
-      `holds ${heldText(value, coordinates[place]).join("; ") || "the scalar"}${partial.length ? `; ${partial.join(", ")}` : ""}. ` +
+    const held = [...(value.shape.length ? heldText(value, coordinates[place]) : ["the scalar"]), ...partial];
+    words.replaceChildren(el("b", {}, `rank ${place} (${where}) `), `holds ${held.join("; ")}. ` +
       (alike > 1 ? `${alike} ranks hold the same part.` : "No other rank holds it."));
     drawPart(coordinates[place]);
   }
@@ -152,12 +150,12 @@ function drawTensor(value) {
     if (cell >= 22) frame.append(svg("text", { x: x + 4, y: y + cell / 2 + 3, "pointer-events": "none" },
       `${place}`));
   });
+  const place = { inside: " (in a node)", across: " (between nodes)" };
   const axes = names.map((name, axis) =>
-    `${name}=${plan.mesh.sizes[axis]}${plan.mesh.links ? ` (${plan.mesh.links[axis] === "inside" ? "in a node" : "between nodes"})` : ""}`
-    );
+    `${name}=${plan.mesh.sizes[axis]}${plan.mesh.links ? place[plan.mesh.links[axis]] : ""}`);
+  const rest = shown < ranks ? `; the first ${shown} of ${ranks}` : "";
   mesh.append(el("h2", {}, "the mesh"), el("div", { class: "soft" },
-    `a row is ${names[names.length - 1]}; ${axes.join(", ")}; ${node} ranks to a node${shown < ranks ? `; the first ${shown} of ${ranks}` : ""}`
-    ), frame);
+    `a row is ${names[names.length - 1]}; ${axes.join(", ")}; ${node} ranks to a node${rest}`), frame);
   point(0);
   return el("div", {}, words, el("div", { class: "columns" }, mesh, tensor));
 }
@@ -168,12 +166,12 @@ function bigOps() {
   const kernels = tasks.kind.flatMap((kind, number) => (kind === "compute" || kind === "optimizer" ? [number] :
 []));
   const stem = (number) => bareName(tasks.name[number]).replace(/^backward\./, "").replace(/(_\d+)?(\.\d+)?$/, "");
+  const moduleOf = (n) => (rowOf.has(tasks.fqn[n]) ? rowOf.get(tasks.fqn[n]).name : pattern(tasks.fqn[n]));
   const groups = grouped(kernels, (n) =>
-    `${rowOf.has(tasks.fqn[n]) ? rowOf.get(tasks.fqn[n]).name : pattern(tasks.fqn[n])} ${stem(n)} ${tasks.flops[n]} ${tasks.bytes[n]} ${tasks.backward[n]}`
-    );
+    [moduleOf(n), stem(n), tasks.flops[n], tasks.bytes[n], tasks.backward[n]].join(" "));
   return [...groups.values()].map((numbers) => ({
     name: stem(numbers[0]),
-    module: (rowOf.get(tasks.fqn[numbers[0]]) || { name: pattern(tasks.fqn[numbers[0]]) }).name,
+    module: moduleOf(numbers[0]),
     numbers,
     us: total(numbers, (n) => tasks.end[n] - tasks.start[n]),
     flops: total(numbers, (n) => tasks.flops[n]),

@@ -63,6 +63,12 @@ def picture(page: object, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
+def says(page: object, where: str, *texts: str) -> None:
+    """Fail unless the element comes to hold each text."""
+    for text in texts:
+        sync_api.expect(page.locator(where)).to_contain_text(text)
+
+
 def tab(page: object, name: str) -> None:
     page.click(f"#tabs button[data-view={name}]")
 
@@ -86,16 +92,15 @@ def test_every_view_of_every_plan_opens(page: object, make: object, tmp_path: Pa
 def test_the_tree_leads_to_modules_and_their_collectives_to_lines(page: object, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     page.click("#tree .label:text-is('wo')")
-    details = page.inner_text("#details")
-    assert "layers.0-1.attention.wo" in details and "In[B_dp, H_tp, S, E] . W[H_tp, E, D_dp] -> [B_dp, S_tp, D]" in details
+    says(page, "#details", "layers.0-1.attention.wo", "In[B_dp, H_tp, S, E] . W[H_tp, E, D_dp] -> [B_dp, S_tp, D]")
     page.click("#details a:has-text('reduce_scatter')")
-    assert "megatron: row-parallel output" in page.inner_text("#details")
+    says(page, "#details", "megatron: row-parallel output")
     page.click("#details a:has-text('llama.py:')")
-    assert "self.wo(out.transpose(1, 2).flatten(2))" in page.inner_text("#details pre")
+    says(page, "#details pre", "self.wo(out.transpose(1, 2).flatten(2))")
     page.click("#details a:has-text('layers.0-1.attention.wo')")
     page.click("#details a:has-text('layers.0-1.attention.wo.weight')")
     page.click("#details a:has-text('in the program')")
-    assert "layers.0.attention.wo.weight" in page.inner_text(".program .picked")
+    says(page, ".program .picked", "layers.0.attention.wo.weight")
 
 
 def test_a_collective_leads_to_the_value_that_it_moves(page: object, tmp_path: Path) -> None:
@@ -103,9 +108,9 @@ def test_a_collective_leads_to_the_value_that_it_moves(page: object, tmp_path: P
     tab(page, "collectives")
     page.fill("#view input", "row-parallel")
     page.click("#collectives tbody tr")
-    moved = page.inner_text("#details div:has(> h2:text('moves')) a")
+    moved = page.inner_text("#details div:has(> h2:text('moves')) a")  # waits for it
     page.click(f"#details a:text-is('{moved}')")
-    assert moved in page.inner_text("#details h2") and "per rank" in page.inner_text("#details")
+    says(page, "#details", f"value {moved}", "per rank")
 
 
 def test_the_timeline_zooms_and_says_who_is_live(page: object, tmp_path: Path) -> None:
@@ -151,7 +156,7 @@ def test_search_finds_modules_lines_values_and_collectives(page: object, tmp_pat
     assert pixels(page) != before
     page.fill("#search", "llama.py:69")
     page.click("#found .result[data-kind=line]")
-    assert "line llama.py:69" in page.inner_text("#details")
+    says(page, "#details", "line llama.py:69")
     picture(page, "search")
     page.fill("#search", "no such thing")
     assert page.inner_text("#found") == "nothing has this name"
@@ -163,9 +168,9 @@ def test_a_rank_shows_what_it_holds(page: object, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     page.evaluate("location.hash = 'value=layers.0.feed_forward.w2.weight'")
     tab(page, "tensor")
-    assert "rank 0 (dp=0, tp=0) holds dim 0: 0 to 31 of 64; dim 1: 0 to 87 of 176" in page.inner_text("#held")
+    says(page, "#held", "rank 0 (dp=0, tp=0) holds dim 0: 0 to 31 of 64; dim 1: 0 to 87 of 176")
     page.hover("#mesh .rank >> nth=3")
-    assert "rank 3 (dp=1, tp=1) holds dim 0: 32 to 63 of 64; dim 1: 88 to 175 of 176" in page.inner_text("#held")
+    says(page, "#held", "rank 3 (dp=1, tp=1) holds dim 0: 32 to 63 of 64; dim 1: 88 to 175 of 176")
     page.mouse.move(0, 0)
     page.evaluate("location.hash = 'value=layers.0.feed_forward.w1.weight'")
     page.wait_for_selector("#held:has-text('rank 0 (dp=0, tp=0) holds dim 0: 0 to 43 of 176; dim 1: all 64')")
@@ -175,7 +180,7 @@ def test_the_cursor_keys_and_the_address_work(page: object, tmp_path: Path) -> N
     opened(page, tiny_llama(), tmp_path)
     page.goto(f"{(tmp_path / 'plan.html').as_uri()}#module=output")
     page.reload()
-    assert "module output" in page.inner_text("#details")
+    says(page, "#details", "module output")
     page.keyboard.press("/")
     page.keyboard.type("wq")
     assert page.input_value("#search") == "wq"
