@@ -1,6 +1,8 @@
 "use strict";
 // What is known of the thing that was picked, with links to all that it has to do with.
 
+const UNKNOWN = "this plan has none of this name";
+
 function title(kind, id) { return el("h2", { class: "mono" }, soft(`${kind} `), id); }
 
 function lineLink(line) { return line ? el("div", {}, link("line", line), sources.has(line) ? el(
@@ -26,7 +28,7 @@ const byCost = (a, b) => (b.exposed || 0) - (a.exposed || 0) || b.bytes - a.byte
 
 function aboutModule(name) {
   const row = moduleNamed.get(name);
-  if (!row) return [title("module", name)];
+  if (!row) return [title("module", name), soft(UNKNOWN)];
   const fqns = new Set(row.fqns);
   const own = plan.collectives.filter((one) => fqns.has(one.fqn)).sort(byCost);
   const held = plan.parameters.filter((group) => group.names.some((one) => fqns.has(one.split(".").slice(0, -1)
@@ -83,7 +85,7 @@ function operandsOf(id) {
 
 function aboutCollective(id) {
   const one = collectiveNamed.get(id);
-  if (!one) return [title("collective", id)];
+  if (!one) return [title("collective", id), soft(UNKNOWN)];
   const found = definition(bareName(id));
   return [title(one.kind, id),
     figures(["over", one.axes.join(", ")], ["receives", bytes(one.bytes)], ["takes", one.seconds === null ? "" :

@@ -219,14 +219,24 @@ class Timeline {
         .max(left, 0));
     }
     pen.globalAlpha = 1;
-    pen.fillStyle = color("exposed");
-    for (const [task, start, end] of this.spans.get(this.step.streams.indexOf(lane.name)) || []) {
-      if (end < this.from || start > this.to) continue;
-      pen.globalAlpha = this.matches && !this.matches.has(task) ? 0.25 : 1;
-      pen.fillRect((start - this.from) * this.scale, y + height - 9, Math.max((end - start) * this.scale, 0.7),
-      9);
-    }
+    this.drawExposed(this.spans.get(this.step.streams.indexOf(lane.name)) || [], y + height - 9, width);
     pen.globalAlpha = 1;
+  }
+
+  /** A pixel is as red as the part of it that is exposed: far away, much red is much exposed time. */
+  drawExposed(spans, y, width) {
+    const parts = new Float32Array(Math.ceil(width) + 1);
+    for (const [task, start, end] of spans) {
+      if (end < this.from || start > this.to) continue;
+      const weight = this.matches && !this.matches.has(task) ? 0.25 : 1;
+      const left = Math.max((start - this.from) * this.scale, 0), right = Math.min((end - this.from) * this.scale, width);
+      for (let x = Math.floor(left); x < right; x++) parts[x] += weight * (Math.min(right, x + 1) - Math.max(left, x));
+    }
+    this.pen.fillStyle = color("exposed");
+    parts.forEach((part, x) => {
+      this.pen.globalAlpha = Math.min(part, 1);
+      if (part > 0.01) this.pen.fillRect(x, y, 1, 9);
+    });
   }
 
   label(text, x, y, width) {
