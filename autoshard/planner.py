@@ -74,7 +74,7 @@ def plan_ahead(
     progress("capture")
     problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
     progress("fold")
-    folded = fold(problem)
+    folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every)
     if options.pipeline is not None or mesh.hardware is None:
         return _programmed(problem, folded, decision, Timer()).plan
