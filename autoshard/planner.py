@@ -28,6 +28,7 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -129,7 +130,7 @@ def make_plan(
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost)
+        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer)
@@ -141,6 +142,7 @@ class _Decision:
     solution: Solution | None = None
     search: Search | None = None
     cost: Cost | None = None
+    timeline: Timeline | None = None
     judged: Judged | None = None
     remarks: tuple[Remark, ...] = ()
 
@@ -154,7 +156,8 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         problem.check_batch(recipes)
         return _Decision(recipes, remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
-    return _Decision(choice.judged.recipes, choice.solution, choice.search, choice.judged.cost, choice.judged)
+    judged = choice.judged
+    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged.timeline, judged)
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -186,6 +189,7 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
         cost=decision.cost,
         search=decision.search,
         solution=decision.solution,
+        timeline=decision.timeline,
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -216,6 +220,8 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         cost=judged.cost,
         search=decision.search,
         solution=decision.solution,
+        timeline=judged.timeline,
+        repeats=folded.repeats.runs,
     )
 
 
