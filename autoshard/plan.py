@@ -5,17 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from autoshard.codec import encode
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.basis import Basis
+from autoshard.codec import UNSAVED, encode
+from autoshard.difference import PlanDiff, difference
 from autoshard.fit import structure
 from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.report.table import format_plan
 from autoshard.settings import Settings
 from passes.base import Remark
-from passes.errors import UserError
+from passes.errors import PlanError, UserError
+from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search, Value
@@ -45,6 +51,7 @@ class ShardingPlan:
     cost: Cost | None = None
     search: Search | None = None
     solution: Solution | None = None
+    basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
     @property
     def fingerprint(self) -> str:
@@ -85,3 +92,27 @@ class ShardingPlan:
         """How many collectives of one kind there are, on one axis and in one direction if given."""
         chosen = [c for c in self.collectives if c.kind == kind and (axis is None or axis in c.axes)]
         return sum(backward is None or c.backward is backward for c in chosen)
+
+    def diff(self, other: ShardingPlan) -> PlanDiff:
+        """What is different in `other`: settings, time, memory, layouts, collectives; printed, a screen of text."""
+        return difference(self, other)
+
+    def with_(
+        self,
+        *,
+        mesh: Mesh | DeviceMesh | str | None = None,
+        hardware: str | Hardware | None = None,
+        **options: Any,
+    ) -> ShardingPlan:
+        """What if: the plan of the same model on another mesh, on other hardware, or with other fields of `Options`
+        (`params=`, `memory_limit=`, `recipe=`, ...). The model is not captured again.
+
+        Equal to what `plan(...)` gives when asked for the same. Raises PlanError for a plan that does not hold its model:
+        one that was loaded, or that runs.
+        """
+        if self.basis is None:
+            raise PlanError(
+                "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again "
+                "with autoshard.plan(model, mesh, args, options=...) and ask that one"
+            )
+        return self.basis.changed(mesh, hardware, options)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from autoshard.basis import Basis
 from autoshard.capture import Captured
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
 from autoshard.fit import check_model
@@ -28,13 +29,14 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.ir.graph import origin_of
+from passes.ir.graph import copy_graph, origin_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
 from passes.ir.repeats import expand_names
 from passes.manager import PassManager
 from passes.observers import Dumper, Timer, Verifier
+from passes.search.find import Searched
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -72,14 +74,22 @@ def plan_ahead(
     check_options(options, mesh)
     progress("capture")
     problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
+    return plan_problem(problem, progress, every=every)
+
+
+def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool = False) -> ShardingPlan:
+    """As `plan_ahead`, for a model that was captured; its graph is left as it is."""
     progress("fold")
     folded = fold(problem)
     decision = _decide(problem, folded, progress, every=every)
-    if options.pipeline is not None or mesh.hardware is None:
-        return _programmed(problem, folded, decision, Timer()).plan
-    progress("passes")
-    judged = decision.judged or judge(problem, folded, decision.recipes)
-    return _assembled(problem, folded.text, judged, decision)
+    if problem.options.pipeline is not None or problem.mesh.hardware is None:
+        own = replace(problem.captured, graph_module=copy_graph(problem.captured.graph_module))
+        made = _programmed(replace(problem, captured=own), folded, decision, Timer()).plan
+    else:
+        progress("passes")
+        judged = decision.judged or judge(problem, folded, decision.recipes)
+        made = _assembled(problem, folded.text, judged, decision)
+    return replace(made, basis=Basis(problem, folded, plan_problem, decision.searched))
 
 
 def make_plan(
@@ -142,6 +152,7 @@ class _Decision:
     cost: Cost | None = None
     judged: Judged | None = None
     remarks: tuple[Remark, ...] = ()
+    searched: Searched | None = None
 
 
 def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
@@ -153,7 +164,8 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         problem.check_batch(recipes)
         return _Decision(recipes, remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
-    return _Decision(choice.judged.recipes, choice.solution, choice.search, choice.judged.cost, choice.judged)
+    judged = choice.judged
+    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged, searched=choice.searched)
 
 
 def _not_searched(problem: Problem) -> Remark:

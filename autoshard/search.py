@@ -37,6 +37,7 @@ class Choice:
     judged: Judged
     solution: Solution | None  # None: a recipe's
     search: Search
+    searched: Searched | None  # None: nothing fitted
 
 
 def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
@@ -64,7 +65,7 @@ def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool 
             continue
         progress(name)
         contest.enter(name, judge(problem, folded, recipes))
-    return contest.choice(time.perf_counter() - started)
+    return contest.choice(time.perf_counter() - started, searched)
 
 
 @dataclass
@@ -117,7 +118,7 @@ class _Contest:
         PassManager(passes).run(gm, PassContext(self.problem.mesh))
         return searched.price(gm) or 0.0
 
-    def choice(self, seconds: float) -> Choice:
+    def choice(self, seconds: float, searched: Searched | None) -> Choice:
         if self.best is None:
             raise MemoryLimitError(_too_small(self.limit, [judged.cost for judged in self.judged.values()]))
         entered = [(name, judged.cost) for name, judged in self.judged.items()]
@@ -133,6 +134,7 @@ class _Contest:
                 self.solution.bound if self.solution is not None else None,
                 seconds,
             ),
+            searched,
         )
 
 

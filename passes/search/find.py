@@ -52,6 +52,8 @@ class Searched:
     graph: GraphModule
     built: Built
     prices: Prices
+    plan: Plan
+    relaxation: Relaxation  # under the weights with the highest bound that was found
 
     def price(self, placed: GraphModule) -> float | None:
         """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
@@ -70,9 +72,10 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
     built = build(gm, Kernels(gm.graph, prices))
     if goal.time_limit is not None:
         goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
-    plan, bound = solve(built.problem, prices, goal)
+    search = _Search(built.problem, prices, goal)
+    plan, bound = search.run()
     solution = _solution(gm, built, plan, bound, time.perf_counter() - started)
-    return Searched(solution, gm, built, prices)
+    return Searched(solution, gm, built, prices, plan, search.relaxation)
 
 
 def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
@@ -90,6 +93,7 @@ class _Search:
         self.problem, self.prices, self.goal = problem, prices, goal
         self.started = time.perf_counter()
         self.sides = Sides(problem)
+        self.relaxation = Relaxation(problem, self.sides, prices)
         self.best: Plan | None = None
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
@@ -98,7 +102,7 @@ class _Search:
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> tuple[Plan, float]:
-        relaxation = Relaxation(self.problem, self.sides, self.prices)
+        relaxation = self.relaxation
         if self.goal.time_limit is not None:
             relaxation.dual.deadline = self.started + self.goal.time_limit
         relaxation.dual.ascend(SWEEPS)
