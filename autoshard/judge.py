@@ -19,6 +19,7 @@ from passes.cost.simulate import Timeline
 from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
+from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph
 from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
 from passes.ir.repeats import Repeats, repeats_of
@@ -64,6 +65,7 @@ class Judged:
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
+    edges: tuple[Edge, ...]
     timeline: Timeline
 
     @property
@@ -88,9 +90,8 @@ def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution
 
 
 def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
-    place = None if solution is None else Solve(solution=solution)
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
+    passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
     split = split_program(gm, mode="eager")
@@ -103,7 +104,15 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
         optimizer=problem.options.optimizer,
     )
     timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
+    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges), timeline)
+
+
+def passes_of(
+    problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
+) -> tuple[Pass, ...]:
+    """What makes the program of a candidate of `gm`, which is normalized."""
+    place = None if solution is None else Solve(solution=solution)
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

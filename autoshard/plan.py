@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.basis import Basis
 from autoshard.codec import UNSAVED, encode
 from autoshard.difference import PlanDiff, difference
+from autoshard.explanation import Explanation, explain
 from autoshard.fit import structure
 from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.report.table import format_plan
 from autoshard.settings import Settings
 from passes.base import Remark
 from passes.errors import PlanError, UserError
+from passes.ir.edges import Edge
 from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -51,6 +53,7 @@ class ShardingPlan:
     cost: Cost | None = None
     search: Search | None = None
     solution: Solution | None = None
+    edges: tuple[Edge, ...] = ()
     basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
     @property
@@ -92,6 +95,15 @@ class ShardingPlan:
         """How many collectives of one kind there are, on one axis and in one direction if given."""
         chosen = [c for c in self.collectives if c.kind == kind and (axis is None or axis in c.axes)]
         return sum(backward is None or c.backward is backward for c in chosen)
+
+    def explain(self, what: str) -> Explanation:
+        """Why `what` is as it is: a parameter (`"layers.0.wq.weight"`), a module, an input or output, a value or collective
+        (`"%mm_1"`), or a source line (`"model.py:42"`). What was chosen; each alternative with what the whole step costs
+        when all else is chosen for it; who insisted; what it took its placement from; the passes that touched it.
+
+        Raises UserError for a name that the plan does not have, with those that are near.
+        """
+        return explain(self, what)
 
     def diff(self, other: ShardingPlan) -> PlanDiff:
         """What is different in `other`: settings, time, memory, layouts, collectives; printed, a screen of text."""

@@ -197,6 +197,7 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
         cost=decision.cost,
         search=decision.search,
         solution=decision.solution,
+        edges=tuple(ctx.edges),
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -227,6 +228,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         cost=judged.cost,
         search=decision.search,
         solution=decision.solution,
+        edges=judged.edges,
     )
 
 

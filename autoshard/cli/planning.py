@@ -22,18 +22,23 @@ from passes.ir.mesh import Mesh
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
-    _add_problem(plan)
+    add_problem(plan)
     plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     plan.set_defaults(run=_plan)
     recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
-    _add_problem(recipes)
+    add_problem(recipes)
     recipes.set_defaults(run=_recipes, recipe="auto")
 
 
-def _add_problem(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="file.py:function; it gives (model, args) and is called on meta")
-    parser.add_argument("--mesh", required=True, help="axes and sizes: dp=32,tp=8")
+def add_problem(
+    parser: argparse.ArgumentParser,
+    *,
+    target: str = "file.py:function; it gives (model, args) and is called on meta",
+    mesh_is_required: bool = True,
+) -> None:
+    parser.add_argument("target", help=target)
+    parser.add_argument("--mesh", required=mesh_is_required, help="axes and sizes: dp=32,tp=8")
     parser.add_argument("--hardware", help="h100, a100, ... or a file that calibrate wrote; by default this machine")
     parser.add_argument("--batch", type=int, help="given to the function as batch=...: samples of the global batch")
     parser.add_argument("--seq", type=int, help="given to the function as seq=...: length of a sequence")
@@ -46,7 +51,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 def _plan(given: argparse.Namespace) -> None:
     """Find the fastest plan that fits in memory (or take a recipe's), print it, and save it."""
     check_output(given.output)
-    found = _find(given)
+    found = find_plan(given)
     print(found)
     if given.output is not None:
         found.save(given.output)
@@ -55,7 +60,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 def _recipes(given: argparse.Namespace) -> None:
     """Predict a step of every recipe that goes with the mesh, and of the solved plan: the fastest that fits first."""
-    found = _find(given, every=True)
+    found = find_plan(given, every=True)
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
     console = Console()
@@ -63,7 +68,7 @@ def _recipes(given: argparse.Namespace) -> None:
     console.print(candidates_table(found.search))
 
 
-def _find(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
+def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
     mesh = Mesh(given.mesh, hardware=given.hardware)
     options = Options(
         recipe=_recipe(given.recipe),
