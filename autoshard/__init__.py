@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from autoshard.api import autoshard, plan
+from autoshard.checking import check
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.runtime import ShardedModule
@@ -44,6 +45,7 @@ __all__ = [
     "UnknownOpError",
     "UserError",
     "autoshard",
+    "check",
     "plan",
     "rule",
 ]

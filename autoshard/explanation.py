@@ -181,7 +181,7 @@ def _lines(one: Explanation) -> Iterator[str]:
         yield f"and {len(_unlike(one.choices)) - SHOWN} more values"
     if one.collectives:
         yield "collectives"
-        yield from _some(_folded_collectives(one.collectives), 2 * SHOWN)
+        yield from _some(folded_collectives(one.collectives), 2 * SHOWN)
     if one.touches:
         yield "passes"
         yield from _touch_lines(one.touches)
@@ -245,7 +245,7 @@ def _alternative_lines(choice: Choice, one: Explanation) -> Iterator[str]:
         yield f"  {'  '.join((*cells, row[-1]))}".rstrip()
 
 
-def _folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
+def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
     """Those of equal layers are one line."""
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for one in collectives:

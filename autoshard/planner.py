@@ -105,12 +105,13 @@ def make_plan(
     batch_axes: tuple[int, ...] | None = None,
     plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
     progress: Progress = silent,
+    observers: tuple[Observer, ...] = (),
 ) -> Planned:
     """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
 
     `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
     the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
-    told each phase as it begins.
+    told each phase as it begins; `observers` look at the graph around every pass.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     mesh = equipped(mesh, options.hardware, device)
@@ -141,7 +142,7 @@ def make_plan(
         decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
-    return _programmed(problem, folded, decision, timer)
+    return _programmed(problem, folded, decision, timer, observers)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,9 @@ def _not_searched(problem: Problem) -> Remark:
     return Remark("search", text, origin_of(first), first.name)
 
 
-def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Timer) -> Planned:
+def _programmed(
+    problem: Problem, folded: Folded, decision: _Decision, timer: Timer, watching: tuple[Observer, ...] = ()
+) -> Planned:
     """The per-device program of the whole model, and its plan."""
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
@@ -186,7 +189,7 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
     pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
     recorder = Recorder(passes)
-    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *watching, *_dumpers(options))
     PassManager(passes, observers).run(gm, ctx)
     plan = ShardingPlan(
         mesh=problem.mesh,
