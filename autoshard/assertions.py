@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from os import PathLike
 
 from autoshard.explanation import folded_collectives
 from autoshard.plan import ShardingPlan
@@ -32,12 +33,14 @@ def assert_plan(
     exposed_ms: float | None = None,
     peak_gb: float | None = None,
     fallbacks: int | None = None,
+    golden: str | PathLike[str] | None = None,
 ) -> None:
     """Raise AssertionError where `plan` is not as expected, with what was found and which collectives.
 
     Counts are exact, of one step: what runs again in the backward counts twice; `axis` limits them to collectives over it.
     `step_ms`, `exposed_ms` (predicted) and `peak_gb` (1e9 bytes on a device) are limits, as is `fallbacks`: how many ops
-    run on whole tensors because no rule shards them. Raises UserError for a limit on what was not predicted.
+    run on whole tensors because no rule shards them. `golden` is a saved plan that this one has to equal. Raises UserError
+    for a limit on what was not predicted, and PlanError for a golden plan that cannot be read.
     """
     if axis is not None:
         plan.mesh.index(axis)
@@ -48,6 +51,7 @@ def assert_plan(
         *(line for name, count in counts.items() if count is not None for line in _counted(plan, name, count, axis)),
         *(line for name, limit in limits.items() if limit is not None for line in _limited(plan, name, limit)),
         *(_fallen_back(plan, fallbacks) if fallbacks is not None else ()),
+        *(_changed(plan, golden) if golden is not None else ()),
     ]
     if found:
         raise AssertionError("the plan is not as expected:\n" + "\n".join(found))
@@ -82,6 +86,12 @@ def _fallen_back(plan: ShardingPlan, limit: int) -> Iterator[str]:
     if len(nodes) > limit:
         yield f"fallbacks={limit}: {len(nodes)} ops run on whole tensors"
         yield from (f"  {remark}" for remark in remarks[:SHOWN])
+
+
+def _changed(plan: ShardingPlan, golden: str | PathLike[str]) -> Iterator[str]:
+    if change := ShardingPlan.load(golden).diff(plan):
+        yield f"golden={str(golden)!r}: it changed; to accept that, plan.save({str(golden)!r})"
+        yield from (f"  {line}" for line in str(change).splitlines())
 
 
 def _listed(collectives: Sequence[Collective]) -> Iterator[str]:

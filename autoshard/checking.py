@@ -87,9 +87,8 @@ class Check:
     def __str__(self) -> str:
         on = f"{self.mesh.size} simulated ranks ({self.mesh})"
         if self:
-            results = f"; the model's own results were not compared: {self.not_compared}" if self.not_compared else ""
-            count = f"{self.compared} values" if results else f"{self.compared} values and all results"
-            return f"equal: {on} and one device, {count} within {self.tolerance:.0e}{results}"
+            own = f"the model's own were not compared: {self.not_compared}" if self.not_compared else "as are all results"
+            return f"equal on {on}\n{self.compared} values are within {self.tolerance:.0e} of one device's; {own}"
         lines = [f"not equal on {on}, to within {self.tolerance:.0e}:"]
         if self.first is not None:
             lines.append(f"the first value that differs: {self.first}")

@@ -64,7 +64,9 @@ def test_the_same_rule_is_right_where_it_is_not_used_so() -> None:
     model, x = made()
     found = check(model, "dp=2,tp=2", (x,), options=Options(recipe="fsdp+ddp"))
     assert found and found.compared > 5
-    assert_expected_inline(str(found), """equal: 4 simulated ranks (dp=2,tp=2) and one device, 15 values and all results within 1e-04""")
+    assert_expected_inline(str(found), """\
+equal on 4 simulated ranks (dp=2,tp=2)
+15 values are within 1e-04 of one device's; as are all results""")
 
 
 def test_a_model_is_equal_value_by_value() -> None:
@@ -79,7 +81,9 @@ def test_a_given_plan_is_followed() -> None:
     model, x = made()
     options = Options(recipe="fsdp+ddp", mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     found = check(model, "dp=2,tp=2", (x,), plan=plan(model, "dp=2,tp=2", (x,), options=options))
-    assert_expected_inline(str(found), """equal: 4 simulated ranks (dp=2,tp=2) and one device, 20 values within 5e-02; the model's own results were not compared: it computes in another precision""")
+    assert_expected_inline(str(found), """\
+equal on 4 simulated ranks (dp=2,tp=2)
+20 values are within 5e-02 of one device's; the model's own were not compared: it computes in another precision""")
 
 
 def test_a_check_needs_values() -> None:
