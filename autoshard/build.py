@@ -23,6 +23,10 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     Raises DistributedError where another rank failed or has another program.
     """
     split = together(groups, "partitioning", lambda: split_program(local.graph, mode=mode))
+    if local.dump is not None:
+        local.dump.compiled("forward", split.forward)
+        if split.backward is not None:
+            local.dump.compiled("backward", split.backward)
     graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
     check_same_program(groups, graphs)
     groups = add_groups(groups, axes_used(graphs, groups.mesh))

@@ -19,20 +19,18 @@ from torch.fx import GraphModule, Node
 
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
-from autoshard.planner import make_plan
+from autoshard.planner import Planned, make_plan
 from autoshard.settings import options_of
-from autoshard.simulation import NOISE, Call, Ranks, Step, norm_of, relative_error, run_on_one_device
+from autoshard.simulation import NOISE, Call, Ranks, Step, Whole, norm_of, relative_error, run_on_one_device
 from autoshard.topology import mesh_of
 from passes._torch import OpOverload
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError
 from passes.ir.collective import is_step
 from passes.ir.graph import (
-    Input,
     Origin,
     Stage,
     copy_graph,
-    input_of,
     is_tensor,
     item_of,
     layout_given,
@@ -117,7 +115,7 @@ def check(
     Raises InputError for a model or arguments on meta.
     """
     call = Call(model, args, kwargs or {})
-    _check_values(call)
+    check_values(call)
     if plan is not None and not isinstance(plan, ShardingPlan):
         plan = ShardingPlan.load(plan)
     options = options or (Options() if plan is None else options_of(plan.settings))
@@ -132,19 +130,25 @@ def check(
         plan=plan,
         observers=(keeper,),
     )
+    tolerance = tolerance_of(call, options)
+    return comparison(keeper.graph, planned, call, tolerance, is_exact=options.mixed_precision is None)
+
+
+def comparison(explicit: GraphModule, planned: Planned, call: Call, tolerance: float, *, is_exact: bool = True) -> Check:
+    """As `check`, for a program that was planned; `explicit` is it with global shapes and collectives."""
     ranks = Ranks.of(call, planned)
-    tolerance = max((TOLERANCE[dtype] for dtype in _dtypes(call, options)), default=TOLERANCE[torch.float32])
-    watch = _Comparison(keeper.graph, ranks, tolerance)
+    watch = _Comparison(explicit, ranks, tolerance)
     results = ranks.run(watch=watch.compare)
     found: tuple[Difference, ...] = ()
-    why = "it computes in another precision" if options.mixed_precision else "it draws random numbers" if watch.is_random else ""
+    why = "it draws random numbers" if watch.is_random else "" if is_exact else "it computes in another precision"
     if not why:
         wanted = run_on_one_device(call, training=torch.is_grad_enabled())
-        found = tuple(_unequal(results.step, wanted, tolerance))
+        found = tuple(unequal(results.step, wanted, tolerance))
     return Check(planned.plan.mesh, watch.compared, watch.first, found, tolerance, why)
 
 
-def _check_values(call: Call) -> None:
+def check_values(call: Call) -> None:
+    """Raise InputError where something is on meta."""
     tensors = [*call.model.named_parameters(), *call.model.named_buffers()]
     leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
     tensors += [("an argument", leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -154,6 +158,11 @@ def _check_values(call: Call) -> None:
                 f"{name} is on meta: a check runs the model, so it needs values; give the model values (to_empty and your "
                 "initialisation), and tensors as arguments"
             )
+
+
+def tolerance_of(call: Call, options: Options) -> float:
+    """How far two correct results may be apart, relative to their norm, in the dtypes that are computed in."""
+    return max((TOLERANCE[dtype] for dtype in _dtypes(call, options)), default=TOLERANCE[torch.float32])
 
 
 def _dtypes(call: Call, options: Options) -> list[torch.dtype]:
@@ -192,16 +201,13 @@ class _Comparison:
         self.gm, self.mesh, self.tolerance = gm, ranks.mesh, tolerance
         self.nodes = {node.name: node for node in gm.graph.nodes}
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self.given: dict[Input, Any] = dict(ranks.inputs())
-        self.ranks = ranks
-        self.whole: dict[Node, Any] = {}
-        self.drawn: dict[Node, Any] = {}
+        self.whole = Whole(ranks)
         self.wrong: dict[Node, float] = {}
         self.compared = 0
 
     @property
     def is_random(self) -> bool:
-        return any(map(_is_random, self.gm.graph.nodes))
+        return any(map(is_random, self.gm.graph.nodes))
 
     @property
     def first(self) -> Difference | None:
@@ -212,11 +218,11 @@ class _Comparison:
     def compare(self, local: Node, parts: Sequence[Any]) -> None:
         for name in stands_for(local):
             node = self.nodes[name]
-            if _is_random(node):
-                self.whole[node] = self._assembled(node, parts)
+            if is_random(node):
+                self.whole.values[node] = self._assembled(node, parts)
             elif is_tensor(node):
                 self.compared += 1
-                error = _error(self._assembled(node, parts), self._value(node))
+                error = _error(self._assembled(node, parts), self.whole.value(node))
                 if error > self.tolerance:
                     self.wrong[node] = error
 
@@ -230,30 +236,6 @@ class _Comparison:
             return tuple(whole)
         return assemble(list(parts), tuple(tensor_of(node).shape), layout_of(node), self.mesh)
 
-    def _value(self, node: Node) -> Any:
-        """What one device has; operands are computed before."""
-        waiting = [node]
-        while waiting:
-            at = waiting[-1]
-            missing = [value for value in at.all_input_nodes if value not in self.whole and value is not at]
-            if at in self.whole:
-                waiting.pop()
-            elif missing:
-                waiting += missing
-            else:
-                self.whole[at] = self._computed(at)
-                waiting.pop()
-        return self.whole[node]
-
-    def _computed(self, node: Node) -> Any:
-        if node.op == "placeholder":
-            return self.given[input_of(node)] if input_of(node) in self.given else self.ranks.held_whole(input_of(node))
-        args = torch.fx.node.map_arg((node.args, node.kwargs), self.whole.__getitem__)
-        if node.target is torch.ops.aten.view.default:
-            return args[0][0].reshape(args[0][1])  # passes move views to where strides may forbid them; devices copy then
-        assert callable(node.target)
-        return node.target(*args[0], **args[1])
-
     def _difference(self, node: Node) -> Difference:
         rows = [f"on {name}: {_row(node, axis)}" for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1]
         what = f"the collective {format_target(node.target)}" if is_step(node) else f"the rule of {format_target(node.target)}"
@@ -264,7 +246,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for one in value if isinstance(one, Tensor)] if isinstance(value, tuple | list) else [value]
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """Whether a call draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -284,7 +267,8 @@ def _row(node: Node, axis: int) -> str:
     return f"{', '.join(str(one.on(axis)) for one in given)} -> {', '.join(str(one.on(axis)) for one in layouts_of(node))}"
 
 
-def _unequal(got: Step, want: Step, tolerance: float) -> Iterator[Difference]:
+def unequal(got: Step, want: Step, tolerance: float) -> Iterator[Difference]:
+    """The results of a step that are not those of another."""
     changed = {name: want.buffers[name] for name in got.buffers}
     kinds = (
         ("output", got.outputs, want.outputs),

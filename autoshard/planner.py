@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.basis import Basis
 from autoshard.capture import Captured
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
+from autoshard.dumping import dump_of
 from autoshard.fit import check_model
 from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
@@ -34,12 +33,15 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
 from passes.ir.repeats import expand_names
+from passes.ir.units import format_seconds
 from passes.manager import PassManager
-from passes.observers import Dumper, Timer, Verifier
+from passes.observers import Logger, Timer, Verifier
 from passes.search.find import Searched
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
+
+_log = logging.getLogger("autoshard.planner")
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         problem.check_batch(recipes)
         return _Decision(recipes, remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
+    for one in choice.search.candidates:
+        time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
+        _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
+    _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
     judged = choice.judged
     return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged, searched=choice.searched)
 
@@ -188,8 +194,8 @@ def _programmed(
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
-    recorder = Recorder(passes)
-    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *watching, *_dumpers(options))
+    recorder, dump = Recorder(passes), dump_of(options)
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
     plan = ShardingPlan(
         mesh=problem.mesh,
@@ -236,11 +242,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
 
 
 def _remarks(given: Sequence[Remark]) -> tuple[Remark, ...]:
-    return tuple(dict.fromkeys(given))
-
-
-def _dumpers(options: Options) -> tuple[Observer, ...]:
-    folder = options.dump or os.environ.get("AUTOSHARD_DUMP")
-    if not folder or (dist.is_initialized() and dist.get_rank() != 0):
-        return ()
-    return (Dumper(Path(folder)),)
+    remarks = tuple(dict.fromkeys(given))
+    for remark in remarks:
+        _log.log(logging.DEBUG if remark.routine else logging.INFO, "%s", remark)
+    return remarks

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from autoshard.planner import Planned
 from passes.ir.graph import (
@@ -26,6 +26,7 @@ from passes.ir.graph import (
     layout_of,
     outputs_of,
     placeholders,
+    returned,
     tensor_of,
 )
 from passes.ir.layout import Layout, Replicate, assemble, local_part
@@ -118,7 +119,7 @@ class Ranks:
     def inputs(self) -> dict[Input, Tensor]:
         """The arguments of the call, and the gradients that it is given, whole."""
         signature = self.planned.captured.signature
-        tensors = signature.flatten(self.call.args, self.call.kwargs)
+        tensors = signature.flatten(self.call.args, dict(self.call.kwargs))
         values = {Input(InputRole.INPUT, s.path): t.detach() for s, t in zip(signature.inputs, tensors, strict=True)}
         for node in placeholders(self.planned.graph.graph, InputRole.TANGENT):
             output = self.planned.plan.outputs[input_of(node).name]
@@ -150,6 +151,51 @@ class Ranks:
         return value.layout, value.shape
 
 
+class Whole:
+    """Runs a program with global shapes on whole tensors: a reshard or collective does nothing there.
+
+    `values` are of nodes; what is put in is taken as it is.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.given = ranks, ranks.inputs()
+        self.values: dict[Node, Any] = {}
+
+    def value(self, node: Node) -> Any:
+        """What one device has; operands are computed before."""
+        waiting = [node]
+        while waiting:
+            at = waiting[-1]
+            missing = [value for value in at.all_input_nodes if value not in self.values]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if at not in self.values:
+                self.values[at] = self._computed(at)
+        return self.values[node]
+
+    def _computed(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return self.given[input_of(node)] if input_of(node) in self.given else self.ranks.held_whole(input_of(node))
+        args: Any
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if node.target is torch.ops.aten.view.default:
+            return args[0].reshape(args[1])  # passes move views to where strides may forbid them; devices copy then
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def run_whole(gm: GraphModule, ranks: Ranks) -> Step:
+    """One step of a program with global shapes, on one device."""
+    whole = Whole(ranks)
+    results: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        if isinstance(value, Node):
+            results[output.role][output.name] = whole.value(value)
+    return Step(results[OutputRole.OUTPUT], results[OutputRole.GRADIENT], results[OutputRole.BUFFER])
+
+
 def tangent(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The gradient of what comes behind the model, for its output `name`: a loss counts once."""
     if not shape:
@@ -168,7 +214,7 @@ def run_on_one_device(call: Call, *, training: bool = True) -> Step:
         tangents = [tangent(name, value.shape, value.dtype) for name, value in differentiable.items()]
         torch.autograd.backward(list(differentiable.values()), tangents)
     arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    leaves = dict(model.named_parameters())
+    leaves: dict[str, Tensor] = dict(model.named_parameters())
     leaves |= {f"input:{name}": value for name, value in arguments.items() if isinstance(value, Tensor)}
     return Step(
         {name: value.detach() for name, value in outputs.items()},
@@ -195,7 +241,7 @@ def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
 
 
 def norm_of(tensor: Tensor) -> float:
-    return tensor.double().norm().item()
+    return float(tensor.double().norm())
 
 
 def _check_copies(name: str, parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> None:

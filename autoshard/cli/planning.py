@@ -69,21 +69,31 @@ def _recipes(given: argparse.Namespace) -> None:
 
 
 def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
+    """The plan that a command line asks for."""
     mesh = Mesh(given.mesh, hardware=given.hardware)
-    options = Options(
+    options = options_of_command(given)
+    with Display(Console(stderr=True)) as display:
+        display("model")
+        target = load_target(given.target, sizes_of(given))
+        training = not given.inference
+        return plan_ahead(
+            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
+        )
+
+
+def options_of_command(given: argparse.Namespace) -> Options:
+    """The options that a command line asks for."""
+    return Options(
         recipe=_recipe(given.recipe),
         memory_limit=given.memory_limit,
         time_limit=given.time_limit,
         mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
     )
-    with Display(Console(stderr=True)) as display:
-        display("model")
-        sizes = {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
-        target = load_target(given.target, sizes)
-        training = not given.inference
-        return plan_ahead(
-            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
-        )
+
+
+def sizes_of(given: argparse.Namespace) -> dict[str, int]:
+    """The sizes that a command line asks for, by the names of the function's arguments."""
+    return {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:
