@@ -47,7 +47,7 @@ def replay(path: Path, *, behind: str | None = None, folder: Path | None = None)
         raise UserError(f"the dump {path} cannot be read: {error.strerror}") from error
     gm, mesh = parse_graph(text)
     ctx, dumper = PassContext(mesh), Dumper(folder)
-    dumper.dumped.extend([""] * start)  # so that files are numbered as in the dump that it comes from
+    dumper.dumped.extend([""] * (start + 1))  # so that files are numbered as in the dump that it comes from
     PassManager(passes[start:], (Verifier(), dumper)).run(gm, ctx)
     return Replayed(tuple(one.name for one in passes[start:]), format_graph(gm, mesh), tuple(ctx.remarks))
 
