@@ -8,7 +8,10 @@ and tensor argument is a placeholder, used or not; every output, new buffer valu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +20,13 @@ from torch.fx import GraphModule
 
 from autoshard.capture_errors import capture_error, side_effect_error
 from autoshard.fake_module import fake_module, fake_tensor
-from autoshard.flat_call import flatten_call
+from autoshard.flat_call import FlatCall, flatten_call
 from autoshard.garbage import uncollected
 from autoshard.joint_graph import finish_graph
 from autoshard.signature import Call, Signature, bind_call, format_leaf, is_constant
 from passes._torch import TracedModule, fake_mode, lazy_code, select_decompositions, trace_joint, trace_module
 from passes.errors import CaptureError
-from passes.ir.graph import InputRole, input_of, placeholders
+from passes.ir.graph import InputRole
 
 aten = torch.ops.aten
 
@@ -43,24 +46,78 @@ _WHOLE = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     """A module as a graph, with the way in and out.
 
-    `parameters` are the FQNs of the PARAMETER placeholders in order, unused and frozen ones included; `tied`
-    maps every other name of a tied parameter to the one in the graph. `constants` holds the values of those
-    BUFFER placeholders that are no buffers of the module: plain tensor attributes, tensors of the surrounding
-    code, literals. A constant is on meta if the module's attribute is.
+    `call` is what dynamo saw: forward alone, from which the graph is traced when it is asked for; `modules` has the
+    name of each traced module by its id. `tied` maps every other name of a tied parameter to the one in the graph.
     """
 
-    graph_module: GraphModule
-    parameters: tuple[str, ...]
+    call: FlatCall
+    modules: Mapping[int, str]
     tied: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    signature: Signature
+    training: bool
+
+    @property
+    def signature(self) -> Signature:
+        return self.call.signature
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of the PARAMETER placeholders in order, unused and frozen ones included."""
+        return tuple(self.shapes(InputRole.PARAMETER))
+
+    def shapes(self, role: InputRole) -> dict[str, torch.Size]:
+        """Shapes of parameters, buffers or inputs by name, in the order of the placeholders."""
+        return {key.name: tensor.shape for key, tensor in self.call.tensors.items() if key.role is role}
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """Forward and backward, as ATen ops. Raises CaptureError for what cannot be one graph."""
+        return self._whole[0]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Values of those BUFFER placeholders that are no buffers of the module: plain tensor attributes, tensors of the
+        surrounding code, literals. A constant is on meta if the module's attribute is."""
+        return self.call.constants | self._whole[1]
+
+    def trace(self) -> None:
+        """Have the graph made now. Raises CaptureError for what cannot be one graph."""
+        assert self._whole
+
+    @cached_property
+    def _whole(self) -> tuple[GraphModule, dict[str, torch.Tensor]]:
+        return self.joint_of(self.call)
+
+    def joint_of(self, call: FlatCall) -> tuple[GraphModule, dict[str, torch.Tensor]]:
+        """Forward and backward of `call`, this one or one with fewer layers, and the literals that became BUFFERs."""
+        with _tracing(training=self.training):
+            joint = trace_joint(call.graph_module, tuple(call.tensors.values()), select_decompositions(whole=_WHOLE))
+        return joint.graph_module, finish_graph(joint, call, self.modules)
 
 
-def capture(
+@contextmanager
+def _tracing(*, training: bool) -> Iterator[None]:
+    """Where torch traces; what it raises comes out as a CaptureError."""
+    try:
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
+            yield
+    except CaptureError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise capture_error(error) from error
+
+
+def capture(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **how: Any) -> Captured:
+    """As `capture_call`, with the graph traced."""
+    captured = capture_call(module, args, kwargs, **how)
+    captured.trace()
+    return captured
+
+
+def capture_call(
     module: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
@@ -79,7 +136,7 @@ def capture(
     With `compute_dtype`, floating-point parameters and (with `cast_inputs`) arguments are taken to be of that dtype
     in the graph; `signature` says what was given.
 
-    Raises CaptureError for what cannot be one graph.
+    Raises CaptureError for what dynamo cannot read; what cannot be differentiated is found when the graph is traced.
     """
     call = _bind(module, args, kwargs or {})
     mode, place = fake_mode(), torch.device(device)
@@ -92,21 +149,11 @@ def capture(
         path: fake_tensor(leaf, mode, place, compute_dtype if cast_inputs else None) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in call.leaves.items()
     }
-    try:
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
-            traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
-            flat = flatten_call(traced, fake, call, leaves, fake_of)
-            joint = trace_joint(flat.graph_module, tuple(flat.tensors.values()), select_decompositions(whole=_WHOLE))
-    except CaptureError:
-        raise
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise capture_error(error) from error
-    fqns = {id(child): fqn for fqn, child in fake.module.named_modules()}
-    constants = flat.constants | finish_graph(joint, flat, fqns)
-    parameters = placeholders(joint.graph_module.graph, InputRole.PARAMETER)
-    return Captured(
-        joint.graph_module, tuple(input_of(node).name for node in parameters), fake.tied, constants, flat.signature
-    )
+    with _tracing(training=training):
+        traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
+        flat = flatten_call(traced, fake, call, leaves, fake_of)
+    modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
+    return Captured(flat, modules, fake.tied, training)
 
 
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:

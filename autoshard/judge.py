@@ -13,6 +13,7 @@ from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of, run_step
 from autoshard.problem import Problem, Recipes
+from autoshard.shallow import shallow_graph
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.from_graph import program_of
 from passes.cost.simulate import Timeline
@@ -22,7 +23,7 @@ from passes.fold import Fold
 from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph
 from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
-from passes.ir.repeats import Repeats, repeats_of
+from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph
 from passes.manager import PassManager
 from passes.normalize import Normalize
@@ -42,17 +43,29 @@ class Folded:
     text: str
 
 
-def fold(problem: Problem) -> Folded:
-    """The graph that candidates are judged on; the captured one is left as it is."""
+def fold(problem: Problem, *, whole: bool = False) -> Folded:
+    """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
+    otherwise no more than the layers that are kept is traced."""
     tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
     tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    return _normalized(problem, Fold(tuple(tags), margin=MARGIN))
+    how = Fold(tuple(tags), margin=MARGIN)
+    if whole:
+        return _normalized(problem, how)
+    with uncollected():
+        ctx = PassContext(problem.mesh)
+        gm = shallow_graph(problem.captured, how, ctx)
+    return _normalized(problem, how) if gm is None else _folded(problem, gm, ctx)
 
 
 def _normalized(problem: Problem, *passes: Pass) -> Folded:
     with uncollected():
         gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
         PassManager((Normalize(), *passes)).run(gm, ctx)
+    return _folded(problem, gm, ctx)
+
+
+def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
+    gm = numbered(gm) if repeats_of(gm).runs else gm
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
 
 

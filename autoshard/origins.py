@@ -24,8 +24,8 @@ _HERE = str(Path(__file__).parent) + "/"
 
 
 def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:
-    """Give every call_function node its origin; `fqns` maps the id of a traced module to its name."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
+    """Give every call its origin; `fqns` maps the id of a traced module to its name."""
+    calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     for node in calls:
         set_origin(node, replace(user_frame(node.meta.get("stack_trace")), fqn=_module_of(node, fqns)))
     for node in calls:

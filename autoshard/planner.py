@@ -28,7 +28,7 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.ir.graph import copy_graph, origin_of
+from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
@@ -132,10 +132,11 @@ def make_plan(
         stored=stored,
         batch_axes=batch_axes,
     )
+    problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
     started = time.perf_counter()
     progress("fold")
-    folded = fold(problem)
+    folded = fold(problem, whole=True)
     if plan is None:
         decision = _decide(problem, folded, progress)
     else:
@@ -177,12 +178,12 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
 
 def _not_searched(problem: Problem) -> Remark:
     chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, rule_of_thumb(problem.mesh), strict=True))
-    first = next(iter(problem.captured.graph_module.graph.nodes))
     text = (
         f"the figures of this device are not known, so that nothing was searched for: {chosen}; give "
         "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
     )
-    return Remark("search", text, origin_of(first), first.name)
+    first = next(iter(problem.captured.call.tensors))
+    return Remark("search", text, Origin(), first.name.replace(".", "_"))
 
 
 def _programmed(

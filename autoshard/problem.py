@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
-from autoshard.capture import Captured, capture
+from autoshard.capture import Captured, capture_call
 from autoshard.constraints import insisted
 from autoshard.options import Options
 from passes.cast_parameters import CastParameters
@@ -82,8 +82,7 @@ class Problem:
 
         Raises ConstraintError where two names of one parameter are given different placements.
         """
-        graph, tied = self.captured.graph_module.graph, self.captured.tied
-        shapes = {input_of(n).name: tensor_of(n).shape for n in placeholders(graph, InputRole.PARAMETER)}
+        shapes, tied = self.captured.shapes(InputRole.PARAMETER), self.captured.tied
         names = shapes | {alias: shapes[name] for alias, name in tied.items()}
         found: dict[tuple[str, str], Insisted] = {}
         for one in insisted(self.options.params, "params", names, self.mesh):
@@ -99,12 +98,12 @@ class Problem:
         """Raise InputError where the axes that `recipes` split the batch over do not divide it."""
         axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
-        inputs = placeholders(self.captured.graph_module.graph, InputRole.INPUT)
-        first = next((n for n in inputs if tensor_of(n).dim() > 0), None)
-        if first is not None and tensor_of(first).shape[0] % ways:
+        inputs = self.captured.shapes(InputRole.INPUT).items()
+        name, batch = next(((name, shape[0]) for name, shape in inputs if shape), ("", 0))
+        if batch % ways:
             names = " x ".join(self.mesh.names[axis] for axis in axes)
             raise InputError(
-                f"input {input_of(first).name!r} has a batch of {tensor_of(first).shape[0]}, which {names} = {ways} "
+                f"input {name!r} has a batch of {batch}, which {names} = {ways} "
                 f"does not divide; give a batch that is a multiple of {ways}"
             )
 
@@ -133,9 +132,12 @@ def captured_problem(
     stored: Mapping[str, Layout] | None = None,
     batch_axes: tuple[int, ...] | None = None,
 ) -> Problem:
-    """Capture one call on global arguments. Raises UserErrors for what cannot be captured."""
+    """Capture one call on global arguments. Raises UserErrors for what cannot be captured.
+
+    The whole graph is traced when it is asked for: a plan alone needs no more than that of a few of equal layers.
+    """
     policy = options.mixed_precision or MixedPrecisionPolicy()
-    captured = capture(
+    captured = capture_call(
         module,
         args,
         dict(kwargs),

@@ -62,5 +62,4 @@ def test_a_searched_plan() -> None:
         case = Case(Searched(), (torch.empty(8192, 4096), torch.empty(8192, 4096)), {})
     mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(pipeline=default_pipeline(place=Solve()))
     plan = make_plan(case.model, case.args, case.kwargs, mesh, options).plan
-    assert any(one.reason.startswith("solve: ") for one in plan.collectives)
     check_names(plan, case.model)

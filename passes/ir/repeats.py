@@ -6,11 +6,15 @@ what is found for the kept ones holds for those that they stand for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from passes._torch import module_of
 
 T = TypeVar("T")
 
@@ -44,7 +48,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """What was removed from a graph. `nodes` and `parameters` (buffers too) map a removed name to the kept one."""
+    """What was removed from a graph. `nodes` and `parameters` (buffers too) map a removed name to the kept one; in a
+    `numbered` graph, `nodes` maps all names of the whole graph."""
 
     runs: tuple[Run, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
@@ -76,13 +81,37 @@ def moved_to(prefix: str, index: int, fqn: str) -> str:
 def expand_names(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
     """What holds for the kept, said of the whole graph too: by node name, or by FQN of parameter or buffer.
 
-    A removed name gets what its representative has, and none where that has none. Names of nodes hold no dot, and
-    those of removed parameters do, so that both can stand in one mapping.
+    A name of the whole graph gets what its representative has, and none where that has none. Names of nodes hold no
+    dot (`mm_3@layers.7` aside), and those of removed parameters do, so that both can stand in one mapping.
     """
-    found = dict(kept)
+    own = set(repeats.nodes.values())
+    found = {name: value for name, value in kept.items() if name not in own}
     for names in (repeats.nodes, repeats.parameters):
         found |= {removed: kept[name] for removed, name in names.items() if name in kept}
     return found
+
+
+def numbered(gm: GraphModule) -> GraphModule:
+    """A copy of a folded graph whose calls are numbered anew: `mm_297` of 300 is `mm_14` of 15.
+
+    A folded graph thus has the same names, whether the layers were left out before they were traced or behind.
+    """
+    graph, repeats = Graph(), repeats_of(gm)
+    copies: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        name = re.sub(r"(_\d+)+$", "", node.name)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copies[node].meta = dict(node.meta)
+    new = {node.name: copy.name for node, copy in copies.items() if node.op == "call_function"}
+    removed = {name: new.get(kept, kept) for name, kept in repeats.nodes.items()}
+    result = module_of(graph, gm)
+    result.meta = dict(gm.meta)
+    set_repeats(result, replace(repeats, nodes=new | removed))
+    return result
 
 
 def repeats_of(gm: GraphModule) -> Repeats:

@@ -31,10 +31,10 @@ def ties_of(gm: GraphModule) -> Ties:
     graph = _with_casts(Indexed.of(gm.graph, _tags(gm)))
     levels = [_tied(Layers.of(graph, level)) for level in range(depth_of(graph))]
     first, layer = max(levels, key=lambda tied: len(tied[0]) - len(set(tied[0].values())), default=({}, {}))
-    removed: dict[str, int] = {}
+    stands_for: dict[str, int] = {}
     for kept in repeats_of(gm).nodes.values():
-        removed[kept] = removed.get(kept, 0) + 1
-    count = {node: 1 + removed.get(node.name, 0) for node in graph.nodes}
+        stands_for[kept] = stands_for.get(kept, 0) + 1
+    count = {node: stands_for.get(node.name, 1) for node in graph.nodes}
     layers: dict[str, int] = {}  # parameters, and calls that passes added behind the folding, count as their layer's
     for node, name in layer.items():
         layers[name] = max(layers.get(name, 1), count[node])
