@@ -18,7 +18,7 @@ from autoshard.topology import equipped, mesh_of
 from passes.errors import UserError
 from passes.ir.hardware import Hardware
 from passes.ir.mesh import Mesh
-from passes.search.find import Goal, Searched, find
+from passes.search.find import Goal, Prepared, Searched, prepare
 
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
@@ -33,16 +33,17 @@ class Basis:
     problem: Problem
     folded: Folded
     replan: Callable[[Problem], ShardingPlan]
-    found: Searched | None = None  # by the search that made the plan
+    prepared: Prepared | None = None  # for the search that made the plan
 
     @cached_property
     def searched(self) -> Searched:
-        """What a search knows of the model; one is made now if the plan was made without. Raises UserError where the
-        hardware is unknown."""
-        if self.found is not None:
-            return self.found
-        gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
-        return find(gm, self.problem.mesh, Goal(memory_limit=self.memory_limit, time_limit=self.problem.options.time_limit))
+        """What a search knows of the model: made when it is first asked for. Raises UserError where the hardware is
+        unknown."""
+        prepared = self.prepared
+        if prepared is None:
+            gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
+            prepared = prepare(gm, self.problem.mesh)
+        return prepared.explore(Goal(memory_limit=self.memory_limit, time_limit=self.problem.options.time_limit))
 
     @property
     def memory_limit(self) -> int:

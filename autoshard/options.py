@@ -46,7 +46,9 @@ class Options:
     SGD; `None`: no update at all."""
 
     time_limit: float | None = None
-    """Seconds that the search may take; the best plan so far counts, with the gap that was proven by then. Without a
+    """Seconds that the search behind capture may take: stating the problem, solving it, simulating what it found and
+    recipes. The best plan so far counts, with the gap that was proven by then; the plan's candidates tell what was left
+    out. What was begun is ended, and the search goes on until one plan fits, 0 being for the first that does. Without a
     limit the same model, mesh and options give the same plan everywhere."""
 
     params: Placements | None = None
@@ -105,8 +107,8 @@ class Options:
         ):
             if value not in known:
                 raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
-        if self.time_limit is not None and not self.time_limit > 0:
-            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds above 0, or None for no limit")
+        if self.time_limit is not None and not _is_seconds(self.time_limit):
+            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
         self.memory_bytes(0)
 
     def memory_bytes(self, available: int) -> int:
@@ -122,3 +124,7 @@ class Options:
             )
         prefix = match[2] or ""
         return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -28,7 +28,7 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.ir.graph import Origin, copy_graph
+from passes.ir.graph import Origin
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
@@ -36,7 +36,7 @@ from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Searched
+from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -85,13 +85,13 @@ def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool =
     folded = fold(problem)
     decision = _decide(problem, folded, progress, every=every)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
-        own = replace(problem.captured, graph_module=copy_graph(problem.captured.graph_module))
-        made = _programmed(replace(problem, captured=own), folded, decision, Timer()).plan
+        made = _programmed(problem, folded, decision, Timer()).plan
+        problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
     else:
         progress("passes")
         judged = decision.judged or judge(problem, folded, decision.recipes)
         made = _assembled(problem, folded.text, judged, decision)
-    return replace(made, basis=Basis(problem, folded, plan_problem, decision.searched))
+    return replace(made, basis=Basis(problem, folded, plan_problem, decision.prepared))
 
 
 def make_plan(
@@ -156,7 +156,7 @@ class _Decision:
     cost: Cost | None = None
     judged: Judged | None = None
     remarks: tuple[Remark, ...] = ()
-    searched: Searched | None = None
+    prepared: Prepared | None = None
 
 
 def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
@@ -173,7 +173,7 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
     _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
     judged = choice.judged
-    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged, searched=choice.searched)
+    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged, prepared=choice.prepared)
 
 
 def _not_searched(problem: Problem) -> Remark:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.constraints import recipes_of
 from autoshard.judge import Folded, Judged, judge, seeded
@@ -21,12 +21,15 @@ from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
-from passes.search.find import Goal, Searched, find
+from passes.search.find import Goal, Prepared, prepare
 from passes.search.solution import Solution
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
+SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
+LOOSE, ANY = 0.05, 1.0  # of a step: how much better another plan may be, where the first has to fit
+STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 1.0  # part of a step that the solver's model may be off by: a recipe that it finds slower by more is not simulated
 
 
@@ -37,35 +40,25 @@ class Choice:
     judged: Judged
     solution: Solution | None  # None: a recipe's
     search: Search
-    searched: Searched | None  # None: nothing fitted
+    prepared: Prepared | None  # None: there was no time for it
 
 
 def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
     """The candidate with the shortest simulated step of those that fit in memory; of equal ones the first.
 
-    Recipes that the solver's own model finds hopeless are not simulated, unless `every` is.
-    Raises MemoryLimitError where nothing fits: with what takes the memory, and the smallest limit that would do.
+    Recipes that the solver's own model finds hopeless are not simulated, unless `every` is; nor is any once the time limit
+    is over and there is a plan that fits. Raises MemoryLimitError where nothing fits: with what takes the memory, and the
+    smallest limit that would do.
     """
-    started = time.perf_counter()
-    contest = _Contest(problem, folded, problem.options.memory_bytes(memory_of(problem.mesh)))
+    contest = _Contest(problem, folded)
     progress(SOLVED)
-    searched = contest.solve()
-    estimates = {}
-    for name, recipes in _experts(problem.mesh):
-        try:
-            problem.check_batch(recipes)
-        except InputError as error:
-            contest.declined.append(Candidate(name, None, fits=False, note=str(error)))
-            continue
-        estimates[name] = contest.estimate(recipes, searched), recipes
-    for name, (estimate, recipes) in sorted(estimates.items(), key=lambda item: item[1][0]):
-        if not every and contest.best is not None and estimate > contest.best_time * (1 + NEAR):
-            note = f"about {format_seconds(estimate)} by the solver's model: not simulated"
-            contest.declined.append(Candidate(name, None, fits=False, note=note))
-            continue
-        progress(name)
-        contest.enter(name, judge(problem, folded, recipes))
-    return contest.choice(time.perf_counter() - started, searched)
+    contest.solve()
+    contest.try_recipes(progress, every=every)
+    if contest.best is None:
+        contest.try_least()
+    if contest.best is None:
+        raise MemoryLimitError(_too_small(contest.limit, *_smallest(contest)))
+    return contest.choice()
 
 
 @dataclass
@@ -74,53 +67,137 @@ class _Contest:
 
     problem: Problem
     folded: Folded
-    limit: int
+    started: float = field(default_factory=time.perf_counter)
     judged: dict[str, Judged] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
-    solution: Solution | None = None
+    prepared: Prepared | None = None
+    solution: Solution | None = None  # that SOLVED stands for
+    least: Judged | None = None  # of all judged, the one with the lowest peak
     best: str | None = None  # of those that fit
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory of one device."""
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
 
     @property
     def best_time(self) -> float:
         return self.judged[self.best].cost.step_time if self.best is not None else float("inf")
 
-    def enter(self, name: str, judged: Judged) -> None:
+    @property
+    def left(self) -> float:
+        """Seconds of the time limit."""
+        limit = self.problem.options.time_limit
+        return float("inf") if limit is None else limit - (time.perf_counter() - self.started)
+
+    def enter(self, name: str, judged: Judged) -> bool:
+        """Whether it fits."""
         self.judged[name] = judged
-        if judged.cost.peak_memory <= self.limit and judged.cost.step_time < self.best_time:
+        cost = judged.cost
+        if self.least is None or cost.peak_memory < self.least.cost.peak_memory:
+            self.least = judged
+        fits = cost.peak_memory <= self.limit
+        if fits and cost.step_time < self.best_time:
             self.best = name
+        return fits
 
-    def solve(self) -> Searched | None:
-        """The solved placement, asked for again with less memory while the simulator finds that it does not fit."""
-        unpinned: Recipes = (None,) * self.problem.mesh.ndim
-        gm = seeded(self.problem, self.folded, unpinned)
-        searched, asked = None, self.limit
-        for _ in range(TRIES):
-            goal = Goal(memory_limit=asked, time_limit=self.problem.options.time_limit)
+    def enter_solved(self, solution: Solution) -> bool:
+        self.solution = solution
+        return self.enter(SOLVED, judge(self.problem, self.folded, self._unpinned, solution))
+
+    @property
+    def _unpinned(self) -> Recipes:
+        return (None,) * self.problem.mesh.ndim
+
+    def solve(self) -> None:
+        """The solved placement, as far as there is time for it."""
+        if self.left <= 0 or not self.prepare(time.perf_counter() + self.left):
+            self._decline(SOLVED)
+        else:
+            self.ask()
+
+    def prepare(self, deadline: float = float("inf")) -> bool:
+        """State the problem, unless it is past the deadline."""
+        if self.prepared is None:
+            gm = seeded(self.problem, self.folded, self._unpinned)
             try:
-                searched = find(gm, self.problem.mesh, goal)
-            except MemoryLimitError:
-                break
-            self.solution = searched.solution
-            judged = judge(self.problem, self.folded, unpinned, self.solution)
-            self.enter(SOLVED, judged)
-            excess = judged.cost.peak_memory - self.limit
-            if excess <= 0:
-                break
-            asked -= excess
-        return searched
+                self.prepared = prepare(gm, self.problem.mesh, deadline=deadline)
+            except TimeoutError:
+                return False
+        return True
 
-    def estimate(self, recipes: Recipes, searched: Searched | None) -> float:
-        """Seconds of a step by the solver's model; 0 where it cannot tell."""
-        if searched is None:
+    def ask(self, *, gap: float = Goal.gap) -> None:
+        """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
+
+        By as much as the peak was too high; halfway to where the solver finds none, if that is not as far. That a plan is
+        the best is proven to `gap` of it, where it is not asked for again.
+        """
+        assert self.prepared is not None
+        none, some, asked = 0.0, float(self.limit), float(self.limit)
+        for attempt in range(TRIES):
+            left = self.left * SHARE
+            if attempt > 0 and left <= 0:
+                break
+            goal = Goal(asked, gap if attempt == 0 else max(gap, LOOSE), None if left == float("inf") else left)
+            try:
+                solution = self.prepared.solve(goal)
+            except MemoryLimitError:
+                if attempt == 0:
+                    break
+                none, asked = asked, (asked + some) / 2
+                continue
+            if self.enter_solved(solution):
+                break
+            some = asked
+            excess = self.judged[SOLVED].cost.peak_memory - self.limit
+            asked = max(asked - excess, (none + asked) / 2)
+
+    def try_least(self) -> None:
+        """What the solver finds to take little memory, whatever it costs."""
+        self.prepare()
+        self.ask(gap=ANY)
+        if self.best is not None:
+            return
+        assert self.prepared is not None
+        for solution in self.prepared.least():
+            if self.enter_solved(solution):
+                break
+
+    def try_recipes(self, progress: Progress, *, every: bool) -> None:
+        """The experts', those that look best first."""
+        estimates = {}
+        for name, recipes in _experts(self.problem.mesh):
+            try:
+                self.problem.check_batch(recipes)
+            except InputError as error:
+                self.declined.append(Candidate(name, None, fits=False, note=str(error)))
+                continue
+            estimates[name] = self.estimate(recipes), recipes
+        for name, (estimate, recipes) in sorted(estimates.items(), key=lambda item: item[1][0]):
+            if self.best is not None and self.left <= 0:
+                self._decline(name)
+            elif not every and estimate > self.best_time * (1 + NEAR):
+                note = f"about {format_seconds(estimate)} by the solver's model: not simulated"
+                self.declined.append(Candidate(name, None, fits=False, note=note))
+            else:
+                progress(name)
+                self.enter(name, judge(self.problem, self.folded, recipes))
+
+    def _decline(self, name: str) -> None:
+        note = f"the time limit of {self.problem.options.time_limit} s was over"
+        self.declined.append(Candidate(name, None, fits=False, note=note))
+
+    def estimate(self, recipes: Recipes) -> float:
+        """Seconds of a step by the solver's model; 0 where it cannot tell, or not in time."""
+        if self.prepared is None or self.left <= 0:
             return 0.0
         gm = seeded(self.problem, self.folded, recipes)
         passes = (Propagate(), InsertReshards(), MergeReductions())
         PassManager(passes).run(gm, PassContext(self.problem.mesh))
-        return searched.price(gm) or 0.0
+        return self.prepared.price(gm) or 0.0
 
-    def choice(self, seconds: float, searched: Searched | None) -> Choice:
-        if self.best is None:
-            raise MemoryLimitError(_too_small(self.limit, [judged.cost for judged in self.judged.values()]))
+    def choice(self) -> Choice:
+        assert self.best is not None
         entered = [(name, judged.cost) for name, judged in self.judged.items()]
         candidates = [Candidate(name, cost, fits=cost.peak_memory <= self.limit) for name, cost in entered]
         return Choice(
@@ -132,9 +209,9 @@ class _Contest:
                 self.limit,
                 self.solution.objective if self.solution is not None else None,
                 self.solution.bound if self.solution is not None else None,
-                seconds,
+                time.perf_counter() - self.started,
             ),
-            searched,
+            self.prepared,
         )
 
 
@@ -151,10 +228,27 @@ def _experts(mesh: Mesh) -> Iterator[tuple[str, Recipes]]:
             yield name, recipes
 
 
-def _too_small(limit: int, costs: list[Cost]) -> str:
-    least = min(costs, key=lambda cost: cost.peak_memory)
+def _smallest(failed: _Contest) -> tuple[int, Cost]:
+    """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
+
+    What of the candidates takes least fits in its peak, as all of them are tried again for any limit; below that, so does
+    what the solver finds when it is asked for that very limit.
+    """
+    assert failed.least is not None
+    least, cost = failed.least.cost.peak_memory, failed.least.cost
+    while (lower := int(least * (1 - STEP))) > failed.limit and failed.left > 0:
+        options = replace(failed.problem.options, memory_limit=lower)
+        contest = _Contest(replace(failed.problem, options=options), failed.folded, failed.started, prepared=failed.prepared)
+        contest.ask(gap=ANY)
+        if contest.best is None:
+            break
+        least, cost = lower, contest.judged[contest.best].cost
+    return least, cost
+
+
+def _too_small(limit: int, smallest: int, cost: Cost) -> str:
     return (
         f"no plan fits in {format_bytes(limit)} on a device: the one that takes least has a peak of "
-        f"{format_bytes(least.peak_memory)} ({format_memory(least.memory)}). Give memory_limit={least.peak_memory}, "
+        f"{format_bytes(cost.peak_memory)} ({format_memory(cost.memory)}). Give memory_limit={smallest}, "
         "a larger mesh, a smaller batch, or mixed_precision"
     )

@@ -80,7 +80,7 @@ class Solve(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         whole = [(node, why_whole(node, unknown_ops=ctx.unknown_ops)) for node in gm.graph.nodes if _has_no_space(node)]
-        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal).solution
+        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal)
         _place(gm, solution)
         for node, why in whole:
             ctx.remark(self, node, f"{why}: runs replicated")

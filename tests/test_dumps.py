@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -44,6 +45,12 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def unnamed(text: str) -> str:
+    """With names in order of appearance: a graph that was read does not remember names that were given up."""
+    names: dict[str, str] = {}
+    return re.sub(r"%\w+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
+
+
 def test_every_dump_behind_the_seeds_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
     files = sorted(path for path in dump.iterdir() if int(path.name[:2]) >= 4)
     assert [path.name for path in files][-1] == "10_bucket_collectives.txt" and len(files) == 6
@@ -54,9 +61,9 @@ def test_every_dump_behind_the_seeds_runs_again_to_the_same_graphs(dump: Path, t
         later = [one for one in files if one.name > path.name]
         assert [one.name for one in sorted(folder.iterdir())] == [one.name for one in later]
         for one in later:
-            assert (folder / one.name).read_text() == one.read_text(), f"{path.name} -> {one.name}"
+            assert unnamed((folder / one.name).read_text()) == unnamed(one.read_text()), f"{path.name} -> {one.name}"
         if later:
-            assert replayed.text == later[-1].read_text()
+            assert unnamed(replayed.text) == unnamed(later[-1].read_text())
 
 
 def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:

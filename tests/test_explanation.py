@@ -176,7 +176,7 @@ def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
         pinned = searched().with_(params={"up.weight": {"tp": str(one.layout.placements[0])}}).basis
         assert pinned is not None
         gm = seeded(pinned.problem, pinned.folded, (None,))
-        exact = find(gm, pinned.problem.mesh, Goal(memory_limit=basis.memory_limit, gap=0.0)).solution.objective
+        exact = find(gm, pinned.problem.mesh, Goal(memory_limit=basis.memory_limit, gap=0.0)).objective
         assert one.step is not None and one.bound <= exact * (1 + 1e-6)
         assert exact <= one.step * (1 + 1e-6) and one.step <= exact * 1.05, one
 

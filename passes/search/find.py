@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
@@ -24,13 +25,16 @@ from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
-WEIGHINGS = 2  # changes of weights by the program of what is near the bound
+WEIGHINGS = 8  # changes of weights by the program of what is near the bound, at most
+GAIN = 5e-4  # of the bound: what the next of them has to add, or it is the last
 CUTS = 6  # ... by the plans seen, where those of the computation alone point to one that does not fit
 ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
 NEAR = 0.002  # over the bound: what is looked at for weights
 NEAREST = (64, 32, 16, 8, 4, 2)  # choices of a variable: the first that make no large program
 SWEEPS = 30  # of dual ascent; it stops before where the bound stays
+DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least memory is asked for
 LARGE = 5_000  # moves of a program that takes seconds
+PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 
@@ -45,37 +49,76 @@ class Goal:
 
 
 @dataclass(frozen=True, eq=False)
-class Searched:
-    """What a search found, and what it knows of the graph."""
+class Prepared:
+    """The problem of a graph's layouts, to be solved for any goal."""
 
-    solution: Solution
     graph: GraphModule
     built: Built
     prices: Prices
-    plan: Plan
-    relaxation: Relaxation  # under the weights with the highest bound that was found
+
+    def solve(self, goal: Goal) -> Solution:
+        """The layouts with the least predicted step that fits the memory.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
+        started = time.perf_counter()
+        plan, bound = solve(self.built.problem, self.prices, goal)
+        return self._solution(plan, bound, started)
+
+    def explore(self, goal: Goal) -> Searched:
+        """As `solve`, with what the search found out on the way."""
+        search = _Search(self.built.problem, self.prices, goal)
+        plan, _ = search.run()
+        return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
+
+    def least(self) -> Iterator[Solution]:
+        """Layouts that take little memory, whatever they cost: the quickest of those first."""
+        for worth in DEAR:
+            started = time.perf_counter()
+            plan = _Search(self.built.problem, self.prices, Goal()).least(worth)
+            if plan is not None:
+                yield self._solution(plan, 0.0, started)
 
     def price(self, placed: GraphModule) -> float | None:
         """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
         where these do not go together."""
         return price(self.graph, self.built, self.prices, placed)
 
+    def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
+        return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)
 
-def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Searched:
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """The best plan of a problem, and what bounds all others."""
+
+    graph: GraphModule
+    built: Built
+    prices: Prices
+    plan: Plan
+    relaxation: Relaxation  # under the weights with the highest bound that was found
+
+
+def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     """The layouts of a CAPTURED graph with the least predicted step that fits the memory.
 
-    Raises ConstraintError for pins that no layout meets.
+    Raises ConstraintError for pins that no layout meets, MemoryLimitError where no plan was found that fits.
     """
     started = time.perf_counter()
-    assert mesh.hardware is not None
-    prices = Prices(mesh, mesh.hardware)
-    built = build(gm, Kernels(gm.graph, prices))
+    prepared = prepare(gm, mesh)
     if goal.time_limit is not None:
         goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
-    search = _Search(built.problem, prices, goal)
-    plan, bound = search.run()
-    solution = _solution(gm, built, plan, bound, time.perf_counter() - started)
-    return Searched(solution, gm, built, prices, plan, search.relaxation)
+    return prepared.solve(goal)
+
+
+def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
+    """The problem of a CAPTURED graph.
+
+    Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
+    """
+    assert mesh.hardware is not None
+    prices = Prices(mesh, mesh.hardware)
+    return Prepared(gm, build(gm, Kernels(gm.graph, prices, deadline)), prices)
 
 
 def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
@@ -114,10 +157,22 @@ class _Search:
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late() or self.is_tired:
                 break
-            self._search(relaxation.dual, (relaxation.dual.bound - self.paid) * (1 + widening))
+            is_known = self.best is not None and self._struck(relaxation.dual, self.best.objective).left().size <= PROVABLE
+            worst = float("inf") if is_known else (relaxation.dual.bound - self.paid) * (1 + widening)
+            self._search(relaxation.dual, worst)
         if self.best is None:
             raise self._too_small()
         return self.best, min(self.bound, self.best.objective)
+
+    def least(self, worth: float) -> Plan | None:
+        """The smallest plan that the relaxation points to where all bytes of a plan are worth so many steps."""
+        relaxation = self.relaxation
+        relaxation.dual.ascend(SWEEPS, ROUGH)
+        self._look(relaxation)
+        if self.plans:
+            byte = worth * min(plan.objective for plan in self.plans) / max(1.0, self.smallest)
+            self._reweigh(relaxation, replace(relaxation.weights, byte=byte), ROUGH)
+        return min(self.plans, key=lambda plan: plan.memory, default=None)
 
     def _fit(self, relaxation: Relaxation, limit: float) -> None:
         """Look for a price on bytes under which the relaxation points to plans that fit.
@@ -169,8 +224,11 @@ class _Search:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
             left = left.joined(self._near(relaxation))
-            if relaxation.dual.bound - self.paid > best[0]:
-                best = relaxation.dual.bound - self.paid, relaxation.weights
+            gain = relaxation.dual.bound - self.paid - best[0]
+            if gain > 0:
+                best = best[0] + gain, relaxation.weights
+            if gain < GAIN * best[0]:
+                break
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
@@ -200,11 +258,9 @@ class _Search:
         """The best of the plans that are shorter than `worst`."""
         if self.best is not None:
             worst = min(worst, self.best.objective)
-        struck = dual.copied()
-        struck.strike(worst + self.paid, STRIKES)
-        least = worst
-        if (left := struck.left()).is_possible:
-            self.is_tired = self.best is not None and (left.size > LARGE or self._is_late())
+        least, left = worst, self._struck(dual, worst).left()
+        if left.is_possible:
+            self.is_tired = self.best is not None and (left.size > PROVABLE or self._is_late())
             if self.is_tired:
                 return
             model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
@@ -212,6 +268,12 @@ class _Search:
             self._take(plan)
             least = min(worst, bound)
         self.bound = max(self.bound, least)
+
+    def _struck(self, dual: Dual, worst: float) -> Dual:
+        """Without what is in no plan shorter than `worst`."""
+        struck = dual.copied()
+        struck.strike(worst + self.paid, STRIKES)
+        return struck
 
     def _is_proven(self) -> bool:
         return self.best is not None and self.best.objective - self.bound <= self.goal.gap * self.best.objective
@@ -232,9 +294,7 @@ class _Search:
         )
 
 
-def _solution(
-    gm: GraphModule, built: Built, plan: Plan, bound: float, seconds: float
-) -> Solution:
+def _solution(gm: GraphModule, built: Built, plan: Plan, bound: float, seconds: float) -> Solution:
     keys, problem, picked = keys_of(gm), built.problem, plan.picked
     nodes: dict[str, Placed] = {}
     for node in gm.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,10 @@ class _Share:
 
 
 class Kernels:
-    """What the nodes of one graph cost; the calls of a fused region share the bytes at its border."""
+    """What the nodes of one graph cost, until `deadline`; the calls of a fused region share the bytes at its border."""
 
-    def __init__(self, graph: Graph, prices: Prices) -> None:
-        self.prices = prices
+    def __init__(self, graph: Graph, prices: Prices, deadline: float = float("inf")) -> None:
+        self.prices, self.deadline = prices, deadline
         self._shares: dict[Node, _Share] = {}
         for region in regions(graph):
             if is_fusible(region[0].target):
@@ -51,7 +52,12 @@ class Kernels:
         return self.prices.mesh
 
     def costs(self, node: Node, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-        """Per choice: seconds, bytes of a parameter's state, bytes of a call's results, and bytes that a call holds."""
+        """Per choice: seconds, bytes of a parameter's state, bytes of a call's results, and bytes that a call holds.
+
+        Raises TimeoutError past the deadline (by `time.perf_counter`).
+        """
+        if time.perf_counter() > self.deadline:
+            raise TimeoutError
         if node.op == "placeholder":
             return self._costs(node, choices)
         key = repr(call_of(node)) if isinstance(node.target, OpOverload) else node.target, self._shares.get(node), id(choices)

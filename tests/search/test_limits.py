@@ -1,0 +1,97 @@
+"""Memory and time that a search is given: it keeps to them, and says what would do and what was left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, UserError, plan
+from tests.models import MLP, ConvNet
+
+Made = tuple[nn.Module, tuple[Any, ...]]
+
+
+def on_meta(make: Callable[[], Made]) -> Made:
+    with torch.device("meta"):
+        return make()
+
+
+def mlp(batch: int, hidden: int) -> Made:
+    return MLP((256, hidden, 256)), (torch.empty(batch, 256), torch.empty(batch, 256))
+
+
+def conv_net() -> Made:
+    return ConvNet(16), (torch.empty(64, 3, 24, 24), torch.empty(64, dtype=torch.long))
+
+
+SMALL: dict[str, tuple[Callable[[], Made], str]] = {
+    "wide mlp": (lambda: mlp(64, 4096), "dp=2"),
+    "mlp, large batch": (lambda: mlp(4096, 1024), "dp=2,tp=2"),
+    "conv net": (conv_net, "tp=2"),
+}
+
+
+def planned(name: str, limit: int | str) -> ShardingPlan:
+    make, mesh = SMALL[name]
+    model, args = on_meta(make)
+    return plan(model, Mesh(mesh, hardware="h100"), args, options=Options(memory_limit=limit))
+
+
+def told(name: str, limit: int | str) -> int:
+    """The smallest limit that the error names."""
+    with pytest.raises(MemoryLimitError) as raised:
+        planned(name, limit)
+    found = re.search(r"takes least has a peak of .* \(.*optimizer .*\). Give memory_limit=(\d+),", str(raised.value))
+    assert found is not None, raised.value
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", ["wide mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SMALL)[1:])])
+def test_the_smallest_limit_that_the_error_names_is_enough_and_no_more(name: str) -> None:
+    smallest = told(name, "100KB")
+    found = planned(name, smallest)
+    assert found.cost is not None and smallest * 0.95 <= found.cost.peak_memory <= smallest
+    assert told(name, int(smallest * 0.94)) == smallest
+
+
+def in_time(seconds: float | None) -> ShardingPlan:
+    model, args = on_meta(lambda: mlp(1024, 2048))
+    return plan(model, Mesh("dp=4,tp=2", hardware="h100"), args, options=Options(time_limit=seconds))
+
+
+def test_without_time_the_first_recipe_that_fits_is_the_plan() -> None:
+    found = in_time(0.0)
+    assert found.search is not None and found.solution is None
+    assert found.search.chosen == "fsdp" and found.search.objective is None
+    tried = [one for one in found.search.candidates if one.cost is not None]
+    assert [one.name for one in tried] == ["fsdp"] and tried[0].fits
+    left_out = {one.name: one.note for one in found.search.candidates if one.cost is None}
+    assert left_out.keys() >= {"solved", "ddp", "fsdp+megatron"}
+    assert set(left_out.values()) == {"the time limit of 0.0 s was over"}
+
+
+def test_a_short_time_gives_the_best_plan_so_far() -> None:
+    found = in_time(0.3)
+    assert found.search is not None and found.cost is not None
+    fitting = [one.cost.step_time for one in found.search.candidates if one.cost is not None and one.fits]
+    assert found.cost.step_time == min(fitting)
+    assert found.cost.peak_memory <= found.search.memory_limit
+    assert {one.name for one in found.search.candidates} >= {"solved", "ddp", "fsdp+megatron"}
+
+
+def test_a_long_time_gives_the_plan_of_no_limit() -> None:
+    limited, free = in_time(600), in_time(None)
+    assert limited.search is not None and free.search is not None
+    assert not any("time limit" in one.note for one in limited.search.candidates)
+    assert limited.layouts == free.layouts and limited.search.objective == free.search.objective
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), True, "10"])
+def test_a_time_limit_that_is_no_time_is_refused(limit: Any) -> None:
+    with pytest.raises(UserError, match="give seconds, 0 or more, or None for no limit"):
+        Options(time_limit=limit)
