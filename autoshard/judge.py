@@ -91,7 +91,7 @@ class Judged:
 
     def largest(self, mesh: Mesh, most: int = 2) -> tuple[str, ...]:
         """The lines that make the largest values, and how large those are on a device."""
-        layouts, found = self.facts["layouts"], {}
+        layouts, found = self.facts["layouts"], dict[str, tuple[int, str]]()
         for node in self.folded.graph.graph.nodes:
             if node.op == "call_function" and node.name in layouts and str(origin_of(node)):
                 tensor = tensor_of(node)
