@@ -19,6 +19,7 @@ from autoshard.global_call import Splits, global_call
 from autoshard.groups import open_groups
 from autoshard.one_plan import Decided, given_plan
 from autoshard.options import Options
+from autoshard.overlap import Overlap
 from autoshard.parameters import place_of
 from autoshard.plan import ShardingPlan
 from autoshard.planner import Planned, make_plan, plan_ahead
@@ -234,6 +235,7 @@ class _Planner:
             tangent_scale=tuple(self._scale(layout) for layout in outputs),
             plan=plan,
             dump=dump_of(self.options),
+            overlap=Overlap.of(self.options, plan.mesh),
         )
 
     def _scale(self, layout: Layout) -> float:

@@ -8,21 +8,25 @@ from dataclasses import dataclass
 from autoshard.compile import Mode, Program, Split, compile_split, split_program
 from autoshard.execution import LocalProgram
 from autoshard.groups import MeshGroups, add_groups, axes_used
-from autoshard.guards import check_same_program, exchange, together
+from autoshard.guards import check_same_program, exchange, of_first, together
+from autoshard.overlap import Overlap
+from passes.base import Remark
 
 
 @dataclass(frozen=True)
 class Built:
     program: Program
     groups: MeshGroups
+    remarks: tuple[Remark, ...]
 
 
 def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Built:
-    """Partition and compile, and register the groups of the program's collectives.
+    """Partition, order and compile, and register the groups of the program's collectives.
 
     Raises DistributedError where another rank failed or has another program.
     """
-    split = together(groups, "partitioning", lambda: split_program(local.graph, mode=mode))
+    overlap = of_first(groups, local.overlap)  # another device's memory, a little smaller, would mean another order
+    split, remarks = together(groups, "partitioning", lambda: _split(local, overlap, mode=mode))
     if local.dump is not None:
         local.dump.compiled("forward", split.forward)
         if split.backward is not None:
@@ -30,7 +34,12 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
     check_same_program(groups, graphs)
     groups = add_groups(groups, axes_used(graphs, groups.mesh))
-    return Built(_compile_by_host(split, groups, mode=mode), groups)
+    return Built(_compile_by_host(split, groups, mode=mode), groups, remarks)
+
+
+def _split(local: LocalProgram, overlap: Overlap | None, *, mode: Mode) -> tuple[Split, tuple[Remark, ...]]:
+    split = split_program(local.graph, mode=mode)
+    return split, () if overlap is None else overlap.apply(split, mode=mode)
 
 
 def _compile_by_host(split: Split, groups: MeshGroups, *, mode: Mode) -> Program:

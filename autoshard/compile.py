@@ -24,13 +24,18 @@ from passes.ir.graph import (
     InputRole,
     Output,
     OutputRole,
+    Stage,
+    has_input,
     input_of,
     is_recompute,
     operands,
     outputs_of,
     placeholders,
     returned,
+    set_input,
+    set_outputs,
     set_recompute,
+    set_stage,
     value_of,
 )
 
@@ -107,6 +112,7 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     if gradients:
         static = [i for i, node in enumerate(forward_inputs) if input_of(node).role in STATIC_ROLES]
         forward, backward = min_cut_partition(joint, num_forward_outputs=count, static_inputs=static)
+        _set_roles(forward, backward, outputs[:count], gradients)
     return Split(
         forward,
         backward,
@@ -117,6 +123,20 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
         tuple(value_of(node) for node in forward_inputs),
         tuple(value_of(node) for node in tangents) if gradients else (),
     )
+
+
+def _set_roles(
+    forward: GraphModule, backward: GraphModule, outputs: tuple[Output, ...], gradients: tuple[Output, ...]
+) -> None:
+    """What the ends of the two graphs stand for: the partitioner keeps it of what the joint graph was given."""
+    kept = [value for value in returned(forward.graph)[len(outputs) :] if isinstance(value, Node)]
+    set_outputs(forward.graph, (*outputs, *(Output(OutputRole.SAVED, value.name) for value in kept)))
+    set_outputs(backward.graph, gradients)
+    for value, node in zip(kept, placeholders_of(backward), strict=False):
+        if not has_input(node):
+            set_input(node, Input(InputRole.SAVED, value.name))
+    for gm in (forward, backward):
+        set_stage(gm, Stage.LOCAL)
 
 
 def _with_partitioner_names(gm: GraphModule) -> GraphModule:
@@ -131,7 +151,9 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return module_of(graph, gm)
+    copied = module_of(graph, gm)
+    set_stage(copied, Stage.LOCAL)
+    return copied
 
 
 def _tag_gathers(graph: Graph) -> None:

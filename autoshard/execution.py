@@ -15,6 +15,7 @@ from autoshard.call_inputs import LocalInput
 from autoshard.compile import Program, Split
 from autoshard.dumping import Dump
 from autoshard.guards import is_connection_error, peer_error
+from autoshard.overlap import Overlap
 from autoshard.parameters import Place
 from autoshard.placements import Storage, dtensor_placements
 from autoshard.plan import ShardingPlan
@@ -31,7 +32,8 @@ class LocalProgram:
 
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are no buffers of
-    the module. The tangent of each output is multiplied by its `tangent_scale`.
+    the module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are
+    awaited where they are issued.
     """
 
     graph: GraphModule
@@ -43,6 +45,7 @@ class LocalProgram:
     tangent_scale: tuple[float, ...]
     plan: ShardingPlan
     dump: Dump | None = None
+    overlap: Overlap | None = None
 
 
 @dataclass(frozen=True)

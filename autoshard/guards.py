@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,10 @@ from torch.fx import GraphModule
 
 from autoshard.groups import MeshGroups
 from passes.errors import AutoshardError, DistributedError, InputError
+from passes.ir.graph import operands, tensor_of, transfer_of
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
+from passes.ir.text import format_target, format_type
 
 T = TypeVar("T")
 
@@ -82,9 +85,36 @@ def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
 
 
 def check_same_program(groups: MeshGroups, graphs: Sequence[GraphModule]) -> None:
-    """Raise DistributedError where ranks are about to run different programs: their collectives would not meet."""
+    """Raise DistributedError where ranks are about to run different programs: their collectives would not meet.
+
+    It names the first collective that differs, and where they are the same in another program, the first call.
+    """
     digests = exchange(groups, hashlib.sha256("\n".join(_text(gm) for gm in graphs).encode()).hexdigest())
-    _check_equal(groups, digests, "programs", _ONE_SETUP)
+    if len(set(digests)) == 1:
+        return
+    rank, other = groups.mesh.ranks[0], next(i for i, digest in enumerate(digests) if digest != digests[0])
+    for what in (_collectives(graphs), _calls(graphs)):
+        of_ranks = exchange(groups, what)
+        for mine, theirs in zip_longest(of_ranks[0], of_ranks[other], fillvalue="at its end"):
+            if mine != theirs:
+                places = f"rank {rank} is {mine}, where rank {groups.mesh.ranks[other]} is {theirs}"
+                raise DistributedError(f"ranks have different programs: {places}; {_ONE_SETUP}")
+
+
+def _collectives(graphs: Sequence[GraphModule]) -> list[str]:
+    """What is issued, in order: "at collective 3 of the backward, reduce_scatter_tensor over dp of f32[8, 6] (%scatter)"."""
+    found = []
+    for half, gm in zip(("forward", "backward"), graphs, strict=False):
+        issued = [(node, transfer) for node in gm.graph.nodes if (transfer := transfer_of(node)) is not None]
+        for number, (node, transfer) in enumerate(issued, start=1):
+            what = f"{format_target(node.target)} over {', '.join(transfer.axes)} of {format_type(tensor_of(operands(node)[0]))}"
+            found.append(f"at collective {number} of the {half}, {what.removeprefix('_c10d_functional.')} (%{node.name})")
+    return found
+
+
+def _calls(graphs: Sequence[GraphModule]) -> list[str]:
+    halves = zip(("forward", "backward"), graphs, strict=False)
+    return [f"at {line!r} of the {half}" for half, gm in halves for line in _text(gm).splitlines()]
 
 
 _ONE_SETUP = "build the same model, with the same options and example inputs, on each"

@@ -14,6 +14,7 @@ from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of, run_step
 from autoshard.problem import Problem, Recipes
+from autoshard.progress import Progress, silent
 from autoshard.shallow import shallow_graph
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.from_graph import program_of
@@ -47,7 +48,7 @@ class Folded:
     text: str
 
 
-def fold(problem: Problem, *, whole: bool = False) -> Folded:
+def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
     """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
     otherwise no more than the layers that are kept is traced."""
     tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
@@ -57,7 +58,7 @@ def fold(problem: Problem, *, whole: bool = False) -> Folded:
         return _normalized(problem, how)
     with uncollected():
         ctx = PassContext(problem.mesh)
-        gm = shallow_graph(problem.captured, how, ctx)
+        gm = shallow_graph(problem.captured, how, ctx, progress)
     return _normalized(problem, how) if gm is None else _folded(problem, gm, ctx)
 
 

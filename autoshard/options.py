@@ -77,6 +77,10 @@ class Options:
     """How many bytes one collective of parameters, or of gradients, may bring to a rank: fewer messages for more
     memory. 0: one collective per parameter."""
 
+    overlap: bool = True
+    """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as
+    `memory_limit` allows. `False`: each is awaited where it is issued, for less memory and slower steps."""
+
     unknown_ops: Literal["replicate", "error"] = "replicate"
     """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
 

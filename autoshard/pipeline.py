@@ -13,6 +13,7 @@ from passes.lower_reshards import LowerReshards
 from passes.merge_reductions import MergeReductions
 from passes.normalize import Normalize
 from passes.propagate import Propagate
+from passes.schedule_overlap import ScheduleOverlap
 from passes.seed import Seed
 
 
@@ -42,3 +43,8 @@ def default_pipeline(
         BucketCollectives(bucket_bytes),  # one message for many parameters
         Decompose(),  # what the backend wants in pieces
     )
+
+
+def overlap_pipeline(*, memory_limit: int | None, fused: bool) -> tuple[Pass, ...]:
+    """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take."""
+    return (ScheduleOverlap(memory_limit, fused),)

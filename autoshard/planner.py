@@ -82,7 +82,7 @@ def plan_ahead(
 def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool = False) -> ShardingPlan:
     """As `plan_ahead`, for a model that was captured; its graph is left as it is."""
     progress("fold")
-    folded = fold(problem)
+    folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan

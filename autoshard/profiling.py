@@ -273,7 +273,8 @@ def _lines(one: Profile) -> Iterator[str]:
         first = same[0]
         modules = dict.fromkeys(run.origin.fqn for c in same for run in c.runs if run.origin.fqn)
         where = fold_names(modules) if len({len(fqn.split(".")) for fqn in modules}) == 1 else ""
-        what = f"{f'{len(same)} x ' if len(same) > 1 else ''}{first.kind} over {', '.join(first.axes)}, {format_bytes(first.nbytes)}"
+        count = f"{len(same)} x " if len(same) > 1 else ""
+        what = f"{count}{first.kind} over {', '.join(first.axes)}, {format_bytes(first.nbytes)}"
         times = sum(c.predicted for c in same), sum(c.measured for c in same)
         rows.append((what, _way(first), where, *_times(*times)))
     regions: dict[tuple[object, ...], list[RegionTime]] = {}

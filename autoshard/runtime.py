@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -235,6 +235,7 @@ def _build(model: ShardedModule, key: Key, local: LocalProgram) -> None:
     state = model._autoshard
     built = build_program(local, state.groups, mode=state.mode)
     state.groups = built.groups
+    local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
     if state.layouts is None:
         _agree_on_parameters(model)
         lay_out(model, state.place, local.parameters)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.capture import Captured
 from autoshard.origins import set_origins
+from autoshard.progress import Progress
 from passes.base import PassContext
 from passes.fold import Fold
 from passes.ir.graph import Output, OutputRole, copy_graph, input_of, placeholders, set_input, set_outputs, set_value
@@ -25,7 +26,7 @@ MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where
 # summed in the layer next to them
 
 
-def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext) -> GraphModule | None:
+def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Progress) -> GraphModule | None:
     """The normalized joint graph of `captured` as `fold` makes it, traced of few layers; None where it has to be traced whole.
 
     `repeats_of` it says what was left out: `mm_3@layers.7` is what `mm_3` stands for.
@@ -38,7 +39,9 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext) -> GraphModu
         return None
     before = repeats_of(gm)
     kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+    progress("trace")
     joint, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    progress("fold")
     PassManager((Normalize(), fold)).run(joint, ctx)
     runs = _joined(before.runs, repeats_of(joint).runs)
     if runs is None:

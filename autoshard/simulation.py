@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from autoshard.compile import Split
 from autoshard.planner import Planned
 from passes.ir.graph import (
     Input,
@@ -90,8 +91,7 @@ class Ranks:
 
         `watch` is given each call of the program as it is made, with every rank's value.
         """
-        nodes, values = placeholders(self.planned.graph.graph), self.inputs()
-        given = [[self._part(node, rank, values, seed) for node in nodes] for rank in range(self.mesh.size)]
+        given = self.given(placeholders(self.planned.graph.graph), seed)
         results = run_ranks(self.planned.graph, self.mesh, given, watch)
         positions = {o: i for i, o in enumerate(outputs_of(self.planned.graph.graph)) if results[0][i] is not None}
         whole: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
@@ -102,6 +102,22 @@ class Ranks:
             whole[output.role][output.name] = assemble(parts, shape, layout, self.mesh)
         step = Step(whole[OutputRole.OUTPUT], whole[OutputRole.GRADIENT], whole[OutputRole.BUFFER])
         return Results(step, [{output: result[i] for output, i in positions.items()} for result in results])
+
+    def given(self, nodes: Sequence[Node], seed: int = SEED) -> list[list[Tensor]]:
+        """Per rank, its part of what each placeholder stands for."""
+        values = self.inputs()
+        return [[self._part(node, rank, values, seed) for node in nodes] for rank in range(self.mesh.size)]
+
+    def run_split(self, split: Split) -> list[tuple[Tensor, ...]]:
+        """Per rank, the results of a partitioned program: outputs and buffers, then gradients."""
+        ends = run_ranks(split.forward, self.mesh, self.given(placeholders(split.forward.graph)))
+        count = len(split.outputs)
+        if split.backward is None:
+            return ends
+        tangents = self.given(placeholders(split.backward.graph)[-len(split.tangents) :] if split.tangents else ())
+        saved = [(*end[count:], *tangent) for end, tangent in zip(ends, tangents, strict=True)]
+        gradients = run_ranks(split.backward, self.mesh, saved)
+        return [(*end[:count], *gradient) for end, gradient in zip(ends, gradients, strict=True)]
 
     def held_whole(self, what: Input) -> Tensor:
         """A parameter, buffer or constant of the model."""

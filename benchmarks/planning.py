@@ -69,7 +69,7 @@ def measure(name: str, hardware: str, recipe: str) -> None:
     plan = plan_ahead(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy), progress=phases)
     phases("")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    behind = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture"))
+    behind = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture", "trace"))
     total = sum(phases.seconds.values())
     print(f"{name} on {case.mesh} {hardware}: {total:.1f} s, {behind:.1f} s behind capture, {peak:.2f} GB", flush=True)
     print("  " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.seconds.items() if seconds >= 0.05))

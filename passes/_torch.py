@@ -5,6 +5,7 @@ Supported: torch 2.11 to the newest release; developed on the version that const
 
 from __future__ import annotations
 
+import heapq
 import logging
 import sys
 import warnings
@@ -38,6 +39,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -259,7 +261,51 @@ def _compiling(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-# Everything in Inductor that moves, merges or splits collectives and waits, off. Not every release has each.
+class _GraphOrder(CustomSchedulerPass):
+    """Put kernels, collectives and waits in the order of the graph, a joined kernel where the last of its calls stood.
+
+    Without it a kernel stands where the first of its calls stood, and what the last one waits for in front of it; and
+    where a value's readers make it again, its kernel stands with the first reader.
+    """
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        makers = {name: number for number, node in enumerate(nodes) for name in node.get_buffer_names()}
+        readers: list[list[int]] = [[] for _ in nodes]
+        missing = [0] * len(nodes)
+        for number, node in enumerate(nodes):
+            sources = {makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {number}
+            missing[number] = len(sources)
+            for source in sources:
+                readers[source].append(number)
+        places: dict[Node, int] = {}
+        keys = [_place(node, places) for node in nodes]
+        ready = [(keys[number], number) for number, count in enumerate(missing) if not count]
+        heapq.heapify(ready)
+        found: list[Any] = []
+        while ready:
+            _, number = heapq.heappop(ready)
+            found.append(nodes[number])
+            for reader in readers[number]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, (keys[reader], reader))
+        assert len(found) == len(nodes), "Inductor's nodes wait for each other"
+        return found
+
+    def uuid(self) -> str:
+        return "autoshard: the order of the graph, 1"
+
+
+def _place(scheduled: Any, places: dict[Node, int]) -> int:
+    """Where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
+    origins = [origin for part in scheduled.get_nodes() for origin in part.node.get_origins()]
+    for graph in {origin.graph for origin in origins if origin not in places}:
+        places |= {node: number for number, node in enumerate(graph.nodes)}
+    return max((places.get(origin, 0) for origin in origins), default=0)
+
+
+# Everything in Inductor that moves, merges or splits collectives and waits, off, and the graph's order behind what joins
+# kernels. Not every release has each.
 _KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -270,6 +316,7 @@ _KEEP_ORDER: dict[str, Any] = {
     "bucket_reduce_scatters_fx": "none",
     "bucket_all_reduces_fx": "none",
     "dedup_reduce_scatters": False,
+    "_post_fusion_custom_pass": _GraphOrder(),
 }
 
 

@@ -151,7 +151,7 @@ class _Check:
             self.fail_ends(f"{len(values)} values have {len(outputs)} descriptions")
         order = [list(OutputRole).index(output.role) for output in outputs]
         if order != sorted(order):
-            self.fail_ends("outputs come first, then buffers, then gradients")
+            self.fail_ends("outputs come first, then buffers, gradients and what is saved")
         for value, output in zip(values, outputs, strict=True):
             if value is None and output.role is not OutputRole.GRADIENT:
                 self.fail_ends(f"{output.role.value} {output.name!r} is None")
@@ -310,6 +310,8 @@ def _partner(output: Output) -> Input:
         return Input(InputRole.BUFFER, output.name)
     if output.role is OutputRole.OUTPUT:
         return Input(InputRole.TANGENT, output.name)
+    if output.role is OutputRole.SAVED:
+        return Input(InputRole.SAVED, output.name)
     path = output.name.removeprefix("input:")
     return Input(InputRole.PARAMETER if path == output.name else InputRole.INPUT, path)
 

@@ -26,6 +26,7 @@ from passes.ir.graph import (
     input_of,
     operands,
     origin_of,
+    outputs_of,
     results_of,
     returned,
     tensor_of,
@@ -78,11 +79,28 @@ def program_of(
     return builder.program()
 
 
+def program_of_graph(gm: GraphModule, mesh: Mesh, *, fused: bool = True) -> Program:
+    """The tasks of one graph of a partitioned program, by the roles of its inputs and results; no optimizer.
+
+    Raises UserError for a mesh without hardware.
+    """
+    builder = _Builder(mesh, _hardware_of(mesh), fused)
+    results = tuple(zip(outputs_of(gm.graph), returned(gm.graph), strict=True))
+    builder.add(gm.graph, {}, backward=any(output.role is OutputRole.GRADIENT for output, _ in results))
+    for output, value in results:
+        if isinstance(value, Node):
+            fqn = output.name if output.role is OutputRole.GRADIENT else ""
+            builder.keep(value, _STAYS.get(output.role, "temporary"), fqn)
+    builder.return_buffers([value for output, value in results if output.role is OutputRole.BUFFER])
+    return builder.program()
+
+
 REORDERED_WEIGHTS = 4  # that a convolution's backward holds: measured with oneDNN on CPU, tests/cost/test_memory.py
 MAX_READS = 4  # that a value read by several kernels may cost each: torch._inductor.config.realize_reads_threshold
 
 _KEPT = {OutputRole.OUTPUT: "output"}
-_STATES = {"adamw": 2, "sgd": 0, None: 0}  # of a parameter's size, each
+_STAYS = _KEPT | {OutputRole.GRADIENT: "gradient", OutputRole.SAVED: "output"}  # to the end of a graph by itself
+OPTIMIZER_STATES: dict[str | None, int] = {"adamw": 2, "sgd": 0, None: 0}  # of a parameter's size, each
 
 
 def _hardware_of(mesh: Mesh) -> Hardware:
@@ -176,9 +194,12 @@ class _Builder:
         kind = _INPUT_KINDS[given.role]
         name = f"{given.role.value}.{given.name}"
         fqn = given.name if kind in ("parameter", "buffer") else ""
-        self.buffers[name] = Buffer(name, _nbytes(value_of(node)), kind, fqn, node.name, self.backward)
+        is_saved = given.role is InputRole.SAVED
+        self.buffers[name] = Buffer(name, _nbytes(value_of(node)), kind, fqn, node.name, self.backward and not is_saved)
         if given.role in (InputRole.PARAMETER, InputRole.COORDINATE):
             self.early.add(name)
+        if is_saved:
+            self.known.add(name)
         return (name,)
 
     def _groups(self, graph: Graph) -> list[tuple[Node, ...]]:
@@ -325,8 +346,8 @@ class _Builder:
 
     def update(self, gradient: Node, fqn: str, optimizer: str | None) -> None:
         """The update of the parameter that a gradient is of."""
-        if optimizer not in _STATES:
-            known = ", ".join(repr(name) for name in _STATES)
+        if optimizer not in OPTIMIZER_STATES:
+            known = ", ".join(repr(name) for name in OPTIMIZER_STATES)
             raise UserError(f"unknown optimizer {optimizer!r}; its memory and time are known for {known}")
         names = self.names[gradient]
         if optimizer is None or fqn.startswith("input:") or not names:
@@ -335,10 +356,10 @@ class _Builder:
         parameter = f"{InputRole.PARAMETER.value}.{fqn}"
         inputs = [*names, *([parameter] if parameter in self.buffers else [])]
         name = f"optimizer.{fqn or names[0]}"
-        if _STATES[optimizer]:
-            self.buffers[name] = Buffer(name, _STATES[optimizer] * nbytes, OPTIMIZER, fqn)
+        if OPTIMIZER_STATES[optimizer]:
+            self.buffers[name] = Buffer(name, OPTIMIZER_STATES[optimizer] * nbytes, OPTIMIZER, fqn)
             inputs.append(name)
-        moved = nbytes * (1 + 2 * (1 + _STATES[optimizer]))  # the gradient is read, parameter and state also written
+        moved = nbytes * (1 + 2 * (1 + OPTIMIZER_STATES[optimizer]))  # the gradient is read, parameter and state also written
         seconds = moved / self.hardware.memory_bandwidth
         self.updates.append(Task(name, OPTIMIZER, COMPUTE, seconds, tuple(inputs), nbytes=moved, fqn=fqn, backward=True))
 
@@ -354,6 +375,7 @@ _INPUT_KINDS = {
     InputRole.TANGENT: "temporary",
     InputRole.COORDINATE: "input",
     InputRole.SEED: "input",
+    InputRole.SAVED: "activation",
 }
 
 

@@ -33,7 +33,8 @@ def lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> t
     for number, buffer in enumerate(program.buffers):
         maker, readers = index.makers[number], index.readers[number]
         persistent = buffer.kind in PERSISTENT
-        firsts[number] = maker if maker >= 0 else 0 if persistent or not readers else readers[0]
+        is_held = persistent or buffer.kind == "activation" or not readers  # before the first task that reads it
+        firsts[number] = maker if maker >= 0 else 0 if is_held else readers[0]
         if not persistent:
             last = leaves[maker] if maker >= 0 else firsts[number]
             for reader in readers:

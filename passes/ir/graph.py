@@ -39,12 +39,14 @@ class InputRole(enum.Enum):
     TANGENT = "tangent"  # name: path of the output
     COORDINATE = "coordinate"  # name: axis; this rank's place on it, i64[1]
     SEED = "seed"  # name: "step"; i64[], equal on all ranks, new at every call
+    SAVED = "saved"  # name: the forward's node; what a partitioned backward is given of it
 
 
 class OutputRole(enum.Enum):
     OUTPUT = "output"  # name: path in the model's output, such as "loss" or "0"
     BUFFER = "buffer"  # name: FQN; the buffer's new value
     GRADIENT = "gradient"  # name: FQN of the parameter (or "input:<path>" of an input)
+    SAVED = "saved"  # name: of the node; what a partitioned forward keeps for the backward
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,22 @@ class Prepared:
     built: Built
     prices: Prices
 
-    def solve(self, goal: Goal) -> Solution:
-        """The layouts with the least predicted step that fits the memory.
+    def solutions(self, goal: Goal) -> Iterator[Solution]:
+        """Good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
 
         Raises MemoryLimitError where no plan was found that fits.
         """
         started = time.perf_counter()
-        plan, bound = solve(self.built.problem, self.prices, goal)
-        return self._solution(plan, bound, started)
+        for plan, bound in plans(self.built.problem, self.prices, goal):
+            yield self._solution(plan, bound, started)
 
     def explore(self, goal: Goal) -> Searched:
-        """As `solve`, with what the search found out on the way."""
+        """The first of the good layouts, with what the search found out on the way.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
         search = _Search(self.built.problem, self.prices, goal)
-        plan, _ = search.run()
+        plan, _ = next(search.run())
         return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
 
     def least(self) -> Iterator[Solution]:
@@ -108,7 +111,7 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     prepared = prepare(gm, mesh)
     if goal.time_limit is not None:
         goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
-    return prepared.solve(goal)
+    return list(prepared.solutions(goal))[-1]
 
 
 def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
@@ -121,12 +124,19 @@ def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> P
     return Prepared(gm, build(gm, Kernels(gm.graph, prices, deadline)), prices)
 
 
-def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
-    """The best plan, and what no plan is better than, in seconds.
+def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, float]]:
+    """A good plan; then, where it is not proven to be the best, the best found: each with what no plan is better than, in
+    seconds.
 
     Raises MemoryLimitError where no plan was found that fits the limit.
     """
-    return _Search(problem, prices, goal).run()
+    search = _Search(problem, prices, goal)
+    yield from search.run()
+
+
+def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
+    """The last of `plans`."""
+    return list(plans(problem, prices, goal))[-1]
 
 
 class _Search:
@@ -144,7 +154,7 @@ class _Search:
         self.is_tired = False  # what is left is too much to go on
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
-    def run(self) -> tuple[Plan, float]:
+    def run(self) -> Iterator[tuple[Plan, float]]:
         relaxation = self.relaxation
         if self.goal.time_limit is not None:
             relaxation.dual.deadline = self.started + self.goal.time_limit
@@ -154,6 +164,10 @@ class _Search:
             self._fit(relaxation, self.goal.memory_limit)
         if not self._is_proven() and not self._is_late():
             self._weigh(relaxation)
+        if self.best is not None:
+            yield self._found(self.best)
+        if self._is_proven():
+            return
         for widening in WIDENINGS:
             if self._is_proven() or self._is_late() or self.is_tired:
                 break
@@ -162,7 +176,10 @@ class _Search:
             self._search(relaxation.dual, worst)
         if self.best is None:
             raise self._too_small()
-        return self.best, min(self.bound, self.best.objective)
+        yield self._found(self.best)
+
+    def _found(self, best: Plan) -> tuple[Plan, float]:
+        return best, min(self.bound, best.objective)
 
     def least(self, worth: float) -> Plan | None:
         """The smallest plan that the relaxation points to where all bytes of a plan are worth so many steps."""

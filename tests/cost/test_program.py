@@ -13,7 +13,7 @@ from autoshard.compile import Split, split_program
 from autoshard.options import Options
 from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
-from passes.cost.from_graph import program_of
+from passes.cost.from_graph import program_of, program_of_graph
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
@@ -139,3 +139,16 @@ def test_a_deep_model_on_one_node_hides_its_gathers() -> None:
     best = schedule(program)
     _check_dependencies(best.program)
     assert best.timeline.step_time < simulate(program).step_time
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
+def test_a_graph_by_itself_holds_what_it_holds_in_the_step(recipe: str) -> None:
+    """What is saved stays to the end of the forward, and is there from the start of the backward."""
+    split, mesh = _split("deep", "dp=4", recipe), Mesh("dp=4", hardware="h100")
+    step = simulate(_program("deep", "dp=4", recipe, optimizer=None))
+    border = next(n for n, task in enumerate(step.program.tasks) if task.backward)
+    forward, backward = (simulate(program_of_graph(gm, mesh)) for gm in (split.forward, split.backward))
+    assert forward.peak_memory == max(step.memory[:border])
+    beside = step.memory[border] - backward.memory[0]  # inputs and parameters that the backward does not read
+    assert 0 <= beside <= sum(buffer.nbytes for buffer in step.program.buffers if buffer.kind in ("input", "parameter"))
+    assert backward.peak_memory + beside == pytest.approx(max(step.memory[border:]), rel=0.02)

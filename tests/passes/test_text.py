@@ -287,7 +287,7 @@ def message(text: str) -> str:
         ),
         (
             HEAD + 'return loss("x") %x',
-            "line 4: expected 'output' or 'buffer' or 'gradient', got 'loss'\n    return loss(\"x\") %x",
+            "line 4: expected 'output' or 'buffer' or 'gradient' or 'saved', got 'loss'\n    return loss(\"x\") %x",
         ),
         (
             HEAD + '%y: f32[4] = gelu(%x, "\\q")',

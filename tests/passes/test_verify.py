@@ -118,7 +118,7 @@ at stage EXPLICIT, %mm is not valid: on tp it runs as S(1), S(0) -> R, but its r
         (lambda gm: gm.graph.output_node().meta.clear(), "the outputs are not valid: they are not described"),
         (
             lambda gm: set_outputs(gm.graph, (Output(OutputRole.GRADIENT, "w"), *[Output(OutputRole.OUTPUT, "0")] * 3)),
-            "outputs come first, then buffers, then gradients",
+            "outputs come first, then buffers, gradients and what is saved",
         ),
     ],
 )

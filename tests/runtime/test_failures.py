@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import GraphModule
 
 from autoshard import Options, autoshard
+from autoshard.pipeline import default_pipeline
+from passes.base import Pass, PassContext
+from passes.ir.graph import Stage
 from tests.models import build
 from tests.spawn import Failure, reports_of_ranks
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+@dataclass(frozen=True)
+class Shuffle(Pass):
+    """Calls in a random order that keeps what they depend on; none for seed 0."""
+
+    name: ClassVar[str] = "shuffle"
+    takes: ClassVar[Stage] = Stage.LOCAL
+    gives: ClassVar[Stage] = Stage.LOCAL
+
+    seed: int = 0
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        random, placed = Random(self.seed), set(gm.graph.find_nodes(op="placeholder"))
+        waiting = [node for node in gm.graph.nodes if node.op == "call_function"]
+        while self.seed and waiting:
+            node = random.choice([node for node in waiting if placed.issuperset(node.all_input_nodes)])
+            waiting.remove(node)
+            placed.add(node)
+            gm.graph.output_node().prepend(node)
+        return bool(self.seed)
+
 
 EXPECTED_SECONDS = 60.0  # far below the timeout of the groups: nobody waits for that
 
@@ -30,7 +57,10 @@ def _train(rank: int, fault: str) -> str:
     axis = "tp" if fault == "batch" else "dp"
     recipe = "megatron" if fault == "batch" else "fsdp"
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-    model = autoshard(case.model, mesh, args, options=Options(recipe=recipe, compile="eager"))
+    options = Options(recipe=recipe, compile="eager")
+    if fault == "order":
+        options = replace(options, pipeline=(*default_pipeline(bucket_bytes=0), Shuffle(rank)), overlap=False)
+    model = autoshard(case.model, mesh, args, options=options)
     parts = model.shard(*case.args)
     if rank == 1 and fault == "batch":
         parts = (parts[0] + 1, parts[1])
@@ -88,6 +118,16 @@ def test_other_models_on_other_ranks_are_found_before_they_hang() -> None:
         "inputs, on each"
     )
     assert first == f"DistributedError: planning failed on rank 1: {second}"
+
+
+def test_another_order_of_collectives_on_a_rank_is_found_before_they_hang() -> None:
+    expected = (
+        "DistributedError: ranks have different programs: rank 0 is at collective 1 of the forward, all_gather_into_tensor "
+        "over dp of f64[32, 24] (%all_gather_into_tensor), where rank 1 is at collective 1 of the forward, "
+        "all_gather_into_tensor over dp of f64[32] (%all_gather_into_tensor_1); build the same model, with the same "
+        "options and example inputs, on each"
+    )
+    assert messages("order") == [expected] * 2
 
 
 def test_other_weights_on_other_ranks_are_found_though_each_keeps_a_part() -> None:

@@ -1,0 +1,58 @@
+"""A partitioned program in the order in which its communication hides best, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autoshard.compile import Mode, Split
+from autoshard.options import Options
+from autoshard.pipeline import overlap_pipeline
+from passes.base import PassContext, Remark
+from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.ir.graph import input_of, placeholders, returned, value_of
+from passes.ir.mesh import Mesh
+from passes.manager import PassManager
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a program may take of a device to hide its communication."""
+
+    mesh: Mesh
+    memory_limit: int | None  # bytes at the peak of a step; None: the device's memory is not known, nor a limit given
+    optimizer: str | None
+
+    @staticmethod
+    def of(options: Options, mesh: Mesh) -> Overlap | None:
+        """As options say; None: the program stays as it was lowered."""
+        if not options.overlap:
+            return None
+        is_known = mesh.hardware is not None or options.memory_limit is not None
+        available = 0 if mesh.hardware is None else mesh.hardware.memory_bytes
+        return Overlap(mesh, options.memory_bytes(available) if is_known else None, options.optimizer)
+
+    def apply(self, split: Split, *, mode: Mode) -> tuple[Remark, ...]:
+        """Order both graphs of `split`, in place."""
+        ctx = PassContext(self.mesh)
+        for gm in (split.forward, split.backward):
+            if gm is not None:
+                limit = None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm))
+                PassManager(overlap_pipeline(memory_limit=limit, fused=mode == "inductor")).run(gm, ctx)
+        return tuple(ctx.remarks)
+
+    def _beside(self, split: Split, gm: GraphModule) -> int:
+        """Bytes that a device holds while `gm` runs and that are none of its values."""
+        given = {input_of(node) for node in placeholders(gm.graph)}
+        others = [v for i, v in zip(split.inputs, split.input_values, strict=True) if i not in given]
+        gradients = () if split.backward is None else returned(split.backward.graph)
+        states = OPTIMIZER_STATES[self.optimizer] * _nbytes(value_of(g) for g in gradients if isinstance(g, Node))
+        return _nbytes(others) + states
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

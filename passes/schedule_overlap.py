@@ -1,0 +1,149 @@
+"""Collectives are issued early and awaited late, so that kernels run beside them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from passes.base import Pass, PassContext
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import schedule
+from passes.cost.simulate import Timeline, simulate
+from passes.ir.graph import Stage
+from passes.ir.hardware import hardware_named
+from passes.ir.mesh import Mesh
+
+NOMINAL = "h100"  # whose figures order a program where those of its devices are not known
+MORE_MEMORY = 1.05  # of the peak as given, where no limit is
+
+
+@dataclass(frozen=True)
+class ScheduleOverlap(Pass):
+    """Order the calls of a partitioned graph so that communication hides behind compute, as `simulate` predicts it.
+
+    1. Kernels and collectives stand in the fastest order that `passes.cost.schedule` finds within `memory_limit`
+       (bytes at the graph's peak; None: a twentieth more than as it is given).
+    2. A collective is awaited in front of the first call that reads it. A reduction of gradients, whose operand stays
+       in memory until then, is awaited where that is predicted to cost nothing.
+    3. Views stand in front of the first call that reads them.
+
+    An order that is not predicted to be faster is not taken, but waits go late all the same. `fused` says whether
+    Inductor joins kernels, or each call runs by itself.
+
+    Before:
+
+        mesh dp=2
+        stage LOCAL
+        %v: f32[4, 8] = parameter("v")
+        %w: f32[4, 8] = parameter("w")
+        %x: f32[4, 8] = input("x")
+        %all_gather_into_tensor: f32[8, 8] = _c10d_functional.all_gather_into_tensor(%v, 2, "autoshard:dp=2:dp")
+        %wait_tensor: f32[8, 8] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+        %mm: f32[4, 8] = mm(%x, %wait_tensor)
+        %all_gather_into_tensor_1: f32[8, 8] = _c10d_functional.all_gather_into_tensor(%w, 2, "autoshard:dp=2:dp")
+        %wait_tensor_1: f32[8, 8] = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)
+        %mm_1: f32[4, 8] = mm(%mm, %wait_tensor_1)
+        return output("0") %mm_1
+
+    After:
+
+        mesh dp=2
+        stage SCHEDULED
+        %v: f32[4, 8] = parameter("v")
+        %w: f32[4, 8] = parameter("w")
+        %x: f32[4, 8] = input("x")
+        %all_gather_into_tensor: f32[8, 8] = _c10d_functional.all_gather_into_tensor(%v, 2, "autoshard:dp=2:dp")
+        %all_gather_into_tensor_1: f32[8, 8] = _c10d_functional.all_gather_into_tensor(%w, 2, "autoshard:dp=2:dp")
+        %wait_tensor: f32[8, 8] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+        %mm: f32[4, 8] = mm(%x, %wait_tensor)
+        %wait_tensor_1: f32[8, 8] = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)
+        %mm_1: f32[4, 8] = mm(%mm, %wait_tensor_1)
+        return output("0") %mm_1
+
+    Context: ScheduleOverlap(memory_limit=1 << 20)
+    """
+
+    name: ClassVar[str] = "schedule_overlap"
+    takes: ClassVar[Stage] = Stage.LOCAL
+    gives: ClassVar[Stage] = Stage.SCHEDULED
+
+    memory_limit: int | None = None
+    fused: bool = True
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        mesh = self._priced(gm, ctx)
+        given = simulate(program_of_graph(gm, mesh, fused=self.fused))
+        if not any(task.is_collective for task in given.program.tasks):
+            return False
+        limit = int(MORE_MEMORY * given.peak_memory) if self.memory_limit is None else self.memory_limit
+        before = list(gm.graph.nodes)
+        _put(gm, _issue_order(gm, schedule(given.program, memory_limit=limit).timeline))
+        found = simulate(program_of_graph(gm, mesh, fused=self.fused))
+        if found.step_time > given.step_time:
+            _put(gm, before)
+            _put(gm, _issue_order(gm, given))
+            ctx.remark(
+                self,
+                before[-1],
+                f"left in its order: predicted to take {given.step_time:.3g} s, and {found.step_time:.3g} s in the best found",
+            )
+        return list(gm.graph.nodes) != before
+
+    def _priced(self, gm: GraphModule, ctx: PassContext) -> Mesh:
+        if ctx.mesh.hardware is not None:
+            return ctx.mesh
+        first = next(iter(gm.graph.nodes))
+        ctx.remark(
+            self, first, f"the figures of this device are not known: ordered by those of {NOMINAL}", routine=True
+        )
+        return ctx.mesh.on(hardware_named(NOMINAL))
+
+
+def _put(gm: GraphModule, order: list[Node]) -> None:
+    end = gm.graph.output_node()
+    for node in order:
+        if node is not end:
+            end.prepend(node)
+
+
+def _issue_order(gm: GraphModule, timeline: Timeline) -> list[Node]:
+    """The graph's nodes in the order of a program's tasks, each with what it reads and no task makes in front of it."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    due = _due(timeline)
+    placed = dict.fromkeys(gm.graph.find_nodes(op="placeholder"))
+    for turn, task in enumerate(timeline.program.tasks):
+        for name in due.get(turn, ()):
+            _place(next(iter(nodes[name].users)), placed)
+        for name in task.nodes:
+            _place(nodes[name], placed)
+    for node in gm.graph.nodes:
+        _place(node, placed)
+    return list(placed)
+
+
+def _due(timeline: Timeline) -> dict[int, list[str]]:
+    """Reductions by the turn in front of which they are awaited: that of the first kernel behind their end."""
+    tasks = timeline.program.tasks
+    kernels = [turn for turn, task in enumerate(tasks) if not task.is_collective]
+    starts = [timeline.starts[turn] for turn in kernels]
+    found: dict[int, list[str]] = {}
+    for turn, task in enumerate(tasks):
+        if task.is_collective and task.deferrable:
+            place = bisect_left(starts, timeline.ends[turn])
+            if place < len(kernels):
+                found.setdefault(kernels[place], []).append(task.nodes[-1])
+    return found
+
+
+def _place(node: Node, placed: dict[Node, None]) -> None:
+    """Put `node` behind what it reads."""
+    stack = [node]
+    while stack:
+        waiting = [source for source in stack[-1].all_input_nodes if source not in placed]
+        if waiting:
+            stack += reversed(waiting)
+        else:
+            placed.setdefault(stack.pop())

@@ -1,0 +1,69 @@
+"""No order exposes less than the bound, and the bound is met where an order can meet it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+from hypothesis import given, settings
+
+from passes.cost.bound import exposed_bound
+from passes.cost.program import Program
+from passes.cost.schedule import schedule
+from passes.cost.simulate import simulate
+from tests.cost.programs import gather, kernel, program, programs
+
+LAW = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def test_a_first_gather_and_a_last_reduction_are_exposed() -> None:
+    tasks = [gather("g", 3, "w"), kernel("a", 5, "g"), kernel("b", 5, "a"), gather("r", 2, "b")]
+    assert exposed_bound(program(*tasks)) == 3 + 2
+
+
+def test_a_collective_hides_behind_what_does_not_depend_on_it() -> None:
+    tasks = [kernel("a", 1), gather("c", 4, "a"), kernel("b", 1, "c"), kernel("beside", 3, "a")]
+    assert exposed_bound(program(*tasks)) == 1
+
+
+def test_between_two_collectives_all_kernels_run_that_link_them() -> None:
+    links = [
+        gather("c", 4, "w"),
+        kernel("a", 2, "c"),
+        kernel("b", 3, "c"),
+        gather("d", 4, "a", "b"),
+        kernel("e", 1, "d"),
+    ]
+    assert exposed_bound(program(*links)) == 4 + 4
+
+
+def test_a_link_that_is_busier_than_the_kernels_is_exposed() -> None:
+    tasks = [task for n in range(4) for task in (gather(f"g{n}", 3, f"w{n}"), kernel(f"h{n}", 1, f"g{n}"))]
+    assert exposed_bound(program(*tasks)) == 4 * 3 + 1 - 4
+
+
+def test_forward_and_backward_are_bounded_by_themselves() -> None:
+    tasks = [kernel("a", 9), gather("c", 2, "a"), gather("d", 5, "w"), kernel("b", 4, "d")]
+    tasks[2:] = [replace(task, backward=True) for task in tasks[2:]]
+    assert exposed_bound(program(*tasks)) == 2 + 5
+
+
+@LAW
+@given(programs())
+def test_no_schedule_is_below_the_bound(given: Program) -> None:
+    assert exposed_bound(given) <= schedule(given).timeline.exposed + 1e-9
+
+
+@LAW
+@given(programs(largest=6))
+def test_no_order_at_all_is_below_the_bound(given: Program) -> None:
+    orders = filter(lambda order: _keeps_dependencies(given, order), permutations(range(len(given.tasks))))
+    assert exposed_bound(given) <= min(simulate(given.reordered(order)).exposed for order in orders) + 1e-9
+
+
+def _keeps_dependencies(given: Program, order: tuple[int, ...]) -> bool:
+    places = {task: place for place, task in enumerate(order)}
+    makers = given.index.makers
+    return all(
+        makers[b] < 0 or places[makers[b]] < places[n] for n, inputs in enumerate(given.index.inputs) for b in inputs
+    )

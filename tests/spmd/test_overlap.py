@@ -1,0 +1,80 @@
+"""The order of a program changes no bit of what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from autoshard.compile import Mode, Split, split_program
+from autoshard.options import Options
+from autoshard.overlap import Overlap
+from passes.ir.graph import Input, InputRole, OutputRole, copy_graph
+from passes.ir.mesh import Mesh
+from tests.models import MODELS, build
+from tests.spmd.oracle import Ranks, plan_ranks
+from tests.spmd.test_numerics import DETERMINISTIC, FAST, Recipe
+
+STEPS = 3
+CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw")  # as much memory as it likes: most is moved
+
+
+def _order(gm: GraphModule) -> list[str]:
+    return [node.name for node in gm.graph.nodes]
+
+
+def _overlapped(split: Split, mesh: Mesh, mode: Mode) -> Split:
+    """A copy in another order; both halves of what is trained are reordered."""
+    backward = None if split.backward is None else copy_graph(split.backward)
+    copied = replace(split, forward=copy_graph(split.forward), backward=backward)
+    replace(CAP, mesh=mesh).apply(copied, mode=mode)
+    assert _order(copied.forward) != _order(split.forward)
+    assert split.backward is None or _order(copied.backward) != _order(split.backward)
+    return copied
+
+
+def _check(name: str, axes: str, recipe: Recipe, mode: Mode, *, steps: int = 1, training: bool = True) -> None:
+    mesh = Mesh(axes, hardware="h100")
+    ranks = plan_ranks(build(name), mesh, Options(recipe=recipe, bucket_bytes=1 << 14), training=training)
+    split = split_program(ranks.planned.graph, mode=mode)
+    overlapped = _overlapped(split, mesh, mode)
+    for _ in range(steps):
+        given, got = ranks.run_split(split), ranks.run_split(overlapped)
+        for mine, theirs in zip(given, got, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert one is other is None or torch.equal(one, other)
+        _update(ranks, split, given)
+
+
+def _update(ranks: Ranks, split: Split, results: list[tuple[torch.Tensor, ...]]) -> None:
+    """A step of descent, and new values of buffers, on every rank."""
+    for held, values in zip(ranks.held, results, strict=True):
+        for output, value in zip((*split.outputs, *split.gradients), values, strict=True):
+            parameter, buffer = Input(InputRole.PARAMETER, output.name), Input(InputRole.BUFFER, output.name)
+            if output.role is OutputRole.GRADIENT and parameter in held and value is not None:
+                held[parameter] = held[parameter] - 0.1 * value
+            if output.role is OutputRole.BUFFER:
+                held[buffer] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "recipe"), [("gpt", *FAST[2]), ("llama", *FAST[0]), ("moe", *FAST[3]), ("conv_net", *FAST[0])]
+)
+def test_training_in_another_order_is_the_same_to_the_bit(name: str, axes: str, recipe: Recipe) -> None:
+    _check(name, axes, recipe, "inductor", steps=STEPS)
+
+
+def test_the_forward_alone_in_another_order_is_the_same_to_the_bit() -> None:
+    _check("gpt", "dp=2,tp=2", "fsdp+megatron", "eager", training=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DETERMINISTIC, *(name for name in MODELS if name not in DETERMINISTIC)])
+@pytest.mark.parametrize(
+    ("axes", "recipe"), FAST, ids=lambda v: "+".join(map(str, v.values())) if isinstance(v, Mapping) else str(v)
+)
+def test_every_model_and_recipe_in_another_order(name: str, axes: str, recipe: Recipe) -> None:
+    _check(name, axes, recipe, "eager")
