@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from autoshard.api import autoshard, plan
+from autoshard.assertions import assert_plan
+from autoshard.checking import check
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.runtime import ShardedModule
@@ -43,7 +45,9 @@ __all__ = [
     "ShardingPlan",
     "UnknownOpError",
     "UserError",
+    "assert_plan",
     "autoshard",
+    "check",
     "plan",
     "rule",
 ]

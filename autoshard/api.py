@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.constraints import AUTO, check_options, recipes_of
+from autoshard.dumping import dump_of
 from autoshard.execution import LocalProgram
 from autoshard.fit import check_asked
 from autoshard.global_call import Splits, global_call
@@ -233,6 +234,7 @@ class _Planner:
             constants=planned.captured.constants,
             tangent_scale=tuple(self._scale(layout) for layout in outputs),
             plan=plan,
+            dump=dump_of(self.options),
             overlap=Overlap.of(self.options, plan.mesh),
         )
 

@@ -27,6 +27,10 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     """
     overlap = of_first(groups, local.overlap)  # another device's memory, a little smaller, would mean another order
     split, remarks = together(groups, "partitioning", lambda: _split(local, overlap, mode=mode))
+    if local.dump is not None:
+        local.dump.compiled("forward", split.forward)
+        if split.backward is not None:
+            local.dump.compiled("backward", split.backward)
     graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
     check_same_program(groups, graphs)
     groups = add_groups(groups, axes_used(graphs, groups.mesh))

@@ -1,7 +1,8 @@
 """Frozen dataclasses as JSON values and back, by the types that they declare.
 
 A dataclass is an object, a tuple a list, a layout text (`"S(0) R"`, one placement per axis), a mesh its axes. What
-is read is checked against the declared types: nothing of another type comes in.
+is read is checked against the declared types: nothing of another type comes in. A field that is declared `UNSAVED` is
+not written, and has its default when read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from passes.ir.mesh import Mesh
 
 T = TypeVar("T")
 
+UNSAVED: Mapping[str, bool] = types.MappingProxyType({"unsaved": True})  # metadata of a field
+
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
@@ -30,12 +33,17 @@ def encode(value: object) -> Any:
         ranks = None if value.ranks == tuple(range(value.size)) else list(value.ranks)
         return {"axes": str(value), "ranks": ranks, "hardware": encode(value.hardware)}
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        return {name: encode(getattr(value, name)) for name in _saved(type(value))}
     if isinstance(value, Mapping):
         return {key: encode(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
         return [encode(one) for one in value]
     return value
+
+
+def _saved(kind: Any) -> list[str]:
+    """Names of the fields that are written."""
+    return [field.name for field in fields(kind) if "unsaved" not in field.metadata]
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
@@ -151,7 +159,7 @@ def _mapping(inner: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 def _dataclass(kind: Any) -> Callable[[Any, str], Any]:
     hints = get_type_hints(kind)
-    inner = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
+    inner = {name: _decoder(hints[name]) for name in _saved(kind)}
 
     def read(data: Any, where: str) -> Any:
         members = {name: _member(data, name, where) for name in inner}

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from autoshard.call_inputs import LocalInput
 from autoshard.compile import Program, Split
+from autoshard.dumping import Dump
 from autoshard.guards import is_connection_error, peer_error
 from autoshard.overlap import Overlap
 from autoshard.parameters import Place
@@ -43,6 +44,7 @@ class LocalProgram:
     constants: Mapping[str, torch.Tensor]
     tangent_scale: tuple[float, ...]
     plan: ShardingPlan
+    dump: Dump | None = None
     overlap: Overlap | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +22,14 @@ from passes.cost.simulate import Timeline
 from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
-from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph
+from passes.ir.edges import Edge
+from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
+from passes.ir.layout import local_shape
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
 from passes.ir.repeats import Repeats, numbered, repeats_of
-from passes.ir.text import format_graph
+from passes.ir.text import format_graph, format_type
+from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.search.solution import Solution
@@ -78,11 +83,24 @@ class Judged:
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
+    edges: tuple[Edge, ...]
     timeline: Timeline
 
     @property
     def cost(self) -> Cost:
         return cost_of(self.timeline)
+
+    def largest(self, mesh: Mesh, most: int = 2) -> tuple[str, ...]:
+        """The lines that make the largest values, and how large those are on a device."""
+        layouts, found = self.facts["layouts"], dict[str, tuple[int, str]]()
+        for node in self.folded.graph.graph.nodes:
+            if node.op == "call_function" and node.name in layouts and str(origin_of(node)):
+                tensor = tensor_of(node)
+                count = math.prod(local_shape(layouts[node.name], tensor.shape, mesh)) * tensor.element_size()
+                key = str(origin_of(node))
+                found[key] = max(found.get(key, (0, "")), (count, format_type(tensor)))
+        ordered = sorted(found.items(), key=lambda item: -item[1][0])
+        return tuple(f"{place}: {kind}, {format_bytes(count)} on a device" for place, (count, kind) in ordered[:most])
 
 
 def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None) -> Judged:
@@ -102,9 +120,8 @@ def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution
 
 
 def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
-    place = None if solution is None else Solve(solution=solution)
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    passes = default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
+    passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
     split = split_program(gm, mode="eager")
@@ -117,7 +134,15 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
         optimizer=problem.options.optimizer,
     )
     timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), timeline)
+    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges), timeline)
+
+
+def passes_of(
+    problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
+) -> tuple[Pass, ...]:
+    """What makes the program of a candidate of `gm`, which is normalized."""
+    place = None if solution is None else Solve(solution=solution)
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

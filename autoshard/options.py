@@ -92,7 +92,13 @@ class Options:
     searched for, unless a `passes.solve.Solve()` is among them."""
 
     dump: str | PathLike[str] | None = None
-    """A folder for the graph after every pass that changed it; `AUTOSHARD_DUMP` where not given."""
+    """A folder for the graph after every pass that changed it, and for what is compiled; `AUTOSHARD_DUMP` where not given."""
+
+    dump_mode: Literal["full", "diff"] = "full"
+    """Whole graphs, which can be read back, or behind the first what each pass changed; `AUTOSHARD_DUMP_MODE`."""
+
+    dump_ranks: Literal["first", "all"] = "first"
+    """The first rank's files, or a folder for each rank; `AUTOSHARD_DUMP_RANKS`."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -100,6 +106,8 @@ class Options:
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),
+            ("dump_mode", self.dump_mode, ("full", "diff")),
+            ("dump_ranks", self.dump_ranks, ("first", "all")),
         ):
             if value not in known:
                 raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from autoshard.codec import encode
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.basis import Basis
+from autoshard.codec import UNSAVED, encode
+from autoshard.difference import PlanDiff, difference
+from autoshard.explanation import Explanation, explain
 from autoshard.fit import structure
 from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.report.page import format_page
@@ -18,7 +24,9 @@ from autoshard.report.trace import format_trace
 from autoshard.settings import Settings
 from passes.base import Remark
 from passes.cost.simulate import Timeline
-from passes.errors import UserError
+from passes.errors import PlanError, UserError
+from passes.ir.edges import Edge
+from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search, Value
@@ -53,6 +61,8 @@ class ShardingPlan:
     solution: Solution | None = None
     timeline: Timeline | None = None
     repeats: tuple[Run, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
     @property
     def fingerprint(self) -> str:
@@ -110,3 +120,36 @@ class ShardingPlan:
         """How many collectives of one kind there are, on one axis and in one direction if given."""
         chosen = [c for c in self.collectives if c.kind == kind and (axis is None or axis in c.axes)]
         return sum(backward is None or c.backward is backward for c in chosen)
+
+    def explain(self, what: str) -> Explanation:
+        """Why `what` is as it is: a parameter (`"layers.0.wq.weight"`), a module, an input or output, a value or collective
+        (`"%mm_1"`), or a source line (`"model.py:42"`). What was chosen; each alternative with what the whole step costs
+        when all else is chosen for it; who insisted; what it took its placement from; the passes that touched it.
+
+        Raises UserError for a name that the plan does not have, with those that are near.
+        """
+        return explain(self, what)
+
+    def diff(self, other: ShardingPlan) -> PlanDiff:
+        """What is different in `other`: settings, time, memory, layouts, collectives; printed, a screen of text."""
+        return difference(self, other)
+
+    def with_(
+        self,
+        *,
+        mesh: Mesh | DeviceMesh | str | None = None,
+        hardware: str | Hardware | None = None,
+        **options: Any,
+    ) -> ShardingPlan:
+        """What if: the plan of the same model on another mesh, on other hardware, or with other fields of `Options`
+        (`params=`, `memory_limit=`, `recipe=`, ...). The model is not captured again.
+
+        Equal to what `plan(...)` gives when asked for the same. Raises PlanError for a plan that does not hold its model:
+        one that was loaded, or that runs.
+        """
+        if self.basis is None:
+            raise PlanError(
+                "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again "
+                "with autoshard.plan(model, mesh, args, options=...) and ask that one"
+            )
+        return self.basis.changed(mesh, hardware, options)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from autoshard.basis import Basis
 from autoshard.capture import Captured
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
+from autoshard.dumping import dump_of
 from autoshard.fit import check_model
 from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
@@ -34,11 +34,15 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Cost, Search
 from passes.ir.repeats import expand_names
+from passes.ir.units import format_seconds
 from passes.manager import PassManager
-from passes.observers import Dumper, Timer, Verifier
+from passes.observers import Logger, Timer, Verifier
+from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
+
+_log = logging.getLogger("autoshard.planner")
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,22 @@ def plan_ahead(
     check_options(options, mesh)
     progress("capture")
     problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
+    return plan_problem(problem, progress, every=every)
+
+
+def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool = False) -> ShardingPlan:
+    """As `plan_ahead`, for a model that was captured; its graph is left as it is."""
     progress("fold")
     folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every)
-    if options.pipeline is not None or mesh.hardware is None:
-        return _programmed(problem, folded, decision, Timer()).plan
-    progress("passes")
-    judged = decision.judged or judge(problem, folded, decision.recipes)
-    return _assembled(problem, folded.text, judged, decision)
+    if problem.options.pipeline is not None or problem.mesh.hardware is None:
+        made = _programmed(problem, folded, decision, Timer()).plan
+        problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
+    else:
+        progress("passes")
+        judged = decision.judged or judge(problem, folded, decision.recipes)
+        made = _assembled(problem, folded.text, judged, decision)
+    return replace(made, basis=Basis(problem, folded, plan_problem, decision.prepared))
 
 
 def make_plan(
@@ -96,12 +108,13 @@ def make_plan(
     batch_axes: tuple[int, ...] | None = None,
     plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
     progress: Progress = silent,
+    observers: tuple[Observer, ...] = (),
 ) -> Planned:
     """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
 
     `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
     the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
-    told each phase as it begins.
+    told each phase as it begins; `observers` look at the graph around every pass.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     mesh = equipped(mesh, options.hardware, device)
@@ -133,7 +146,7 @@ def make_plan(
         decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
-    return _programmed(problem, folded, decision, timer)
+    return _programmed(problem, folded, decision, timer, observers)
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ class _Decision:
     timeline: Timeline | None = None
     judged: Judged | None = None
     remarks: tuple[Remark, ...] = ()
+    prepared: Prepared | None = None
 
 
 def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
@@ -156,8 +170,20 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         problem.check_batch(recipes)
         return _Decision(recipes, remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
+    for one in choice.search.candidates:
+        time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
+        _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
+    _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
     judged = choice.judged
-    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged.timeline, judged)
+    return _Decision(
+        judged.recipes,
+        choice.solution,
+        choice.search,
+        judged.cost,
+        judged.timeline,
+        judged,
+        prepared=choice.prepared,
+    )
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -170,15 +196,17 @@ def _not_searched(problem: Problem) -> Remark:
     return Remark("search", text, Origin(), first.name.replace(".", "_"))
 
 
-def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Timer) -> Planned:
+def _programmed(
+    problem: Problem, folded: Folded, decision: _Decision, timer: Timer, watching: tuple[Observer, ...] = ()
+) -> Planned:
     """The per-device program of the whole model, and its plan."""
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
-    recorder = Recorder(passes)
-    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, *_dumpers(options))
+    recorder, dump = Recorder(passes), dump_of(options)
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
     plan = ShardingPlan(
         mesh=problem.mesh,
@@ -190,6 +218,7 @@ def _programmed(problem: Problem, folded: Folded, decision: _Decision, timer: Ti
         search=decision.search,
         solution=decision.solution,
         timeline=decision.timeline,
+        edges=tuple(ctx.edges),
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -222,15 +251,12 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         solution=decision.solution,
         timeline=judged.timeline,
         repeats=folded.repeats.runs,
+        edges=judged.edges,
     )
 
 
 def _remarks(given: Sequence[Remark]) -> tuple[Remark, ...]:
-    return tuple(dict.fromkeys(given))
-
-
-def _dumpers(options: Options) -> tuple[Observer, ...]:
-    folder = options.dump or os.environ.get("AUTOSHARD_DUMP")
-    if not folder or (dist.is_initialized() and dist.get_rank() != 0):
-        return ()
-    return (Dumper(Path(folder)),)
+    remarks = tuple(dict.fromkeys(given))
+    for remark in remarks:
+        _log.log(logging.DEBUG if remark.routine else logging.INFO, "%s", remark)
+    return remarks

@@ -20,6 +20,7 @@ from autoshard.guards import Given, check_equal_values, differences, exchange, t
 from autoshard.one_plan import Decided, plan_together
 from autoshard.parameters import Place, distributed_copy, lay_out, plain_copy
 from autoshard.plan import ShardingPlan
+from autoshard.profiling import Profile, profile
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
 from passes.ir.layout import Layout, replicated
@@ -122,6 +123,19 @@ class ShardedModule(nn.Module):
         if not kwargs:
             return parts[0][0] if len(args) == 1 else parts[0]
         return *parts[0], parts[1]
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Predicted and measured time of one call with this rank's part of a batch, and of its backward: of the step, of
+        each collective and of each module; and the hardware's figures that fit what was measured. Gradients, buffers and
+        parameters stay as they are. All ranks call it together.
+
+        Raises InputError before anything was captured for the present mode; UserError where the hardware is unknown.
+        """
+        state = self._autoshard
+        execution = state.executions.get(_key(state))
+        if execution is None:
+            raise InputError("nothing was captured for this mode yet: call the model once before")
+        return profile(execution, state.groups, args, kwargs, _seed(state))
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True

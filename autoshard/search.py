@@ -40,6 +40,7 @@ class Choice:
     judged: Judged
     solution: Solution | None  # None: a recipe's
     search: Search
+    prepared: Prepared | None  # None: there was no time for it
 
 
 def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
@@ -56,7 +57,9 @@ def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool 
     if contest.best is None:
         contest.try_least()
     if contest.best is None:
-        raise MemoryLimitError(_too_small(contest.limit, *_smallest(contest)))
+        assert contest.least is not None
+        lines = contest.least.largest(problem.mesh)
+        raise MemoryLimitError("\n  ".join((_too_small(contest.limit, *_smallest(contest)), *lines)))
     return contest.choice()
 
 
@@ -221,6 +224,7 @@ class _Contest:
                 self.solution.bound if self.solution is not None else None,
                 time.perf_counter() - self.started,
             ),
+            self.prepared,
         )
 
 
@@ -259,5 +263,5 @@ def _too_small(limit: int, smallest: int, cost: Cost) -> str:
     return (
         f"no plan fits in {format_bytes(limit)} on a device: the one that takes least has a peak of "
         f"{format_bytes(cost.peak_memory)} ({format_memory(cost.memory)}). Give memory_limit={smallest}, "
-        "a larger mesh, a smaller batch, or mixed_precision"
+        "a larger mesh, a smaller batch, or mixed_precision. The largest values are made at"
     )

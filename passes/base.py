@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule, Node
 
+from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
 from passes.ir.mesh import Mesh
 
@@ -46,11 +47,12 @@ class Remark:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What all passes of one run share. `remarks` grows; the run owns it."""
+    """What all passes of one run share. `remarks` and `edges` grow; the run owns them."""
 
     mesh: Mesh
     unknown_ops: Literal["replicate", "error"] = "replicate"
     remarks: list[Remark] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)  # how placements travelled, in the order in which they did
 
     def remark(self, pass_: Pass, node: Node, text: str, *, routine: bool = False) -> None:
         """Record what `pass_` decided or declined for `node`."""

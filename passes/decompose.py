@@ -21,7 +21,9 @@ from passes.ir.graph import (
     set_layouts,
     set_note,
     set_recompute,
+    set_stands_for,
     set_value,
+    stands_for,
     tensor_of,
     value_of,
 )
@@ -107,5 +109,6 @@ def _inline(node: Node, traced: GraphModule) -> None:
 def _replace(node: Node, new: Node) -> None:
     if has_layout(node) and not has_layout(new):
         set_layouts(new, *layouts_of(node))
+    set_stands_for(new, stands_for(node))
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)

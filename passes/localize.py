@@ -36,8 +36,10 @@ from passes.ir.graph import (
     set_layouts,
     set_note,
     set_recompute,
+    set_stands_for,
     set_transfer,
     set_value,
+    stands_for,
     tensor_of,
     value_of,
 )
@@ -119,6 +121,7 @@ class _Emitter:
 
     def call(self, node: Node) -> None:
         self.at = node
+        set_stands_for(node, (node.name,))
         results = results_of(node)
         if results:
             self.shapes[node] = tuple(results[0].shape)
@@ -155,6 +158,7 @@ class _Emitter:
         if not has_layout(new):
             set_layouts(new, *layouts_of(node))
         self.shapes[new] = self.shapes[node]
+        set_stands_for(new, (*stands_for(new), *stands_for(node)))
         node.replace_all_uses_with(new)
         self.graph.erase_node(node)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -52,6 +53,11 @@ class Dumper(Observer):
     rank: int | None = None
     dumped: list[str] = field(default_factory=list)  # the text after each pass so far
 
+    @property
+    def place(self) -> Path | None:
+        """The folder of this rank's files."""
+        return self.folder if self.folder is None or self.rank is None else self.folder / f"rank{self.rank}"
+
     def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
         if not self.dumped:
             self._dump("capture", format_graph(gm, ctx.mesh))
@@ -69,8 +75,7 @@ class Dumper(Observer):
             content = _diff(self.dumped[-1], text)
         self.dumped.append(text)
         trace_artifact(f"autoshard_{file}", content)
-        if self.folder is not None:
-            folder = self.folder if self.rank is None else self.folder / f"rank{self.rank}"
+        if (folder := self.place) is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{file}.txt").write_text(content, encoding="utf-8")
 
@@ -92,6 +97,32 @@ class Timer(Observer):
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         self.seconds[pass_.name] = self.seconds.get(pass_.name, 0.0) + time.perf_counter() - self.started.pop()
+
+
+@dataclass(frozen=True)
+class Logger(Observer):
+    """Tells the log of each pass as it ends: what it took, and which calls it added and removed. `TORCH_LOGS="+autoshard"`
+    shows it, as of any module that torch finds by name; so does Python's `logging`."""
+
+    name: str = "autoshard.passes"
+    counted: list[Counter[str]] = field(default_factory=list)
+    started: list[float] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        if self._log.isEnabledFor(logging.DEBUG):
+            self.counted.append(_count(gm))
+            self.started.append(time.perf_counter())
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        if self.counted:
+            old, new, seconds = self.counted.pop(), _count(gm), time.perf_counter() - self.started.pop()
+            change = ", ".join(f"{new[op] - old[op]:+d} {op}" for op in sorted(old | new) if new[op] != old[op])
+            what = change or ("other arguments or layouts" if changed else "no change")
+            self._log.debug("%s: %.3f s: %s", pass_.name, seconds, what)
+
+    @property
+    def _log(self) -> logging.Logger:
+        return logging.getLogger(self.name)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.ir.edges import Edge
 from passes.ir.fake import described
 from passes.ir.graph import (
     InputRole,
@@ -38,6 +39,7 @@ from passes.rules.rule import Row, Space, call_of, linear_row, replicated_row, r
 from passes.rules.unknown import why_whole
 
 _BY_BYTES = "the fewest bytes move"
+_AS_PARAMETER = "a gradient is sharded as its parameter"
 _LOOKAHEAD = 8  # ops: how far a partial value looks for the sharding that its users will want
 
 
@@ -180,12 +182,25 @@ class _Axis:
     def _placeholder(self, node: Node) -> None:
         if input_of(node).role is not InputRole.TANGENT:
             self._give(node, (), (self._pinned(node) or R,))
+            self._log(node, None, self._insisted(node))
 
     def _reshard(self, node: Node) -> None:
         placement = self._of(operands(node)[0])
         self.at[node] = (placement,)
         wanted = self._pinned(node) or self._reduction(node) or placement
         self._give(node, (placement,), (self._fitted(node, wanted),))
+        self._log(node, operands(node)[0], self._insisted(node) or "as what it is made of")
+
+    def _insisted(self, node: Node) -> str:
+        """Who insists on a placement of `node`; empty where nobody does."""
+        return next((pin.reason for pin in pins_of(node) if pin.axis == self.axis), "")
+
+    def _log(self, node: Node, source: Node | None, why: str) -> None:
+        """What is whole by default is not worth an entry."""
+        for placement in self.at[node][:1]:
+            if why and (placement != R or self._insisted(node)):
+                name = "" if source is None or self._insisted(node) else source.name
+                self.ctx.edges.append(Edge(node.name, self.ctx.mesh.names[self.axis], str(placement), name, why))
 
     def _fitted(self, node: Node, pinned: Placement) -> Placement:
         """`pinned`, or the digit of its dim inside those that other axes already shard."""
@@ -202,10 +217,13 @@ class _Axis:
         if (item := item_of(node)) is not None:
             source, position = item
             self._give(node, (self.at[source][position],), (self.at[source][position],))
+            self._log(node, source, "a part of it")
         else:
             inputs = operands(node)
-            row = self._choose(node, inputs, tuple(self._of(value) for value in inputs))
+            row, why = self._choose(node, inputs, tuple(self._of(value) for value in inputs))
             self._give(node, row.operands, row.results)
+            kept = (v for v, n in zip(inputs, row.operands, strict=True) if n != R and self._of(v) == n)
+            self._log(node, next(kept, inputs[0] if inputs else None), why)
         self._reduce(node)
 
     def _give(self, node: Node, needs: tuple[Placement, ...], results: tuple[Placement, ...]) -> None:
@@ -215,7 +233,9 @@ class _Axis:
     def _of(self, value: Node) -> Placement:
         if value not in self.at:
             assert input_of(value).role is InputRole.TANGENT, value
-            self._give(value, (), (self._output_placement(self._output_for(value)),))
+            output = self._output_for(value)
+            self._give(value, (), (self._output_placement(output),))
+            self._log(value, output, "as the output that it is the gradient of")
         return self.at[value][0]
 
     def _output_for(self, tangent: Node) -> Node:
@@ -245,28 +265,30 @@ class _Axis:
 
     # --- choosing a row
 
-    def _choose(self, node: Node, inputs: tuple[Node, ...], have: tuple[Placement, ...]) -> Row:
+    def _choose(self, node: Node, inputs: tuple[Node, ...], have: tuple[Placement, ...]) -> tuple[Row, str]:
+        """A row, and why it is that one."""
         replicated = replicated_row(len(inputs), len(results_of(node)))
         space = self._space(node)
         if space is None:
             self._unknown(node, have)
-            return replicated
+            return replicated, "no rule shards it"
         found = self._rows(node, space, inputs, have)
         wanted = self.wanted.get(node)
         if wanted is not None and (row := next((r for r in found if r.results[0] == wanted), None)) is not None:
-            self._explain(node, have, row, "a gradient is sharded as its parameter")
-            return row
+            self._explain(node, have, row, _AS_PARAMETER)
+            return row, _AS_PARAMETER
         for row in found:
             if row.operands == have:
-                return row
+                return row, "follows its operands"
         for row in found:
             if all(_is_free(*edge) for edge in zip(inputs, have, row.operands, strict=True)):
-                return row
+                return row, "follows an operand; whole ones take their part"
         chosen = min((*found, replicated), key=lambda row: self._rank(node, inputs, have, row))
         moved_weight, _ = self._rank(node, inputs, have, chosen)
         stays = any(v in self.weights and isinstance(p, Shard) for v, p in zip(inputs, have, strict=True))
-        self._explain(node, have, chosen, "a parameter stays" if stays and not moved_weight else _BY_BYTES)
-        return chosen
+        why = "a parameter stays" if stays and not moved_weight else _BY_BYTES
+        self._explain(node, have, chosen, why)
+        return chosen, why
 
     def _rows(self, node: Node, space: Space, inputs: tuple[Node, ...], have: tuple[Placement, ...]) -> list[Row]:
         found: list[Row] = []
@@ -341,6 +363,8 @@ class _Axis:
             self.weights[new] = self.weights[node]
         self.placed.adopt(new, node)
         self._give(new, (self.at[node][0],), (placement,))
+        axis = self.ctx.mesh.names[self.axis]
+        self.ctx.edges.append(Edge(new.name, axis, str(placement), node.name, f"a sum is reduced {why}"))
 
     def _reduction(self, node: Node) -> Placement | None:
         """What a partial value is reduced to in front of its users; None where it is not."""

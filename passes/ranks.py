@@ -21,8 +21,16 @@ from passes.ir.mesh import Mesh
 c10d = torch.ops._c10d_functional
 
 
-def run_ranks(gm: GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order."""
+def run_ranks(
+    gm: GraphModule,
+    mesh: Mesh,
+    inputs: Sequence[Sequence[Any]],
+    watch: Callable[[Node, Sequence[Any]], None] | None = None,
+) -> list[tuple[Any, ...]]:
+    """Outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
+
+    `watch` is given each call as it is made, with every rank's value.
+    """
     count = len(inputs)
     values: list[dict[Node, Any]] = [{} for _ in range(count)]
     last_use = _last_uses(gm)
@@ -36,6 +44,8 @@ def run_ranks(gm: GraphModule, mesh: Mesh, inputs: Sequence[Sequence[Any]]) -> l
             results = _call(node, mesh, values)
             for rank in range(count):
                 values[rank][node] = results[rank]
+            if watch is not None:
+                watch(node, results)
         for value in last_use.get(node, ()):
             for held in values:
                 held.pop(value, None)

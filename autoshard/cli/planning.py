@@ -22,19 +22,24 @@ from passes.ir.mesh import Mesh
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
-    _add_problem(plan)
+    add_problem(plan)
     plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     add_reports(plan)
     plan.set_defaults(run=_plan)
     recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
-    _add_problem(recipes)
+    add_problem(recipes)
     recipes.set_defaults(run=_recipes, recipe="auto")
 
 
-def _add_problem(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="file.py:function; it gives (model, args) and is called on meta")
-    parser.add_argument("--mesh", required=True, help="axes and sizes: dp=32,tp=8")
+def add_problem(
+    parser: argparse.ArgumentParser,
+    *,
+    target: str = "file.py:function; it gives (model, args) and is called on meta",
+    mesh_is_required: bool = True,
+) -> None:
+    parser.add_argument("target", help=target)
+    parser.add_argument("--mesh", required=mesh_is_required, help="axes and sizes: dp=32,tp=8")
     parser.add_argument("--hardware", help="h100, a100, ... or a file that calibrate wrote; by default this machine")
     parser.add_argument("--batch", type=int, help="given to the function as batch=...: samples of the global batch")
     parser.add_argument("--seq", type=int, help="given to the function as seq=...: length of a sequence")
@@ -48,7 +53,7 @@ def _plan(given: argparse.Namespace) -> None:
     """Find the fastest plan that fits in memory (or take a recipe's), print it, and save it."""
     for path in (given.output, given.html, given.trace):
         check_output(path)
-    found = _find(given)
+    found = find_plan(given)
     print(found)
     if given.output is not None:
         found.save(given.output)
@@ -58,7 +63,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 def _recipes(given: argparse.Namespace) -> None:
     """Predict a step of every recipe that goes with the mesh, and of the solved plan: the fastest that fits first."""
-    found = _find(given, every=True)
+    found = find_plan(given, every=True)
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
     console = Console()
@@ -68,22 +73,32 @@ def _recipes(given: argparse.Namespace) -> None:
         console.print(f"  {declined}", highlight=False, markup=False)
 
 
-def _find(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
+def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
+    """The plan that a command line asks for."""
     mesh = Mesh(given.mesh, hardware=given.hardware)
-    options = Options(
+    options = options_of_command(given)
+    with Display(Console(stderr=True)) as display:
+        display("model")
+        target = load_target(given.target, sizes_of(given))
+        training = not given.inference
+        return plan_ahead(
+            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
+        )
+
+
+def options_of_command(given: argparse.Namespace) -> Options:
+    """The options that a command line asks for."""
+    return Options(
         recipe=_recipe(given.recipe),
         memory_limit=given.memory_limit,
         time_limit=given.time_limit,
         mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
     )
-    with Display(Console(stderr=True)) as display:
-        display("model")
-        sizes = {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
-        target = load_target(given.target, sizes)
-        training = not given.inference
-        return plan_ahead(
-            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
-        )
+
+
+def sizes_of(given: argparse.Namespace) -> dict[str, int]:
+    """The sizes that a command line asks for, by the names of the function's arguments."""
+    return {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:

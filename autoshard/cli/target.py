@@ -35,8 +35,8 @@ class Target:
     kwargs: Mapping[str, Any]
 
 
-def load_target(text: str, given: Mapping[str, int]) -> Target:
-    """What the function of `"file.py:function"` gives on meta; `given` are keyword arguments for it.
+def load_target(text: str, given: Mapping[str, int], *, device: str = "meta") -> Target:
+    """What the function of `"file.py:function"` gives on a device; `given` are keyword arguments for it.
 
     Raises UserError that says what is wrong with the file, the function or what it gives.
     """
@@ -45,7 +45,7 @@ def load_target(text: str, given: Mapping[str, int]) -> Target:
         raise UserError(f"cannot read the target {text!r}; write it as 'file.py:function'")
     function = _function(_module(Path(path)), name, path)
     _check_arguments(function, text, given)
-    with torch.device("meta"):
+    with torch.device(device):
         made = _guarded(lambda: function(**given), f"{text} raised")
     return _target(made, text)
 

@@ -365,6 +365,15 @@ def set_recompute(node: Node, recompute: bool) -> None:
     node.meta["autoshard_recompute"] = recompute
 
 
+def stands_for(node: Node) -> tuple[str, ...]:
+    """Names of the values of the COLLECTIVE graph whose part on each device a node of a LOCAL graph gives."""
+    return tuple(node.meta.get("autoshard_stands_for", ()))
+
+
+def set_stands_for(node: Node, names: tuple[str, ...]) -> None:
+    node.meta["autoshard_stands_for"] = names
+
+
 @dataclass(frozen=True)
 class Transfer:
     """What a functional collective of a LOCAL graph was before it was lowered."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
@@ -20,6 +20,7 @@ from passes.ir.graph import (
     layout_of,
     needs_of,
     note_of,
+    operands,
     origin_of,
     output_node,
     outputs_of,
@@ -56,6 +57,7 @@ class Collective:
     recomputed: bool  # runs once more in the backward, for a value that is not kept
     origin: Origin  # the line of the user's code that needed it
     reason: str
+    what: str = ""  # what it moves: "parameter layers.0.wq.weight", "gradient ...", "output loss", or a value: "%mm_1"
     bucket: str | None = None  # the one message that carries it together with others: its name; None: its own message
     seconds: float | None = None  # how long it takes; its part, by bytes, of the bucket's. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
@@ -172,9 +174,53 @@ def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> 
         bytes=received[step_kind(node)],
         backward=backward,
         recomputed=recomputed,
-        origin=origin_of(node),
+        origin=_origin(node),
         reason=note_of(node),
+        what=_moved(node),
     )
+
+
+def _origin(node: Node) -> Origin:
+    """Where a collective comes from; a sum of gradients, which is in no module, is of that around those of its terms."""
+    origin = origin_of(node)
+    seen: dict[Node, None] = {}
+    waiting = [node]
+    while waiting and not origin.fqn:
+        at = waiting.pop()
+        fqns = [origin_of(value).fqn for value in operands(at) if value.op == "call_function"]
+        if any(fqns):
+            return replace(origin, fqn=_around([fqn for fqn in fqns if fqn]))
+        waiting += [value for value in operands(at) if value not in seen and _is_sum(value)]
+        seen |= dict.fromkeys(waiting)
+    return origin
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether autograd or a pass adds terms here, or moves what is added."""
+    return is_collective(node) or str(node.target) == "aten.add.Tensor"
+
+
+def _around(fqns: Sequence[str]) -> str:
+    """The innermost module that all are part of, or that a single one is."""
+    split = [fqn.split(".") for fqn in fqns]
+    same = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
+    return ".".join(same)
+
+
+def _moved(node: Node) -> str:
+    """What a collective moves, by its name in the model where it has one."""
+    value = node
+    while value.op == "call_function" and len(operands(value)) == 1:
+        value = operands(value)[0]
+    if value.op == "placeholder":
+        return f"{input_of(value).role.value} {input_of(value).name}"
+    user = node
+    while len(user.users) == 1 and len(operands(user)) == 1 and (only := next(iter(user.users))).op != "output":
+        user = only
+    for returns, output in zip(returned(node.graph), outputs_of(node.graph), strict=True):
+        if returns is user:
+            return f"{output.role.value} {output.name}"
+    return f"%{operands(node)[0].name}"
 
 
 def _depends_on_tangents(gm: GraphModule) -> set[Node]:

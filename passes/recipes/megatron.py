@@ -23,6 +23,7 @@ from passes.ir.graph import (
     is_tensor,
     item_of,
     operands,
+    origin_of,
     placeholders,
     results_of,
     tensor_of,
@@ -93,6 +94,7 @@ class _Search:
         self.forward = _forward_nodes(gm)
         self.linears = self._find_linears()
         self.digits = {node: self._digits(linear) for node, linear in self.linears.items()}
+        self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
         self.reset()
 
     def reset(self) -> None:
@@ -183,6 +185,7 @@ class _Search:
         for value in operands(node):
             for source in reversed(self.sources.get(value, ())):
                 if self.digits[source]:
+                    self.blockers.setdefault(source, node)
                     return self._retry(source)
         raise AssertionError(f"{node} blocks a sharding that nobody made")
 
@@ -246,10 +249,21 @@ class _Search:
         linear = self.linears[node]
         name = input_of(self.weights[operands(node)[linear.weight]]).name
         x = operands(node)[linear.activation]
-        decided.remarks.append((node, f"{name} stays whole: its columns cannot be sharded through to a row"))
+        decided.remarks.append((node, f"{name} stays whole: {self._why(node)}"))
         shared = [other for other in self.columns if operands(other)[self.linears[other].activation] is x]
         if shared:
             decided.pins[node] = (R, "megatron: whole beside column-parallel linears")
+
+    def _why(self, node: Node) -> str:
+        """Why a linear has neither columns nor rows."""
+        linear = self.linears[node]
+        columns = linear.space.sizes[linear.columns[0]]
+        if columns % self.size:
+            return f"its {columns} columns do not divide by {self.size}"
+        if (blocker := self.blockers.get(node)) is not None:
+            place = f", {origin_of(blocker)}" if str(origin_of(blocker)) else ""
+            return f"its columns cannot be sharded past {_name(blocker)}{place}"
+        return "its columns cannot be sharded through to a row"
 
     def _pin_stream(self, decided: TensorParallel, node: Node, data_digits: int, what: str) -> None:
         placement = self._stream_placement(node, data_digits)
@@ -340,3 +354,8 @@ def _depends_on_input(node: Node) -> bool:
             return True
         queue.extend(value.all_input_nodes)
     return False
+
+
+def _name(node: Node) -> str:
+    """`sort`, `add.Tensor`: the op as graphs are written."""
+    return str(node.target).removeprefix("aten.").removesuffix(".default")

@@ -65,6 +65,15 @@ class Prepared:
         for plan, bound in plans(self.built.problem, self.prices, goal):
             yield self._solution(plan, bound, started)
 
+    def explore(self, goal: Goal) -> Searched:
+        """The first of the good layouts, with what the search found out on the way.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
+        search = _Search(self.built.problem, self.prices, goal)
+        plan, _ = next(search.run())
+        return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
+
     def least(self) -> Iterator[Solution]:
         """Layouts that take little memory, whatever they cost: the quickest of those first."""
         for worth in DEAR:
@@ -80,6 +89,17 @@ class Prepared:
 
     def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
         return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """The best plan of a problem, and what bounds all others."""
+
+    graph: GraphModule
+    built: Built
+    prices: Prices
+    plan: Plan
+    relaxation: Relaxation  # under the weights with the highest bound that was found
 
 
 def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
@@ -126,6 +146,7 @@ class _Search:
         self.problem, self.prices, self.goal = problem, prices, goal
         self.started = time.perf_counter()
         self.sides = Sides(problem)
+        self.relaxation = Relaxation(problem, self.sides, prices)
         self.best: Plan | None = None
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
@@ -134,7 +155,7 @@ class _Search:
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
 
     def run(self) -> Iterator[tuple[Plan, float]]:
-        relaxation = Relaxation(self.problem, self.sides, self.prices)
+        relaxation = self.relaxation
         if self.goal.time_limit is not None:
             relaxation.dual.deadline = self.started + self.goal.time_limit
         relaxation.dual.ascend(SWEEPS)
@@ -162,7 +183,7 @@ class _Search:
 
     def least(self, worth: float) -> Plan | None:
         """The smallest plan that the relaxation points to where all bytes of a plan are worth so many steps."""
-        relaxation = Relaxation(self.problem, self.sides, self.prices)
+        relaxation = self.relaxation
         relaxation.dual.ascend(SWEEPS, ROUGH)
         self._look(relaxation)
         if self.plans:

@@ -1,0 +1,73 @@
+"""What a plan that was made in this process stands on: it can be asked what it was not asked yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.constraints import check_options
+from autoshard.judge import Folded, seeded
+from autoshard.options import Options
+from autoshard.prediction import memory_of
+from autoshard.problem import Problem
+from autoshard.topology import equipped, mesh_of
+from passes.errors import UserError
+from passes.ir.hardware import Hardware
+from passes.ir.mesh import Mesh
+from passes.search.find import Goal, Prepared, Searched, prepare
+
+if TYPE_CHECKING:
+    from autoshard.plan import ShardingPlan
+
+CAPTURED_WITH = ("mixed_precision",)  # options that the captured graph depends on
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The captured model as it was planned, with its repeated layers left out, and what a search found out about it."""
+
+    problem: Problem
+    folded: Folded
+    replan: Callable[[Problem], ShardingPlan]
+    prepared: Prepared | None = None  # for the search that made the plan
+
+    @cached_property
+    def searched(self) -> Searched:
+        """What a search knows of the model: made when it is first asked for. Raises UserError where the hardware is
+        unknown."""
+        prepared = self.prepared
+        if prepared is None:
+            gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
+            prepared = prepare(gm, self.problem.mesh)
+        return prepared.explore(Goal(memory_limit=self.memory_limit, time_limit=self.problem.options.time_limit))
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes of one device."""
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    def changed(
+        self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any]
+    ) -> ShardingPlan:
+        """The plan of the same captured model on another mesh, on other hardware or with other options.
+
+        Raises UserErrors for what cannot work, and for an option that the capture depends on.
+        """
+        known = [field.name for field in fields(Options) if field.name not in CAPTURED_WITH]
+        for name in options:
+            if name not in known:
+                why = "needs a new capture: call autoshard.plan(...)" if name in CAPTURED_WITH else "is no option"
+                raise UserError(f"plan.with_({name}=...) {why}; with_ takes mesh, {', '.join(known)}")
+        if hardware is not None:
+            options = {**options, "hardware": hardware}
+        changed = replace(self.problem.options, **options)
+        wanted = self.problem.mesh if mesh is None else mesh_of(mesh)
+        if mesh is not None and wanted.hardware is None and self.problem.mesh.hardware is not None:
+            wanted = wanted.on(self.problem.mesh.hardware)
+        wanted = equipped(wanted, changed.hardware, self.problem.device)
+        check_options(changed, wanted)
+        return self.replan(replace(self.problem, mesh=wanted, options=changed))

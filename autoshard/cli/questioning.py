@@ -1,0 +1,70 @@
+"""`diff`, `explain`, `replay`, `bisect`: what a plan or a dump is asked once it is made."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard.bisection import bisect
+from autoshard.cli.planning import add_problem, find_plan, options_of_command, sizes_of
+from autoshard.cli.target import load_target
+from autoshard.plan import ShardingPlan
+from autoshard.replay import replay
+from passes.errors import UserError
+from passes.ir.mesh import Mesh
+
+
+def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
+    diff = commands.add_parser("diff", help="what is different between two saved plans", description=_diff.__doc__)
+    diff.add_argument("before", help="a file that `plan -o` wrote")
+    diff.add_argument("after", help="another one")
+    diff.set_defaults(run=_diff)
+    explain = commands.add_parser("explain", help="why something is as it is", description=_explain.__doc__)
+    add_problem(explain, target="a saved plan, or file.py:function to plan first, as for `plan`", mesh_is_required=False)
+    explain.add_argument("--recipe", default="auto", help="as for `plan`")
+    explain.add_argument("--what", required=True, help="layers.0.wq.weight, layers.0.attention, %%mm_1, model.py:42, ...")
+    explain.set_defaults(run=_explain)
+    again = commands.add_parser("replay", help="run the passes behind a dump again", description=_replay.__doc__)
+    again.add_argument("dump", type=Path, help="a file of a dump: dump/05_insert_reshards.txt")
+    again.add_argument("--from", dest="behind", metavar="PASS", help="the pass that gave it; by default that of its name")
+    again.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write what each pass makes of it")
+    again.set_defaults(run=_replay)
+    wrong = commands.add_parser("bisect", help="the first pass that changes the numbers", description=_bisect.__doc__)
+    add_problem(wrong, target="file.py:function; it gives (model, args) and is called on cpu: with values")
+    wrong.add_argument("--recipe", default="auto", help="as for `plan`")
+    wrong.set_defaults(run=_bisect)
+
+
+def _diff(given: argparse.Namespace) -> None:
+    """What the second plan has otherwise than the first: time, memory, layouts, collectives; equal layers as one line."""
+    print(ShardingPlan.load(given.before).diff(ShardingPlan.load(given.after)))
+
+
+def _explain(given: argparse.Namespace) -> None:
+    """What was chosen for a parameter, module, value, collective or source line; what else there was, and its price in the
+    whole step; who insisted; where it came from; which passes touched it. A saved plan knows all but prices and passes."""
+    if given.mesh is None and ":" in given.target:
+        raise UserError(f"give --mesh to plan {given.target} on, or a saved plan")
+    plan = ShardingPlan.load(given.target) if given.mesh is None else find_plan(given)
+    print(plan.explain(given.what))
+
+
+def _replay(given: argparse.Namespace) -> None:
+    """Read a graph that was dumped, run the passes behind it again, and print what comes out."""
+    found = replay(given.dump, behind=given.behind, folder=given.output)
+    print(found.text, end="")
+    for remark in found.remarks:
+        print(f"# {remark}")
+    print(f"# ran {', '.join(found.ran)}")
+
+
+def _bisect(given: argparse.Namespace) -> None:
+    """Run the program after every pass, on simulated ranks once it is one of a device, and compare it with the model: after
+    which pass are the numbers wrong first, and which value is it?"""
+    target = load_target(given.target, sizes_of(given), device="cpu")
+    with torch.set_grad_enabled(not given.inference):
+        mesh = Mesh(given.mesh, hardware=given.hardware)
+        print(bisect(target.model, mesh, target.args, target.kwargs, options=options_of_command(given)))

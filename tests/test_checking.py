@@ -1,0 +1,97 @@
+"""A check runs the sharded program on simulated ranks and says what is wrong with it, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard import InputError, Options, check, plan, rule
+from tests.models import build
+
+
+@torch.library.custom_op("autoshard_test::centred", mutates_args=())
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+@centred.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return torch.ops.autoshard_test.centred(gradient)
+
+
+centred.register_autograd(_backward)
+rule(torch.ops.autoshard_test.centred.default)("m n -> m n")  # wrong: a mean needs the whole of n
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.ops.autoshard_test.centred(self.up(x)))
+
+
+def made() -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model(), torch.randn(12, 6)
+
+
+def test_a_wrong_rule_is_found_with_its_row_and_line() -> None:
+    model, x = made()
+    found = check(model, "dp=2,tp=2", (x,), options=Options(recipe={"tp": "megatron"}))
+    assert not found and found.first is not None
+    assert_expected_inline(str(found).replace(str(found.first.error), ""), """\
+not equal on 4 simulated ranks (dp=2,tp=2), to within 1e-04:
+the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:41
+  return self.down(torch.ops.autoshard_test.centred(self.up(x)))
+  the rule of autoshard_test.centred on dp: R -> R; on tp: S(1) -> S(1)
+result output output is off by 3.0e-01
+result gradient up.weight is off by 6.8e-01
+result gradient down.weight is off by 2.9e-01""")
+
+
+def test_the_same_rule_is_right_where_it_is_not_used_so() -> None:
+    model, x = made()
+    found = check(model, "dp=2,tp=2", (x,), options=Options(recipe="fsdp+ddp"))
+    assert found and found.compared > 5
+    assert_expected_inline(str(found), """\
+equal on 4 simulated ranks (dp=2,tp=2)
+15 values are within 1e-04 of one device's; as are all results""")
+
+
+def test_a_model_is_equal_value_by_value() -> None:
+    model, args, kwargs = build("gpt_dropout")
+    found = check(model, "dp=2,tp=2", args, kwargs, options=Options(recipe="fsdp+megatron"))
+    assert found, str(found)
+    assert found.compared > 150
+    assert found.not_compared == "it draws random numbers"
+
+
+def test_a_given_plan_is_followed() -> None:
+    model, x = made()
+    options = Options(recipe="fsdp+ddp", mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    found = check(model, "dp=2,tp=2", (x,), plan=plan(model, "dp=2,tp=2", (x,), options=options))
+    assert_expected_inline(str(found), """\
+equal on 4 simulated ranks (dp=2,tp=2)
+20 values are within 5e-02 of one device's; the model's own were not compared: it computes in another precision""")
+
+
+def test_a_check_needs_values() -> None:
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(InputError) as caught:
+        check(model, "dp=2", (torch.randn(10, 6),))
+    assert str(caught.value) == (
+        "up.weight is on meta: a check runs the model, so it needs values; give the model values (to_empty and your "
+        "initialisation), and tensors as arguments"
+    )

@@ -1,0 +1,148 @@
+"""What if: a plan is made again with something changed, and what that changes can be read."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
+from autoshard.cli.main import main
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.mse_loss(x, y)
+
+
+def planned(mesh: str = "dp=2,tp=2", hardware: str = "h100", **options: Any) -> ShardingPlan:
+    with torch.device("meta"):
+        model, x = Stack(), torch.empty(8, 4, 16)
+    return plan(model, Mesh(mesh, hardware=hardware), (x, x), options=Options(**options))
+
+
+@cache
+def base() -> ShardingPlan:
+    return planned(recipe="fsdp+megatron")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh": "dp=4,tp=1", "hardware": "a100"},
+        {"recipe": "fsdp", "params": {"layers.*.0.weight": {"tp": "S(1)"}}},
+    ],
+)
+def test_a_plan_made_again_is_the_plan_that_is_asked_for(change: dict[str, Any]) -> None:
+    assert base().with_(**change) == planned(**{"recipe": "fsdp+megatron", **change})
+
+
+def test_a_search_made_again_is_the_search_that_is_asked_for() -> None:
+    def made(**options: Any) -> ShardingPlan:
+        return plan(nn.Linear(8, 12), Mesh("dp=2", hardware="h100"), (torch.randn(4, 8),), options=Options(**options))
+
+    assert made(recipe="ddp").with_(recipe="auto", memory_limit="1MB") == made(memory_limit="1MB")
+
+
+def test_what_cannot_be_changed() -> None:
+    with pytest.raises(UserError) as caught:
+        base().with_(memory_limits="60GB")
+    assert str(caught.value).startswith("plan.with_(memory_limits=...) is no option; with_ takes mesh, recipe, hardware,")
+    with pytest.raises(UserError, match=r"with_\(mixed_precision=...\) needs a new capture: call autoshard.plan\(...\)"):
+        base().with_(mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
+
+
+def test_a_loaded_plan_does_not_hold_its_model() -> None:
+    with pytest.raises(PlanError) as caught:
+        ShardingPlan.from_json(base().to_json()).with_(mesh="dp=4")
+    assert str(caught.value) == (
+        "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again with "
+        "autoshard.plan(model, mesh, args, options=...) and ask that one"
+    )
+
+
+def test_equal_plans_have_no_difference() -> None:
+    same = base().diff(ShardingPlan.from_json(base().to_json()))
+    assert not same and str(same) == "no difference"
+
+
+def test_a_difference_reads_by_section_with_layers_folded() -> None:
+    assert_expected_inline(str(base().diff(base().with_(recipe="fsdp"))), """\
+settings
+  plan    fsdp, megatron -> fsdp, fsdp
+  recipe  fsdp+megatron  -> fsdp
+step
+  step time     287 us  -> 211 us   -75.8 us (-26.5 %)
+  compute       182 us  -> 158 us   -23.6 us (-13.0 %)
+  exposed comm  105 us  -> 52.8 us  -52.2 us (-49.7 %)
+  hidden comm   32.4 us -> 18.0 us  -14.4 us (-44.5 %)
+memory
+  peak         28.3 KiB -> 36.3 KiB  +8.0 KiB (+28.3 %)
+  activations  5.8 KiB  -> 3.8 KiB   -2.0 KiB (-34.8 %)
+  gathered     10.0 KiB -> 20.0 KiB  +10.0 KiB (+100.0 %)
+  inputs       2.0 KiB  -> 1.0 KiB   -1.0 KiB (-50.2 %)
+  temporary    1.5 KiB  -> 2.5 KiB   +1.0 KiB (+66.7 %)
+parameters
+  layers.0-2.0.weight  {dp:S(0/2), tp:S(0)} -> {dp:S(0), tp:S(0/2)}
+  layers.0-2.2.weight  {dp:S(0), tp:S(1)}   -> {dp:S(0), tp:S(0/2)}
+inputs
+  x  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
+  y  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
+values
+  layers.0-2.{0,2}    {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 7 of 7
+  layers.0-1.1        {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 3
+  outside of modules  {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 11
+  layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 4
+collectives
+  all_gather tp layers.0-2.{0,2}         5 x, 2.5 KiB  -> -               exposed -41.0 us
+  all_gather dp.tp layers.0-2.{0,2}      -             -> 12 x, 18.0 KiB  exposed +23.1 us
+  reduce_scatter tp layers.0-2.{0,2}     5 x, 2.5 KiB  -> -               exposed -18.6 us
+  reduce_scatter dp.tp layers.0-2.{0,2}  -             -> 6 x, 9.0 KiB    exposed +15.5 us
+  all_gather dp layers.0-2.{0,2}         12 x, 6.0 KiB -> -               exposed -14.9 us
+  reduce_scatter dp layers.0-2.{0,2}     6 x, 3.0 KiB  -> -               exposed -8.71 us""")
+
+
+def test_a_difference_on_another_mesh() -> None:
+    assert_expected_inline(str(base().diff(base().with_(mesh="dp=4,tp=2", hardware="a100"))), """\
+settings
+  mesh  dp=2,tp=2 on h100 -> dp=4,tp=2 on a100
+step
+  step time     287 us  -> 393 us   +107 us (+37.3 %)
+  compute       182 us  -> 279 us   +97.1 us (+53.4 %)
+  exposed comm  105 us  -> 115 us   +9.82 us (+9.4 %)
+  hidden comm   32.4 us -> 49.8 us  +17.4 us (+53.7 %)
+memory
+  peak         28.3 KiB -> 19.1 KiB  -9.1 KiB (-32.3 %)
+  parameters   3.0 KiB  -> 1.5 KiB   -1.5 KiB (-50.0 %)
+  optimizer    6.0 KiB  -> 3.0 KiB   -3.0 KiB (-50.0 %)
+  activations  5.8 KiB  -> 2.9 KiB   -2.9 KiB (-50.0 %)
+  inputs       2.0 KiB  -> 1.0 KiB   -1.0 KiB (-49.8 %)
+  temporary    1.5 KiB  -> 768 B     -768 B (-50.0 %)
+collectives
+  all_gather tp layers.0-2.{0,2}      5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -17.4 us
+  all_gather dp layers.0-2.{0,2}      12 x, 6.0 KiB -> 12 x, 9.0 KiB  exposed +13.6 us
+  all_reduce dp output                1 x, 4 B      -> 1 x, 6 B       exposed +9.30 us
+  reduce_scatter dp layers.0-2.{0,2}  6 x, 3.0 KiB  -> 6 x, 4.5 KiB   exposed +6.81 us
+  reduce_scatter tp layers.0-2.{0,2}  5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -0.00 us""")
+
+
+def test_diff_reads_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base().save(tmp_path / "a.json")
+    base().with_(recipe="fsdp").save(tmp_path / "b.json")
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert capsys.readouterr().out == f"{base().diff(base().with_(recipe='fsdp'))}\n"

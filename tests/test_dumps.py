@@ -1,0 +1,179 @@
+"""A dump says what each pass did, reads back, and runs again; a wrong pass is found by its numbers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+import tests.test_checking
+from autoshard import Options, UserError, autoshard
+from autoshard.bisection import bisect
+from autoshard.cli.main import main
+from autoshard.pipeline import default_pipeline
+from autoshard.planner import make_plan
+from autoshard.replay import replay
+from passes.base import Pass, PassContext
+from passes.ir.graph import Stage
+from passes.ir.mesh import Mesh
+from passes.seed import Seed
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).sum()
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dump")
+    options = Options(recipe="fsdp+megatron", dump=folder)
+    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2"), options)
+    return folder
+
+
+def unnamed(text: str) -> str:
+    """With names in order of appearance: a graph that was read does not remember names that were given up."""
+    names: dict[str, str] = {}
+    return re.sub(r"%\w+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
+
+
+def test_every_dump_behind_the_seeds_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
+    files = sorted(path for path in dump.iterdir() if int(path.name[:2]) >= 4)
+    assert [path.name for path in files][-1] == "10_bucket_collectives.txt" and len(files) == 6
+    for path in files:
+        folder = tmp_path / path.stem
+        folder.mkdir()
+        replayed = replay(path, folder=folder)
+        later = [one for one in files if one.name > path.name]
+        assert [one.name for one in sorted(folder.iterdir())] == [one.name for one in later]
+        for one in later:
+            assert unnamed((folder / one.name).read_text()) == unnamed(one.read_text()), f"{path.name} -> {one.name}"
+        if later:
+            assert unnamed(replayed.text) == unnamed(later[-1].read_text())
+
+
+def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = dump / "05_insert_reshards.txt"
+    assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
+    out = capsys.readouterr().out
+    passes = "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose"
+    assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
+
+
+def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
+    for path, behind, expected in (
+        (
+            dump / "01_normalize.txt",
+            None,
+            "a graph from behind 'normalize' is not enough to run seed and cast_parameters: recipes, constraints and precision "
+            "are not in the text; replay a later dump, or plan the model again",
+        ),
+        (
+            tmp_path / "graph.txt",
+            None,
+            "graph.txt is not named after a pass, as 05_insert_reshards.txt is; say behind which: --from PASS",
+        ),
+        (
+            dump / "05_insert_reshards.txt",
+            "insert",
+            "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
+            "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose",
+        ),
+        (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
+    ):
+        with pytest.raises(UserError) as caught:
+            replay(path, behind=behind)
+        assert str(caught.value).startswith(expected)
+
+
+def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path) -> None:
+    options = Options(recipe="fsdp", dump=tmp_path, dump_mode="diff", dump_ranks="all", compile="eager")
+    autoshard(Model(), one_rank, (torch.randn(4, 6),), options=options)
+    folder = tmp_path / "rank0"
+    assert (folder / "04_propagate.txt").read_text().startswith("@@ -1,22 +1,22 @@\n mesh dp=1\n-stage CAPTURED\n")
+    assert "relu" in (folder / "compiled_forward.txt").read_text()
+    assert "mm" in (folder / "compiled_backward.txt").read_text()
+
+
+def test_the_environment_asks_for_a_dump(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
+    monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "diff")
+    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+    assert (tmp_path / "02_seed.txt").read_text().startswith("@@ ")
+    monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "some")
+    with pytest.raises(UserError, match=r"Options\(dump_mode='some'\): choose 'full' or 'diff'"):
+        make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+
+
+def test_the_log_tells_of_passes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="autoshard"):
+        make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+    told = [record.getMessage() for record in caplog.records if record.name == "autoshard.passes"]
+    assert [text.partition(":")[0] for text in told] == [one.name for one in default_pipeline()]
+    assert next(text for text in told if text.startswith("seed")).endswith(": +2 reshard")
+
+
+@dataclass(frozen=True)
+class Negates(Pass):
+    """A wrong pass: relu becomes another op."""
+
+    name: ClassVar[str] = "negates"
+    takes: ClassVar[Stage] = Stage.CAPTURED
+    gives: ClassVar[Stage] = Stage.CAPTURED
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        node = next(one for one in gm.graph.nodes if str(one.target) == "aten.relu.default")
+        node.target = torch.ops.aten.neg.default
+        return True
+
+
+def test_bisect_finds_the_pass_that_changes_the_numbers() -> None:
+    passes = default_pipeline(Seed(("fsdp", "megatron")))
+    wrong = (passes[0], Negates(), *passes[1:])
+    torch.manual_seed(0)
+    found = bisect(Model(), "dp=2,tp=2", (torch.randn(4, 6),), options=Options(pipeline=wrong))
+    assert not found and found.first is not None and found.first.pass_name == "negates"
+    assert_expected_inline(str(found), """\
+right after capture, normalize; wrong after negates:
+  output output is off by 1.2e-01
+  gradient up.weight is off by 1.8e+00
+  gradient down.weight is off by 1.2e+00""")
+
+
+def test_bisect_blames_a_rule_where_the_passes_are_right() -> None:
+    model, x = tests.test_checking.made()
+    found = bisect(model, "tp=2", (x,), options=Options(recipe="megatron"))
+    assert found.first is not None and found.first.pass_name == "localize"
+    assert "the rule of autoshard_test.centred on tp: S(1) -> S(1)" in str(found)
+
+
+def test_bisect_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.Linear(4, 6), (torch.ones(8, 4),)\n"
+    )
+    assert main(["bisect", f"{tmp_path}/model.py:make", "--mesh", "dp=2", "--recipe", "fsdp"]) == 0
+    assert_expected_inline(capsys.readouterr().out.replace(", ", "\n"), """\
+the numbers are right after each of capture
+normalize
+seed
+propagate
+insert_reshards
+cancel_reshards
+lower_reshards
+localize
+bucket_collectives
+""")
