@@ -74,7 +74,7 @@ def test_the_forward_alone_in_another_order_is_the_same_to_the_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*DETERMINISTIC, *(name for name in MODELS if name not in DETERMINISTIC)])
 @pytest.mark.parametrize(
-    ("axes", "recipe"), FAST, ids=lambda v: "+".join(map(str, v.values())) if isinstance(v, Mapping) else str(v)
+    ("axes", "recipe"), FAST[::3], ids=lambda v: "+".join(map(str, v.values())) if isinstance(v, Mapping) else str(v)
 )
 def test_every_model_and_recipe_in_another_order(name: str, axes: str, recipe: Recipe) -> None:
     _check(name, axes, recipe, "eager")
