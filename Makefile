@@ -10,18 +10,23 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-browser lint clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
 test: lint ## lint, then all tests, the slow ones last
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
-	$(BIN)/python -m pytest -q -n 2 -m slow
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not browser"
+	$(BIN)/python -m pytest -q -n 2 -m "slow and not browser"
+
+test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, or playwright's
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser]"
+	test -n "$$CHROMIUM" || command -v chromium google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
+	$(BIN)/python -m pytest -q -m browser
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

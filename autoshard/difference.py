@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from autoshard.report.table import fold_names
+from autoshard.report.names import fold_names
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Value
 from passes.ir.text import GAP

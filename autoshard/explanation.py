@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from autoshard.history import History, Touch
 from autoshard.judge import passes_of
-from autoshard.report.table import fold_names, fold_text
+from autoshard.report.names import fold_names, fold_text
 from autoshard.subject import Subject, subject_of
 from passes.base import PassContext, Remark
 from passes.cost.regions import is_fusible

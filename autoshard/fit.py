@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autoshard.options import Options
-from autoshard.report.table import fold_text
+from autoshard.report.names import fold_text
 from autoshard.settings import Settings, settings_of
 from passes.errors import PlanError
 from passes.ir.mesh import Mesh

@@ -18,15 +18,19 @@ from autoshard.difference import PlanDiff, difference
 from autoshard.explanation import Explanation, explain
 from autoshard.fit import structure
 from autoshard.plan_file import dump_plan, parse_plan, read_text, write_text
-from autoshard.report.table import format_plan
+from autoshard.report.page import format_page
+from autoshard.report.table import format_html, format_plan
+from autoshard.report.trace import format_trace
 from autoshard.settings import Settings
 from passes.base import Remark
+from passes.cost.simulate import Timeline
 from passes.errors import PlanError, UserError
 from passes.ir.edges import Edge
 from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search, Value
+from passes.ir.repeats import Run
 from passes.search.solution import Solution
 
 
@@ -37,7 +41,9 @@ class ShardingPlan:
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
     where a step was predicted, as `plan(...)` and a search do; a recipe that is run is not simulated. There is a `search`
     where there was one. A solved plan has a `solution`: the layouts
-    of every node, by the names of the graph in which repeated layers are folded.
+    of every node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
+    it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
+    graphs from "PLACED" on leave out.
     """
 
     mesh: Mesh
@@ -53,6 +59,8 @@ class ShardingPlan:
     cost: Cost | None = None
     search: Search | None = None
     solution: Solution | None = None
+    timeline: Timeline | None = None
+    repeats: tuple[Run, ...] = ()
     edges: tuple[Edge, ...] = ()
     basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
@@ -84,6 +92,23 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def _repr_html_(self) -> str:
+        return format_html(self)
+
+    def to_trace(self, path: str | PathLike[str]) -> None:
+        """Write the simulated step for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises UserError for a plan without one, PlanError where the file cannot be written.
+        """
+        write_text(Path(path), format_trace(self))
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one page that needs no network: modules, layouts, timeline, memory, roofline, graphs.
+
+        Without a simulated step, timeline, memory and roofline say so. Raises PlanError where it cannot be written.
+        """
+        write_text(Path(path), format_page(self))
 
     def graph(self, stage: str) -> str:
         """The program at `stage`, in the text form. Raises UserError for a stage that was not kept."""

@@ -1,9 +1,9 @@
 """A plan as a JSON file: a schema and a version, one line per decision, no pickle.
 
-    {"schema": "autoshard.plan", "version": 1, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
+    {"schema": "autoshard.plan", "version": 2, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
 
-The fingerprint is of what the plan was made for: mesh, model, settings. Graphs are compressed: they are the bulk of a
-plan, and `plan.graph(stage)` reads them.
+The fingerprint is of what the plan was made for: mesh, model, settings. Graphs and the simulated step are compressed:
+they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.errors import PlanError
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
-SCHEMA, VERSION = "autoshard.plan", 1
+SCHEMA, VERSION = "autoshard.plan", 2
 
 _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).save(path)"
 
@@ -32,6 +32,7 @@ def dump_plan(plan: ShardingPlan) -> str:
     """The plan as JSON text; `parse_plan` reads it back equal."""
     data = {"schema": SCHEMA, "version": VERSION, "fingerprint": plan.fingerprint, **encode(plan)}
     data["graphs"] = {stage: _pack(text) for stage, text in plan.graphs.items()}
+    data["timeline"] = None if plan.timeline is None else _pack(_compact(data["timeline"]))
     members = (f"{json.dumps(name)}: {_lines(value)}" for name, value in data.items())
     return "{\n" + ",\n".join(members) + "\n}\n"
 
@@ -77,6 +78,7 @@ def _parse(kind: type[ShardingPlan], text: str) -> ShardingPlan:
         raise PlanError(f"it has version {data.get('version')!r} of the format, and this autoshard reads {VERSION}")
     body = {name: value for name, value in data.items() if name not in ("schema", "version", "fingerprint")}
     body["graphs"] = _unpack(body.get("graphs"))
+    body["timeline"] = _unpack_timeline(body.get("timeline"))
     plan = decode(kind, body)
     _check_axes(plan)
     if data.get("fingerprint") != plan.fingerprint:
@@ -112,6 +114,16 @@ def _unpack(packed: object) -> dict[str, str]:
         return {stage: zlib.decompress(base64.b64decode(text, validate=True)).decode() for stage, text in texts.items()}
     except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
         raise PlanError(f"graphs cannot be unpacked ({error})") from error
+
+
+def _unpack_timeline(packed: object) -> Any:
+    if packed is None:
+        return None
+    text = decode(str, packed, "timeline")
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+    except (ValueError, zlib.error) as error:
+        raise PlanError(f"timeline cannot be unpacked ({error})") from error
 
 
 def _lines(value: Any) -> str:

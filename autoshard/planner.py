@@ -28,6 +28,7 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -142,7 +143,7 @@ def make_plan(
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost)
+        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -154,6 +155,7 @@ class _Decision:
     solution: Solution | None = None
     search: Search | None = None
     cost: Cost | None = None
+    timeline: Timeline | None = None
     judged: Judged | None = None
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
@@ -173,7 +175,15 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
     _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
     judged = choice.judged
-    return _Decision(judged.recipes, choice.solution, choice.search, judged.cost, judged, prepared=choice.prepared)
+    return _Decision(
+        judged.recipes,
+        choice.solution,
+        choice.search,
+        judged.cost,
+        judged.timeline,
+        judged,
+        prepared=choice.prepared,
+    )
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -207,6 +217,7 @@ def _programmed(
         cost=decision.cost,
         search=decision.search,
         solution=decision.solution,
+        timeline=decision.timeline,
         edges=tuple(ctx.edges),
         **recorder.facts,
     )
@@ -238,6 +249,8 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         cost=judged.cost,
         search=decision.search,
         solution=decision.solution,
+        timeline=judged.timeline,
+        repeats=folded.repeats.runs,
         edges=judged.edges,
     )
 

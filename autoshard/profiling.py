@@ -15,7 +15,7 @@ from autoshard.execution import Execution
 from autoshard.figures import ProductTime, TransferTime, fit_links, fit_products
 from autoshard.groups import MeshGroups
 from autoshard.guards import exchange
-from autoshard.report.table import fold_names
+from autoshard.report.names import fold_names
 from passes.cost.compute import Product
 from passes.cost.from_graph import program_of
 from passes.cost.program import Program, Task

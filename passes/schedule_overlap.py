@@ -25,7 +25,8 @@ class ScheduleOverlap(Pass):
     """Order the calls of a partitioned graph so that communication hides behind compute, as `simulate` predicts it.
 
     1. Kernels and collectives stand in the fastest order that `passes.cost.schedule` finds within `memory_limit`
-       (bytes at the graph's peak; None: a twentieth more than as it is given).
+       (bytes at the graph's peak; None: a twentieth more than as it is given). What is over the limit as it is given
+       gets no larger.
     2. A collective is awaited in front of the first call that reads it. A reduction of gradients, whose operand stays
        in memory until then, is awaited where that is predicted to cost nothing.
     3. Views stand in front of the first call that reads them.
@@ -78,7 +79,8 @@ class ScheduleOverlap(Pass):
         given = simulate(program_of_graph(gm, mesh, fused=self.fused))
         if not any(task.is_collective for task in given.program.tasks):
             return False
-        limit = int(MORE_MEMORY * given.peak_memory) if self.memory_limit is None else self.memory_limit
+        more = MORE_MEMORY if self.memory_limit is None else 1.0
+        limit = max(self.memory_limit or 0, int(more * given.peak_memory))
         before = list(gm.graph.nodes)
         _put(gm, _issue_order(gm, schedule(given.program, memory_limit=limit).timeline))
         found = simulate(program_of_graph(gm, mesh, fused=self.fused))

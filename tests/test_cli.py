@@ -76,6 +76,14 @@ def test_show_prints_a_saved_plan_as_it_was_printed(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == printed
 
 
+def test_plan_and_show_write_the_same_page_and_trace(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "ddp", "--batch", "4", "-o", "plan.json", "--html", "a.html", "--trace", "a.json") == DONE
+    assert capsys.readouterr().err.splitlines()[-2:] == ["wrote a.html", "wrote a.json"]
+    assert main(["show", "plan.json", "--html", "b.html", "--trace", "b.json"]) == DONE
+    assert (target / "a.html").read_text() == (target / "b.html").read_text()
+    assert (target / "a.json").read_text() == (target / "b.json").read_text()
+
+
 def test_sizes_go_to_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--batch", "10", "--seq", "3", "-o", "plan.json") == DONE
     assert ShardingPlan.load("plan.json").inputs["input"].shape == (10, 3, 8)
@@ -151,6 +159,14 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         (
             "plan model.py:small --mesh dp=2 --recipe fsdp -o none/plan.json",
             "there is no folder 'none' to save none/plan.json in; make it, or give another path",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --recipe fsdp --html none/plan.html",
+            "there is no folder 'none' to save none/plan.html in; make it, or give another path",
+        ),
+        (
+            "show plan.json --trace none/trace.json",
+            "there is no folder 'none' to save none/trace.json in; make it, or give another path",
         ),
         (
             "crossover --devices 8",

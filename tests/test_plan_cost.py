@@ -52,15 +52,16 @@ candidate    step  compute  exposed  hidden    memory
 * solved   1.31 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
   fsdp     1.40 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
   ddp      1.50 s   1.20 s   300 ms  400 ms  94.0 GiB  does not fit
-  hsdp          -        -        -       -         -  the batch of 6 does not divide
-value       global shape   dp    per rank
-input       float32[6, 8]  S(0)  3x8
-0-1.weight  float32[8, 8]  S(0)  4x8
-0-1.bias    float32[8]     S(0)  4
-output      float32[6, 8]  S(0)  3x8
-collective      over  forward  backward  received per rank  exposed  for
-all_gather      dp    4        4         576 B              0 s      fsdp: gathered for use
-reduce_scatter  dp    -        4         288 B              16.0 ms  gradient""",
+  hsdp: the batch of 6 does not divide
+in  input[B_dp, F]   out output[B_dp, D]
+module       values and weights, as stored -> as made                               compute  exposed
+0            input[B_dp, F] . W[F, D_dp], bias[D_dp] -> [B_dp, D]                   20.8 us  8.00 ms
+1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      26.3 us  8.00 ms
+(optimizer)                                                                               -        -
+B=6 D=8 F=8; F_dp: F is cut over dp; {U_dp}: a term of a sum over dp
+collective      over  fwd  bwd  received  exposed  for
+reduce_scatter  dp      -    4     288 B  16.0 ms  gradient
+all_gather      dp      4    4     576 B      0 s  fsdp: gathered for use""",
     )
 
 

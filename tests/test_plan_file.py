@@ -133,7 +133,7 @@ def changed(*path: Any, to: Any = None) -> str:
     ("path", "to", "expected"),
     [
         (("schema",), "html", "it is JSON, but not a plan: its schema is not 'autoshard.plan'"),
-        (("version",), 7, "it has version 7 of the format, and this autoshard reads 1"),
+        (("version",), 7, "it has version 7 of the format, and this autoshard reads 2"),
         (("cost", "memory", "inputs"), None, "cost.memory.inputs is missing"),
         (("cost", "step_time"), "fast", "cost.step_time is 'fast', not a number"),
         (("collectives", 3, "axes"), "dp", "collectives[3].axes is 'dp', not a list"),
@@ -147,6 +147,8 @@ def changed(*path: Any, to: Any = None) -> str:
         (("remarks", 0, "spare"), "x", "remarks[0].spare is not known"),
         (("graphs", "LOCAL"), "!", "graphs cannot be unpacked (Only base64 data is allowed)"),
         (("graphs",), None, "graphs is None, not an object"),
+        (("timeline",), "!", "timeline cannot be unpacked (Only base64 data is allowed)"),
+        (("timeline",), 3, "timeline is 3, not text"),
         (
             ("mesh", "axes"),
             "dp=4,tp=2",

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
+from rich.console import Console
+
+from autoshard.plan import ShardingPlan
 from passes.errors import UserError
+
+
+def add_reports(parser: argparse.ArgumentParser) -> None:
+    """The options of what is written of a plan for people."""
+    parser.add_argument("--html", metavar="FILE", help="where to write the plan as one page for a browser")
+    parser.add_argument("--trace", metavar="FILE", help="where to write the simulated step, for ui.perfetto.dev")
+
+
+def write_reports(plan: ShardingPlan, given: argparse.Namespace) -> None:
+    """Write what `add_reports` asks for. Raises UserErrors."""
+    console = Console(stderr=True)
+    for path, write in ((given.html, plan.to_html), (given.trace, plan.to_trace)):
+        if path is not None:
+            write(path)
+            console.print(f"wrote {path}", highlight=False)
 
 
 def check_output(path: str | None) -> None:

@@ -10,12 +10,12 @@ from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cli.display import Display
-from autoshard.cli.output import check_output
+from autoshard.cli.output import add_reports, check_output, write_reports
 from autoshard.cli.target import load_target
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.planner import plan_ahead
-from autoshard.report.cost import candidates_table, cost_table
+from autoshard.report.cost import candidates_table, cost_table, format_declined
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
@@ -25,6 +25,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     add_problem(plan)
     plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
+    add_reports(plan)
     plan.set_defaults(run=_plan)
     recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
     add_problem(recipes)
@@ -50,12 +51,14 @@ def add_problem(
 
 def _plan(given: argparse.Namespace) -> None:
     """Find the fastest plan that fits in memory (or take a recipe's), print it, and save it."""
-    check_output(given.output)
+    for path in (given.output, given.html, given.trace):
+        check_output(path)
     found = find_plan(given)
     print(found)
     if given.output is not None:
         found.save(given.output)
         Console(stderr=True).print(f"saved {given.output}, fingerprint {found.fingerprint}", highlight=False)
+    write_reports(found, given)
 
 
 def _recipes(given: argparse.Namespace) -> None:
@@ -66,6 +69,8 @@ def _recipes(given: argparse.Namespace) -> None:
     console = Console()
     console.print(cost_table(found.cost, found.search))
     console.print(candidates_table(found.search))
+    for declined in format_declined(found.search):
+        console.print(f"  {declined}", highlight=False, markup=False)
 
 
 def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:

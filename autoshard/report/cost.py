@@ -42,27 +42,38 @@ def _proof(search: Search) -> str:
 
 
 def candidates_table(search: Search) -> Table:
-    """A row per plan that was considered, the fastest that fits first; the chosen one is marked."""
+    """A row per plan that was simulated, the fastest that fits first; the chosen one is marked."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("candidate", no_wrap=True)
     for name in ("step", "compute", "exposed", "hidden", "memory"):
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("")
-    for candidate in sorted(search.candidates, key=_order):
+    for candidate in sorted((one for one in search.candidates if one.cost), key=_order):
         chosen = candidate.name == search.chosen
         table.add_row(f"{'*' if chosen else ' '} {candidate.name}", *_figures(candidate), style="bold" if chosen else "")
     return table
 
 
-def _order(candidate: Candidate) -> tuple[bool, bool, float]:
-    cost = candidate.cost
-    return cost is None, not candidate.fits, 0.0 if cost is None else cost.step_time
+def format_declined(search: Search) -> list[str]:
+    """What was not simulated and why: `"fsdp, zero2: the batch of 6 does not divide"`, a line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for candidate in search.candidates:
+        if candidate.cost is None:
+            reasons.setdefault(candidate.note, []).append(candidate.name)
+    return [f"{', '.join(names)}: {note}" for note, names in reasons.items()]
+
+
+def _order(candidate: Candidate) -> tuple[bool, float]:
+    return not candidate.fits, _cost(candidate).step_time
+
+
+def _cost(candidate: Candidate) -> Cost:
+    assert candidate.cost is not None, "a row is of what was simulated"
+    return candidate.cost
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:
-    cost = candidate.cost
-    if cost is None:
-        return ("-",) * 5 + (f"[yellow]{escape(candidate.note)}[/yellow]",)
+    cost = _cost(candidate)
     seconds = (cost.step_time, cost.compute, cost.exposed_comm, cost.hidden_comm)
     fits = "[green]fits[/green]" if candidate.fits else "[red]does not fit[/red]"
     note = f": {escape(candidate.note)}" if candidate.note else ""

@@ -27,7 +27,7 @@ LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 4, 16)  # what `schedule` tries, in largest gathers
-WORTH = 0.002  # part of the step that a larger window must save
+WORTH = 0.002  # part of the step that a larger window, or more memory, must save
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,14 @@ def _windows(program: Program) -> tuple[int, ...]:
 
 
 def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:
-    """Whether `one` has the smaller key; its memory is asked for only where it tells."""
+    """Whether `one` has the smaller key, and where both fit, saves enough for the memory that it takes more.
+
+    Its memory is asked for only where it tells.
+    """
     key = _key(other, memory_limit)
-    fits = key[0] == 0.0
-    return not (fits and one.step_time >= other.step_time) and _key(one, memory_limit) < key
+    if key[0] == 0.0 and one.step_time > (1 - WORTH) * other.step_time:
+        return one.step_time < other.step_time and one.peak_memory <= other.peak_memory
+    return _key(one, memory_limit) < key
 
 
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:

@@ -19,7 +19,7 @@ Kernels are not slowed down by collectives that run beside them.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,6 +71,17 @@ class Timeline:
         return tuple((task, self._idle.within(start, end)) for task, start, end in spans if task.is_collective)
 
     @cached_property
+    def exposed_spans(self) -> tuple[tuple[int, float, float], ...]:
+        """Numbers of collectives, with the start and end of each stretch in which the device computes nothing."""
+        spans = enumerate(zip(self.program.tasks, self.starts, self.ends, strict=True))
+        return tuple(
+            (number, *span)
+            for number, (task, start, end) in spans
+            if task.is_collective
+            for span in self._idle.spans(start, end)
+        )
+
+    @cached_property
     def _idle(self) -> _Gaps:
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
         return _gaps([(start, end) for task, start, end in spans if not task.is_collective])
@@ -112,6 +123,11 @@ class Timeline:
         found = bytes_by_kind(self.live_at_peak)
         workspace = self.program.tasks[self.peak_task].workspace if self.program.tasks else 0
         return found | {"workspace": workspace} if workspace else found
+
+    @property
+    def lives(self) -> tuple[tuple[int, int], ...]:
+        """Per buffer, the first and the last turn at which it is live; none where the last is before the first."""
+        return tuple(zip(*self._lives, strict=True))
 
     @cached_property
     def _lives(self) -> tuple[list[int], list[int]]:
@@ -164,6 +180,15 @@ class _Gaps:
 
     def within(self, start: float, end: float) -> float:
         return self._until(end) - self._until(start)
+
+    def spans(self, start: float, end: float) -> list[tuple[float, float]]:
+        """Parts of `start` to `end` that are in a gap."""
+        found = []
+        for number in range(bisect_right(self.ends, start), len(self.starts)):
+            if self.starts[number] >= end:
+                break
+            found.append((max(start, self.starts[number]), min(end, self.ends[number])))
+        return found
 
     def _until(self, time: float) -> float:
         number = bisect_left(self.ends, time)

@@ -155,3 +155,20 @@ def test_tasks_in_another_order_have_the_index_that_is_made_for_it(given: Progra
     reordered = given.reordered(order)
     assert reordered.tasks == tuple(given.tasks[number] for number in order)
     assert reordered.index == replace(reordered).index
+
+
+def test_more_memory_has_to_be_worth_it() -> None:
+    """Kernels that are held keep what they read: nothing is held for a gap that is next to nothing."""
+    first = [
+        kernel("dy", 1000),
+        kernel("dw", 3, "dy"),
+        kernel("dx", 1000, "dy", "x"),
+        gather("c", 1, "dx"),
+        kernel("dz", 1, "c"),
+    ]
+    given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds={"dw": "gradient"})
+    given = replace(given, tasks=(*given.tasks, Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)))
+    held = prefetch(given, 0, hold=True)
+    assert simulate(held).step_time < simulate(given).step_time
+    assert simulate(held).peak_memory > simulate(given).peak_memory
+    assert schedule(given).program == given

@@ -81,6 +81,15 @@ def test_memory_is_bounded() -> None:
     assert _simulated(gm).peak_memory > least
 
 
+def test_what_is_over_the_limit_gets_faster_but_no_larger() -> None:
+    large = '%large: f32[4096, 1024] = cat([%d, %d, %d, %d])\nreturn gradient("large") %large, '
+    text = BACKWARD.replace("return ", large)
+    gm, given = _read(text), _simulated(_read(text))
+    _run(gm, ScheduleOverlap(memory_limit=1))
+    assert _simulated(gm).peak_memory <= given.peak_memory
+    assert _simulated(gm).step_time < given.step_time
+
+
 def test_without_a_limit_a_twentieth_more_memory_is_taken_at_most() -> None:
     gm = _read(BACKWARD)
     least = _simulated(gm).peak_memory

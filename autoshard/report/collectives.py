@@ -1,0 +1,89 @@
+"""The collectives of a plan, the dearest first: what they move, and which line needed them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from passes.ir.plan import Collective
+from passes.ir.units import format_bytes, format_seconds
+
+SHOWN = 12  # groups; what is left is one row
+
+
+@dataclass(frozen=True)
+class Group:
+    """Collectives of one kind over the same axes, needed by one line for one reason."""
+
+    members: tuple[Collective, ...]
+
+    @property
+    def forward(self) -> int:
+        return sum(not one.backward for one in self.members)
+
+    @property
+    def backward(self) -> int:
+        return sum(one.backward + one.recomputed for one in self.members)
+
+    @property
+    def received(self) -> int:
+        return sum(one.bytes * (2 if one.recomputed else 1) for one in self.members)
+
+    @property
+    def exposed(self) -> float:
+        return sum(one.exposed or 0.0 for one in self.members)
+
+
+def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, columns: int) -> Table:
+    """A row per group, by exposed time, then bytes; a line each."""
+    headers = ("collective", "over", "fwd", "bwd", "received", *(("exposed",) if is_timed else ()), "for")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for number, name in enumerate(headers):
+        table.add_column(name, no_wrap=True, justify="right" if 1 < number < len(headers) - 1 else "left")
+    groups = grouped(collectives)
+    rows = [_row(group, is_timed=is_timed) for group in groups[:SHOWN]]
+    if rest := [one for group in groups[SHOWN:] for one in group.members]:
+        figures = _figures(Group(tuple(rest)), is_timed=is_timed)
+        rows.append((f"{len(groups) - SHOWN} more", "", *figures, "less each"))
+    taken = sum(2 + max(map(len, cells)) for cells in list(zip(headers, *rows, strict=True))[:-1])
+    for row in rows:
+        table.add_row(*row[:-1], Text(_cut(row[-1], max(columns - taken, 20))))
+    return table
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _row(group: Group, *, is_timed: bool) -> tuple[str, ...]:
+    first = group.members[0]
+    return (first.kind, ".".join(first.axes), *_figures(group, is_timed=is_timed), cause_of(first))
+
+
+def grouped(collectives: Iterable[Collective]) -> list[Group]:
+    """The dearest first; of equal ones the first."""
+    groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
+    for one in collectives:
+        groups.setdefault((one.kind, one.axes, cause_of(one)), []).append(one)
+    return sorted((Group(tuple(members)) for members in groups.values()), key=lambda g: (-g.exposed, -g.received))
+
+
+def cause_of(collective: Collective) -> str:
+    """`"llama.py:66 gathered for use"`: the line, and why it needs the collective."""
+    origin = collective.origin
+    place = f"{origin.file.rsplit('/', 1)[-1]}:{origin.line} " if origin.file else ""
+    return place + short_reason(collective.reason)
+
+
+def short_reason(reason: str) -> str:
+    """Without the pass that made it, and the layout that was needed."""
+    return re.sub(r" needs \{.*\}$", "", re.sub(r"^\w+: ", "", reason))
+
+
+def _figures(group: Group, *, is_timed: bool) -> Sequence[str]:
+    counts = (str(group.forward or "-"), str(group.backward or "-"), format_bytes(group.received))
+    return (*counts, format_seconds(group.exposed)) if is_timed else counts

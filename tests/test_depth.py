@@ -1,0 +1,32 @@
+"""Depth costs little: equal layers are planned as one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from autoshard import Mesh, Options
+from autoshard.planner import plan_ahead
+from tests.test_search import on_meta
+
+
+def seconds_behind_capture(layers: int) -> float:
+    """Process time of everything that a searched plan takes once the model is captured."""
+    model, args = on_meta(64, 16, layers)
+    begun: dict[str, float] = {}
+
+    def progress(phase: str) -> None:
+        begun.setdefault(phase, time.process_time())
+
+    plan_ahead(model, args, {}, Mesh("dp=2,tp=2", hardware="h100"), Options(), progress=progress)
+    return time.process_time() - begun["fold"]
+
+
+@pytest.mark.slow
+def test_126_layers_take_at_most_twice_as_long_as_32_behind_capture() -> None:
+    torch.manual_seed(0)
+    seconds_behind_capture(8)  # what is cached once is not measured
+    few, many = seconds_behind_capture(32), seconds_behind_capture(126)
+    assert many <= 2 * few, f"{few:.1f} s and {many:.1f} s"
