@@ -32,7 +32,7 @@ class Basis:
 
     problem: Problem
     folded: Folded
-    replan: Callable[[Problem], ShardingPlan]
+    replan: Callable[[Problem, Folded | None], ShardingPlan]  # folded, where that is known
     prepared: Prepared | None = None  # for the search that made the plan
 
     @cached_property
@@ -70,4 +70,7 @@ class Basis:
             wanted = wanted.on(self.problem.mesh.hardware)
         wanted = equipped(wanted, changed.hardware, self.problem.device)
         check_options(changed, wanted)
-        return self.replan(replace(self.problem, mesh=wanted, options=changed))
+        before, after = (str(self.problem.mesh), self.problem.options.params), (str(wanted), changed.params)
+        is_same = before == after and self.problem.mesh.ranks == wanted.ranks  # what layers are equal depends on
+        problem = replace(self.problem, mesh=wanted, options=changed)
+        return self.replan(problem, self.folded if is_same else None)

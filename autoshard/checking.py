@@ -23,7 +23,7 @@ from autoshard.planner import Planned, make_plan
 from autoshard.settings import options_of
 from autoshard.simulation import NOISE, Call, Ranks, Step, Whole, norm_of, relative_error, run_on_one_device
 from autoshard.topology import mesh_of
-from passes._torch import OpOverload
+from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError
 from passes.ir.collective import is_step
@@ -150,8 +150,8 @@ def comparison(explicit: GraphModule, planned: Planned, call: Call, tolerance: f
 def check_values(call: Call) -> None:
     """Raise InputError where something is on meta."""
     tensors = [*call.model.named_parameters(), *call.model.named_buffers()]
-    leaves = torch.utils._pytree.tree_leaves((call.args, call.kwargs))
-    tensors += [("an argument", leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves, _ = flatten_pytree((call.args, dict(call.kwargs)))
+    tensors += [("an argument", leaf) for _, leaf in leaves if isinstance(leaf, Tensor)]
     for name, tensor in tensors:
         if tensor.is_meta:
             raise InputError(

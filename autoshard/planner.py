@@ -80,10 +80,14 @@ def plan_ahead(
     return plan_problem(problem, progress, every=every)
 
 
-def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool = False) -> ShardingPlan:
-    """As `plan_ahead`, for a model that was captured; its graph is left as it is."""
-    progress("fold")
-    folded = fold(problem, progress=progress)
+def plan_problem(
+    problem: Problem, progress: Progress = silent, *, every: bool = False, folded: Folded | None = None
+) -> ShardingPlan:
+    """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
+    is known."""
+    if folded is None:
+        progress("fold")
+        folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
@@ -92,7 +96,11 @@ def plan_problem(problem: Problem, progress: Progress = silent, *, every: bool =
         progress("passes")
         judged = decision.judged or judge(problem, folded, decision.recipes)
         made = _assembled(problem, folded.text, judged, decision)
-    return replace(made, basis=Basis(problem, folded, plan_problem, decision.prepared))
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared))
+
+
+def _replan(problem: Problem, folded: Folded | None) -> ShardingPlan:
+    return plan_problem(problem, folded=folded)
 
 
 def make_plan(

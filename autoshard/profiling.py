@@ -16,6 +16,7 @@ from autoshard.figures import ProductTime, TransferTime, fit_links, fit_products
 from autoshard.groups import MeshGroups
 from autoshard.guards import exchange
 from autoshard.report.names import fold_names
+from passes._torch import flatten_pytree
 from passes.cost.compute import Product
 from passes.cost.from_graph import program_of
 from passes.cost.program import Program, Task
@@ -176,8 +177,8 @@ def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], s
     """A forward, and a backward from ones where there is one; buffers get their old values back."""
     buffers = [slot if isinstance(slot, torch.Tensor) else slot.read() for slot in execution.buffers.values()]
     old = [buffer.clone() for buffer in buffers]
-    outputs = torch.utils._pytree.tree_leaves(execution.run(args, kwargs, seed))
-    differentiable = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+    outputs, _ = flatten_pytree(execution.run(args, kwargs, seed))
+    differentiable = [one for _, one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     parameters = [execution.parameters[name].slot.read() for name in execution.parameter_names]
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if differentiable and wanted:

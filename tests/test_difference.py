@@ -45,6 +45,7 @@ def base() -> ShardingPlan:
     "change",
     [
         {"mesh": "dp=4,tp=1", "hardware": "a100"},
+        {"hardware": "a100"},
         {"recipe": "fsdp", "params": {"layers.*.0.weight": {"tp": "S(1)"}}},
     ],
 )

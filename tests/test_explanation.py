@@ -63,25 +63,19 @@ def test_a_searched_parameter() -> None:
     assert_expected_inline(str(searched().explain("up.weight")), """\
 parameter up.weight
 up.weight: f32[4096, 1024] {tp:S(0)}
-  insisted: tp:S(0): zero2: stored sharded
-  insisted: tp:R in front of its users: zero2: gathered for use
+  nobody insisted; chosen by what the whole step costs
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
-      this plan is simulated at 2.51 ms
+      this plan is simulated at 2.47 ms
     layout        step  change  at least  compute  communication     memory
     {tp:S(1)}  2.60 ms                    2.38 ms         215 us  192.0 MiB
   * {tp:S(0)}  2.60 ms  +0.0 %    -0.4 %  2.38 ms         215 us  192.0 MiB
     {tp:R}     2.60 ms  +0.4 %    +0.4 %  2.41 ms         196 us  224.0 MiB
 collectives
-  %all_gather: all_gather over tp, 12.0 MiB, forward, exposed 54.6 us
-    seed: zero2: gathered for use      # test_explanation.py:39 up
-  %reduce_scatter_1: reduce_scatter over tp, 12.0 MiB, backward, exposed 54.6 us
+  %reduce_scatter_2: reduce_scatter over tp, 12.0 MiB, backward, exposed 54.6 us
     insert_reshards: gradient needs {tp:S(0)}      # test_explanation.py:39 up
 passes
-  seed changed %up_weight: f32[4096, 1024] pinned(tp:S(0) "zero2: stored sharded") = pa ...
-  seed added %reshard: f32[4096, 1024] pinned(tp:R "zero2: gathered for use") = resha ...
-  propagate changed %up_weight: f32[4096, 1024] {tp:S(0)} pinned(tp:S(0) "zero2: stored shar ...
-  lower_reshards added %all_gather: f32[4096, 1024] {tp:R} = all_gather(%up_weight, ["tp"])
-  lower_reshards added %reduce_scatter_1: f32[4096, 1024] {tp:S(0)} = reduce_scatter(%mm_4, ["tp"])""")
+  solve changed %up_weight: f32[4096, 1024] {tp:S(0)} = parameter("up.weight")
+  lower_reshards added %reduce_scatter_2: f32[4096, 1024] {tp:S(0)} = reduce_scatter(%mm_4, ["tp"])""")
 
 
 def test_a_parameter_of_a_recipe() -> None:

@@ -16,10 +16,6 @@ class Edge:
     source: str  # name of a node
     why: str
 
-    def __str__(self) -> str:
-        text = f"%{self.value} {self.axis}:{self.placement}: {self.why}"
-        return f"{text} (%{self.source})" if self.source else text
-
 
 def chain_of(edges: Sequence[Edge], value: str, axis: str) -> Iterator[Edge]:
     """The edges that brought `value` its placement on `axis`, the last one first."""

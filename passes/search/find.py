@@ -66,12 +66,12 @@ class Prepared:
             yield self._solution(plan, bound, started)
 
     def explore(self, goal: Goal) -> Searched:
-        """The first of the good layouts, with what the search found out on the way.
+        """The last of `solutions`, with what the search found out on the way.
 
         Raises MemoryLimitError where no plan was found that fits.
         """
         search = _Search(self.built.problem, self.prices, goal)
-        plan, _ = next(search.run())
+        plan, _ = list(search.run())[-1]
         return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
 
     def least(self) -> Iterator[Solution]:
