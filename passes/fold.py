@@ -225,4 +225,5 @@ def _apply(gm: GraphModule, graph: Indexed, foldings: list[_Folding]) -> None:
     set_outputs(gm.graph, tuple(output for output, _ in left))
     for place in sorted(removed, reverse=True):
         gm.graph.erase_node(graph.nodes[place])
+    calls |= {node.name: node.name for node in gm.graph.nodes if node.op != "output"}
     set_repeats(gm, Repeats(runs, calls, parameters))

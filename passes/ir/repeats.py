@@ -48,8 +48,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """What was removed from a graph. `nodes` and `parameters` (buffers too) map a removed name to the kept one; in a
-    `numbered` graph, `nodes` maps all names of the whole graph."""
+    """What was removed from a graph. `nodes` maps each name of the whole graph to the one that stands for it, `parameters`
+    (buffers too) each removed one."""
 
     runs: tuple[Run, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def numbered(gm: GraphModule) -> GraphModule:
         name = re.sub(r"(_\d+)+$", "", node.name)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copies[node].meta = dict(node.meta)
-    new = {node.name: copy.name for node, copy in copies.items() if node.op == "call_function"}
+    new = {node.name: copy.name for node, copy in copies.items() if node.op != "output"}
     removed = {name: new.get(kept, kept) for name, kept in repeats.nodes.items()}
     result = module_of(graph, gm)
     result.meta = dict(gm.meta)
