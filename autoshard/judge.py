@@ -32,7 +32,9 @@ from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
+from passes.search.find import Prepared
 from passes.search.solution import Solution
+from passes.seed import Seed
 from passes.solve import Solve
 
 MARGIN = 1  # what the partitioner saves, and what is fused, differs next to a first or last layer that is unlike the others
@@ -40,12 +42,18 @@ MARGIN = 1  # what the partitioner saves, and what is fused, differs next to a f
 
 @dataclass(frozen=True)
 class Folded:
-    """The captured graph, normalized, with its repeated layers left out."""
+    """The captured graph, normalized, with its repeated layers left out.
+
+    `placed` and `prepared` are what searches found out about it: layouts as a `Seed` propagates to, and the solver's problem
+    by seed and mesh. The next search, for another memory limit or other hardware, takes them from here.
+    """
 
     graph: GraphModule
     repeats: Repeats
     remarks: tuple[Remark, ...]
     text: str
+    placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[Seed, Mesh], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

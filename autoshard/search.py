@@ -23,6 +23,7 @@ from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Prepared, prepare
 from passes.search.solution import Solution
+from passes.seed import Seed
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
@@ -120,13 +121,18 @@ class _Contest:
 
     def prepare(self, deadline: float = float("inf")) -> bool:
         """State the problem, unless it is past the deadline."""
-        if self.prepared is None:
+        key = self._seed(self._unpinned), self.problem.mesh
+        if key not in self.folded.prepared:
             gm = seeded(self.problem, self.folded, self._unpinned)
             try:
-                self.prepared = prepare(gm, self.problem.mesh, deadline=deadline)
+                self.folded.prepared[key] = prepare(gm, self.problem.mesh, deadline=deadline)
             except TimeoutError:
                 return False
+        self.prepared = self.folded.prepared[key]
         return True
+
+    def _seed(self, recipes: Recipes) -> Seed:
+        return self.problem.seed(self.folded.graph, recipes)
 
     def ask(self, *, gap: float = Goal.gap) -> None:
         """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
@@ -204,10 +210,13 @@ class _Contest:
         """Seconds of a step by the solver's model; 0 where it cannot tell, or not in time."""
         if self.prepared is None or self.left <= 0:
             return 0.0
-        gm = seeded(self.problem, self.folded, recipes)
-        passes = (Propagate(), InsertReshards(), MergeReductions())
-        PassManager(passes).run(gm, PassContext(self.problem.mesh))
-        return self.prepared.price(gm) or 0.0
+        seed = self._seed(recipes)
+        if seed not in self.folded.placed:
+            gm = seeded(self.problem, self.folded, recipes)
+            passes = (Propagate(), InsertReshards(), MergeReductions())
+            PassManager(passes).run(gm, PassContext(self.problem.mesh))
+            self.folded.placed[seed] = gm
+        return self.prepared.price(self.folded.placed[seed]) or 0.0
 
     def choice(self) -> Choice:
         assert self.best is not None

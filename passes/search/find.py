@@ -174,6 +174,7 @@ class _Search:
             is_known = self.best is not None and self._struck(relaxation.dual, self.best.objective).left().size <= PROVABLE
             worst = float("inf") if is_known else (relaxation.dual.bound - self.paid) * (1 + widening)
             self._search(relaxation.dual, worst)
+            self.is_tired = self.is_tired or is_known  # all that is better than the best was in it
         if self.best is None:
             raise self._too_small()
         yield self._found(self.best)
