@@ -26,7 +26,8 @@ from passes.search.weigh import weights_of
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # over the bound: how long a plan may take
 WEIGHINGS = 8  # changes of weights by the program of what is near the bound, at most
-GAIN = 5e-4  # of the bound: what the next of them has to add, or it is the last
+GAIN = 5e-4  # of the bound: what one of `PATIENCE` of them in a row has to add, or the last was the last
+PATIENCE = 2
 CUTS = 6  # ... by the plans seen, where those of the computation alone point to one that does not fit
 ROUGH = 1e-3  # of the bound: what a sweep adds at least, where weights are still far off
 NEAR = 0.002  # over the bound: what is looked at for weights
@@ -235,7 +236,7 @@ class _Search:
         mixtures of those seen, or near it.
         """
         best = relaxation.dual.bound - self.paid, relaxation.weights
-        left = self._near(relaxation)
+        left, idle = self._near(relaxation), 0
         for _ in range(WEIGHINGS):
             weights = self._model(left).weights(self._left())
             if self._is_proven() or self._is_late() or weights is None:
@@ -243,9 +244,10 @@ class _Search:
             self._reweigh(relaxation, weights.between(best[1]))
             left = left.joined(self._near(relaxation))
             gain = relaxation.dual.bound - self.paid - best[0]
+            idle = 0 if gain > GAIN * best[0] else idle + 1
             if gain > 0:
                 best = best[0] + gain, relaxation.weights
-            if gain < GAIN * best[0]:
+            if idle == PATIENCE:
                 break
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])
