@@ -83,9 +83,9 @@ class Captured:
         surrounding code, literals. A constant is on meta if the module's attribute is."""
         return self.call.constants | self._whole[1]
 
-    def trace(self) -> None:
-        """Have the graph made now. Raises CaptureError for what cannot be one graph."""
-        assert self._whole
+    def trace(self) -> GraphModule:
+        """`graph_module`, for who wants it made now."""
+        return self.graph_module
 
     @cached_property
     def _whole(self) -> tuple[GraphModule, dict[str, torch.Tensor]]:
