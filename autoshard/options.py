@@ -74,8 +74,9 @@ class Options:
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """How many bytes one collective of parameters, or of gradients, may bring to a rank: fewer messages for more
-    memory. 0: one collective per parameter."""
+    """How many bytes one collective of parameters, or of gradients, may bring to a rank. Messages are joined where a step
+    is predicted to be faster for it; on devices whose figures are not known, all that fit. 0, or without `overlap`: one
+    collective per parameter."""
 
     overlap: bool = True
     """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from passes.cost.program import OPTIMIZER, Program, Task
 
-
 NONE, MANY = -1, -2  # ends that a task leads to
 
 

@@ -29,6 +29,7 @@ LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
+MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
 
 
@@ -49,8 +50,19 @@ def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequ
 
     `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing.
     """
-    found = [_schedule(bucket(program, nbytes) if nbytes else program, nbytes, memory_limit) for nbytes in buckets]
+    found: list[Schedule] = []
+    for nbytes in buckets:
+        joined = bucket(program, nbytes) if nbytes else program
+        if joined is not program or not found:
+            found.append(_schedule(joined, nbytes, memory_limit))
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
+
+
+def memory_cap(given: Timeline, memory_limit: int | None) -> int:
+    """Bytes that an order may take: the limit, but what is over it as it is given may stay so; None: a twentieth more."""
+    if memory_limit is None:
+        return int(MORE_MEMORY * given.peak_memory)
+    return max(memory_limit, given.peak_memory)
 
 
 def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
@@ -79,9 +91,7 @@ def _best_window(facts: Facts, best: Schedule, memory_limit: int | None, *, fill
     return best
 
 
-def _tried(
-    facts: Facts, window: int, bucket_bytes: int, *, fill: bool = False, held_seconds: float = 0.0
-) -> Schedule:
+def _tried(facts: Facts, window: int, bucket_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Schedule:
     program = _ordered(facts, window, fill=fill, held_seconds=held_seconds)
     return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes)
 

@@ -187,7 +187,8 @@ def test_more_memory_has_to_be_worth_it() -> None:
         gather("c", 1, "dx"),
         kernel("dz", 1, "c"),
     ]
-    given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds={"dw": "gradient", "dz": "gradient"})
+    kinds = {"dw": "gradient", "dz": "gradient"}
+    given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds=kinds)
     given = replace(given, tasks=(*given.tasks, Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)))
     held = prefetch(given, 0, fill=True)
     assert simulate(held).step_time < simulate(given).step_time
