@@ -32,7 +32,8 @@ class Facts:
     units: list[Unit]
     missing: list[int]  # operands that tasks make
     is_late: list[bool]
-    ends: list[int]  # of kernels that lead to one gradient alone: which; else `NONE` or `MANY`
+    ends: list[int]  # of tasks that lead to one gradient alone: which; else `NONE` or `MANY`
+    last: set[int]  # reductions of the gradient that is made last
 
     @staticmethod
     def of(program: Program) -> Facts:
@@ -43,7 +44,7 @@ class Facts:
             _units(program),
             [sum([makers[b] >= 0 for b in inputs]) for inputs in program.index.inputs],
             _late(program),
-            _ends(program),
+            *_ends(program),
         )
 
     @cached_property
@@ -63,8 +64,7 @@ class Facts:
     @cached_property
     def last_seconds(self) -> float:
         """Of the reduction that ends last, one behind the other where they are several."""
-        reductions = (task for task, end in zip(self.program.tasks, self.ends, strict=True) if end == MANY)
-        return sum(task.seconds for task in reductions if task.deferrable)
+        return sum(self.program.tasks[number].seconds for number in self.last)
 
     def last_slack(self, seconds: float) -> list[int]:
         """The last kernels of `slack`, as many as take so long; those with the longest reductions first."""
@@ -136,31 +136,57 @@ def _late(program: Program) -> list[bool]:
     return late
 
 
-def _ends(program: Program) -> list[int]:
-    """Per kernel of the backward, the one reduction or gradient that it leads to; `MANY`, or `NONE`.
+def _ends(program: Program) -> tuple[list[int], set[int]]:
+    """Per task of the backward, the one reduction or gradient that it leads to; `MANY`, or `NONE`. And the last messages.
 
-    The reduction of each phase that can start last of all has what leads to it as its path: that leads to `MANY`.
+    What a copy joins for a message counts for each by itself, as the number of its buffer behind those of the tasks. The
+    end that is furthest from where the backward starts has what leads to it as its path: that leads to `MANY`.
     """
     index, tasks = program.index, program.tasks
-    ends = [NONE] * len(tasks)
+    ends, joins = [NONE] * len(tasks), _joins(program)
+    heads: dict[int, float] = {}  # by end, the longest way to it
+    ways = _ways(program)
     for number in reversed(range(len(tasks))):
         task = tasks[number]
         if task.kind == OPTIMIZER or not task.backward:
             continue
-        found = {end for b in index.outputs[number] for r in index.readers[b] if (end := ends[r]) != NONE}
+        found: set[int] = set()
+        for buffer in index.outputs[number]:
+            for reader in index.readers[buffer]:
+                if joins[reader]:
+                    heads[len(tasks) + buffer] = ways[number]
+                    found.add(len(tasks) + buffer)
+                elif ends[reader] != NONE:
+                    found.add(ends[reader])
         if task.deferrable or any(program.buffers[b].kind == "gradient" for b in index.outputs[number]):
             ends[number] = min(found, default=number)
+            heads[ends[number]] = max(ways[number], heads.get(ends[number], 0.0))
         elif found:
             ends[number] = found.pop() if len(found) == 1 else MANY
-    last = _last(program, ends)
-    return [MANY if end == last else end for end in ends]
+    last = max(heads, key=lambda end: (heads[end], -end), default=NONE)
+    messages = {number for number, end in enumerate(ends) if end == last and tasks[number].deferrable}
+    if last >= len(tasks):
+        after = {ends[reader] for reader in index.readers[last - len(tasks)]}
+        messages |= {number for number, end in enumerate(ends) if end in after and tasks[number].deferrable}
+    return [MANY if end == last else end for end in ends], messages
 
 
-def _last(program: Program, ends: list[int]) -> int:
-    """The end that is furthest from where the backward starts."""
+def _joins(program: Program) -> list[bool]:
+    """Per task, whether it is a kernel that joins several values for reductions of gradients."""
     index, tasks = program.index, program.tasks
-    heads = [0.0] * len(tasks)
-    for number, task in enumerate(tasks):
+    return [
+        not task.is_collective
+        and len(task.inputs) > 1
+        and bool(readers := [reader for b in index.outputs[number] for reader in index.readers[b]])
+        and all(tasks[reader].deferrable for reader in readers)
+        for number, task in enumerate(tasks)
+    ]
+
+
+def _ways(program: Program) -> list[float]:
+    """Per task, the longest way to its end."""
+    index, ways = program.index, [0.0] * len(program.tasks)
+    for number, task in enumerate(program.tasks):
         makers = (index.makers[buffer] for buffer in index.inputs[number])
-        heads[number] = task.seconds + max((heads[m] for m in makers if m >= 0), default=0.0)
-    return max((n for n, end in enumerate(ends) if end == n), key=lambda n: heads[n], default=NONE)
+        ways[number] = task.seconds + max((ways[m] for m in makers if m >= 0), default=0.0)
+    return ways

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.cost.bucket import bucket
-from passes.cost.movable import MANY, Facts, Unit
+from passes.cost.movable import Facts, Unit
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 
@@ -338,7 +338,7 @@ class _Scheduler:
             return
         if not self.tasks[number].deferrable:
             self.urgent.append(number)
-        elif self.facts.ends[number] == MANY:
+        elif number in self.facts.last:
             self.reductions[self.streams[number]].appendleft(number)
         else:
             self.reductions[self.streams[number]].append(number)
