@@ -9,24 +9,23 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
+from autoshard.checkpointing import settle
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
-from autoshard.prediction import cost_of, run_step
+from autoshard.prediction import cost_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress, silent
 from autoshard.shallow import shallow_graph
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.from_graph import program_of
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
-from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
 from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
+from passes.ir.plan import Cost, Recomputation, collectives_of, inputs_of, layouts_by_name, results_by_name, with_remade
 from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
@@ -93,6 +92,7 @@ class Judged:
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
     timeline: Timeline
+    recomputation: Recomputation | None = None
 
     @property
     def cost(self) -> Cost:
@@ -132,25 +132,26 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
-    split = split_program(gm, mode="eager")
-    program = program_of(
-        split.forward,
-        split.backward,
-        problem.mesh,
-        outputs=split.outputs,
-        gradients=split.gradients,
-        optimizer=problem.options.optimizer,
+    trial = settle(problem, folded.repeats, gm)
+    PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    return Judged(
+        folded,
+        recipes,
+        recorder.facts,
+        recorder.graphs,
+        tuple(ctx.remarks),
+        tuple(ctx.edges),
+        trial.timeline,
+        trial.recomputation,
     )
-    timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges), timeline)
 
 
 def passes_of(
     problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
 ) -> tuple[Pass, ...]:
-    """What makes the program of a candidate of `gm`, which is normalized."""
+    """What makes the program of a candidate of `gm`, which is normalized, but for what is computed again in it."""
     place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:-1]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
@@ -173,7 +174,7 @@ class Recorder(Observer):
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         last = [one for one in self.passes if one.gives is pass_.gives][-1]
-        if pass_ is last and pass_.gives is not Stage.CAPTURED:
+        if (pass_ is last or pass_.name == Checkpoint.name) and pass_.gives is not Stage.CAPTURED:
             self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
         if pass_.gives is Stage.COLLECTIVE:
             self.facts.update(
@@ -183,3 +184,5 @@ class Recorder(Observer):
                 layouts=layouts_by_name(gm),
                 collectives=collectives_of(gm, ctx.mesh),
             )
+        if pass_.name == Checkpoint.name and changed:
+            self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

@@ -69,6 +69,12 @@ class Options:
     """Whether `fsdp` frees gathered parameters after the forward and gathers them again in the backward: less
     memory for one more gather. `False` is what `zero2` does."""
 
+    checkpoint: Literal["auto", "none", "block"] = "auto"
+    """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
+    nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
+    lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
+    `memory_limit`, else what costs least time of what makes it fit, collectives included."""
+
     loss: Literal["mean", "sum"] = "mean"
     """For a loss that is computed outside of the model, from this rank's part of an output: whether the loss of the
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
@@ -103,6 +109,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
+            ("checkpoint", self.checkpoint, ("auto", "none", "block")),
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),

@@ -6,6 +6,7 @@ from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
 from passes.decompose import Decompose
 from passes.insert_reshards import InsertReshards
 from passes.localize import Localize
@@ -23,12 +24,14 @@ def default_pipeline(
     place: Pass | None = None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    kept: tuple[str, ...] | None = None,
 ) -> tuple[Pass, ...]:
     """The passes from a captured graph to a per-device program.
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
-    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring; to change the
-    pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
+    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring, `kept` what blocks keep
+    of their values (None: nothing is computed again); to change the pipeline, take this tuple apart and give it to
+    `Options(pipeline=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
@@ -42,6 +45,7 @@ def default_pipeline(
         Localize(),  # shapes of one device
         BucketCollectives(bucket_bytes),  # one message for many parameters
         Decompose(),  # what the backend wants in pieces
+        Checkpoint(kept),  # what the backward computes again: behind all that makes or takes apart calls
     )
 
 

@@ -28,11 +28,12 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, Search
+from passes.ir.plan import Cost, Recomputation, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
@@ -151,7 +152,9 @@ def make_plan(
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
+        decision = _Decision(
+            plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline, recomputation=plan.recomputation
+        )
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -165,6 +168,7 @@ class _Decision:
     cost: Cost | None = None
     timeline: Timeline | None = None
     judged: Judged | None = None
+    recomputation: Recomputation | None = None
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
 
@@ -173,10 +177,10 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
-        return _Decision(recipes)
+        return _Decision(recipes, recomputation=_recomputation(problem))
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
-        return _Decision(recipes, remarks=(_not_searched(problem),))
+        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
@@ -190,8 +194,14 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         judged.cost,
         judged.timeline,
         judged,
+        judged.recomputation,
         prepared=choice.prepared,
     )
+
+
+def _recomputation(problem: Problem) -> Recomputation | None:
+    """What is computed again where nothing is simulated."""
+    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -212,7 +222,8 @@ def _programmed(
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
@@ -227,15 +238,18 @@ def _programmed(
         solution=decision.solution,
         timeline=decision.timeline,
         edges=tuple(ctx.edges),
+        recomputation=decision.recomputation,
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
 
 
-def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:
+def _configured(
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+) -> tuple[Pass, ...]:
     """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters) else one for one in passes)
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
 
 
 def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
@@ -260,6 +274,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         timeline=judged.timeline,
         repeats=folded.repeats.runs,
         edges=judged.edges,
+        recomputation=judged.recomputation,
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -26,6 +27,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -226,11 +228,16 @@ def tag_recompute(node: Node) -> None:
     node.meta["ac_graph_id"] = _GATHER_REGION
 
 
+def tag_save(node: Node) -> None:
+    """Make the partitioner save `node` for the backward, if it is needed there."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def min_cut_partition(
     joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
-    with lazy_code():
+    with lazy_code(), mock.patch.object(partitioners, "has_recomputable_rng_ops", _draws_again):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             None,
@@ -238,6 +245,11 @@ def min_cut_partition(
             static_lifetime_input_indices=list(static_inputs),
         )
     return forward, backward
+
+
+def _draws_again(joint: GraphModule) -> bool:
+    """Whether the partitioner is to keep generators' states: attention counts as random for it, with dropout or without."""
+    return False
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:

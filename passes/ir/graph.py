@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -363,6 +363,20 @@ def is_recompute(node: Node) -> bool:
 
 def set_recompute(node: Node, recompute: bool) -> None:
     node.meta["autoshard_recompute"] = recompute
+
+
+Saving = Literal["saved", "remade"]
+SAVINGS: tuple[Saving, ...] = ("saved", "remade")
+
+
+def saving_of(node: Node) -> Saving | None:
+    """Whether the forward keeps a value for the backward, or the backward computes it again; None: as the partitioner says."""
+    saving: Saving | None = node.meta.get("autoshard_saving")
+    return saving
+
+
+def set_saving(node: Node, saving: Saving | None) -> None:
+    node.meta["autoshard_saving"] = saving
 
 
 def stands_for(node: Node) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode
 from passes.ir.graph import (
+    SAVINGS,
     Input,
     InputRole,
     Origin,
@@ -30,6 +31,7 @@ from passes.ir.graph import (
     set_origin,
     set_outputs,
     set_recompute,
+    set_saving,
     set_stage,
     set_transfer,
     set_value,
@@ -96,6 +98,7 @@ class Reader:
         value = self._value(tokens, layouts)
         pins = tuple(self._pins(tokens)) if tokens.accept("pinned") else ()
         recompute = tokens.accept("recompute")
+        saving = next((saving for saving in SAVINGS if tokens.accept(saving)), None)
         tokens.expect("=")
         node = self._call(tokens, name.removeprefix("%"))
         tokens.expect_end()
@@ -109,6 +112,8 @@ class Reader:
             add_pin(node, pin)
         if recompute:
             set_recompute(node, True)
+        if saving is not None:
+            set_saving(node, saving)
         self._set_needs(node)
         self._comment(node, tokens.comment)
 

@@ -41,6 +41,7 @@ from passes.ir.graph import (
     pins_of,
     results_of,
     returned,
+    saving_of,
     stage_of,
     value_of,
 )
@@ -69,6 +70,8 @@ def format_node(node: Node, mesh: Mesh) -> str:
     head = f"%{node.name}: {_format_value(node, mesh)}{_format_pins(node, mesh)}"
     if is_recompute(node):
         head += " recompute"
+    if saving_of(node):
+        head += f" {saving_of(node)}"
     return f"{head} = {_format_call(node, mesh)}{_format_comment(node)}"
 
 
