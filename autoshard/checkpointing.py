@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from autoshard.compile import Split, split_program
-from autoshard.prediction import run_step
+from autoshard.prediction import memory_of, run_step
 from autoshard.problem import Problem
 from passes.base import PassContext
 from passes.checkpoint import Checkpoint
@@ -15,12 +15,16 @@ from passes.cost.from_graph import program_of
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline
 from passes.cost.unroll import unroll
-from passes.ir.graph import copy_graph, saving_of
+from passes.ir.blocks import Blocks
+from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
 from passes.ir.plan import Recomputation
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
+from passes.search.keep import Keep
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
+TRIES = 5  # of what to keep, until a step fits
+FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
 
 
 @dataclass(frozen=True)
@@ -47,24 +51,73 @@ class Trial:
         )
 
 
-def try_kept(problem: Problem, repeats: Repeats, gm: GraphModule, kept: Kept) -> Trial:
-    """Simulate a step of a LOCAL graph, whose layers that are left out are put in again; `gm` is left as it is."""
-    if kept is not None:
-        gm = copy_graph(gm)
-        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
-    split = split_program(gm, mode="eager")
-    program = program_of(
-        split.forward,
-        split.backward,
-        problem.mesh,
-        outputs=split.outputs,
-        gradients=split.gradients,
-        optimizer=problem.options.optimizer,
-    )
-    program = unroll(program, repeats)
-    return Trial(kept, split, program, run_step(program, problem.options))
+@dataclass(frozen=True)
+class Settling:
+    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(checkpoint=...)` asks for."""
+
+    problem: Problem
+    repeats: Repeats
+    graph: GraphModule
+
+    def settle(self) -> Trial:
+        """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
+        checkpoint = self.problem.options.checkpoint
+        usual = self.trial(() if checkpoint == "block" else None)
+        if checkpoint != "auto" or self._fits(usual) or usual.split.backward is None:
+            return usual
+        return self._fitted(usual)
+
+    @property
+    def limit(self) -> int:
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.timeline.peak_memory <= self.limit
+
+    def _fitted(self, usual: Trial) -> Trial:
+        """As much is kept as would have made `usual` fit; less by as much as that still lacks."""
+        blocks = Blocks.of(self.graph.graph)
+        if not blocks.block:
+            return usual
+        keep = Keep.of(self.graph.graph, self.repeats, usual.program)
+        room, tried = self._saved(usual, blocks), [usual]
+        for _ in range(TRIES):
+            room -= tried[-1].timeline.peak_memory - self.limit
+            kept = keep.within(room)
+            tried.append(self.trial(kept))
+            if self._fits(tried[-1]) or not kept:
+                break
+            room = sum(keep.nbytes[kind] for kind in kept)
+        return min(tried, key=lambda one: (not self._fits(one), one.timeline.peak_memory))
+
+    def _saved(self, trial: Trial, blocks: Blocks) -> int:
+        """Bytes that blocks keep."""
+        assert trial.split.backward is not None
+        counts = {node.name: self.repeats.count(block) for node, block in blocks.block.items()}
+        nodes = placeholders(trial.split.backward.graph, InputRole.SAVED)
+        return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
+
+    def trial(self, kept: Kept) -> Trial:
+        """Simulate a step of all layers; the graph is left as it is."""
+        problem, gm = self.problem, self.graph
+        if kept is not None:
+            gm = copy_graph(gm)
+            PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        split = split_program(gm, mode="eager")
+        program = program_of(
+            split.forward,
+            split.backward,
+            problem.mesh,
+            outputs=split.outputs,
+            gradients=split.gradients,
+            optimizer=problem.options.optimizer,
+        )
+        program = unroll(program, self.repeats)
+        return Trial(kept, split, program, run_step(program, problem.options))
 
 
-def settle(problem: Problem, repeats: Repeats, gm: GraphModule) -> Trial:
-    """The program that `Options(checkpoint=...)` asks for."""
-    return try_kept(problem, repeats, gm, () if problem.options.checkpoint == "block" else None)
+def fits_surely(problem: Problem) -> bool:
+    """Whether a step takes so little that it need not be simulated to know that it fits."""
+    nodes = problem.captured.graph_module.graph.nodes
+    total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
+    return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

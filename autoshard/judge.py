@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.checkpointing import settle
+from autoshard.checkpointing import Settling
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of
@@ -132,7 +132,7 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
-    trial = settle(problem, folded.repeats, gm)
+    trial = Settling(problem, folded.repeats, gm).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
     return Judged(
         folded,

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from autoshard.basis import Basis
 from autoshard.capture import Captured
+from autoshard.checkpointing import fits_surely
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
 from autoshard.dumping import dump_of
 from autoshard.fit import check_model
@@ -149,6 +150,8 @@ def make_plan(
     folded = fold(problem, whole=True)
     if plan is None:
         decision = _decide(problem, folded, progress)
+        if decision.judged is None and _may_need_memory(problem):
+            decision = replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
@@ -197,6 +200,12 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         judged.recomputation,
         prepared=choice.prepared,
     )
+
+
+def _may_need_memory(problem: Problem) -> bool:
+    """Whether a step has to be simulated to know what is to be computed again."""
+    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
