@@ -34,6 +34,7 @@ class Basis:
     folded: Folded
     replan: Callable[[Problem, Folded | None], ShardingPlan]  # folded, where that is known
     prepared: Prepared | None = None  # for the search that made the plan
+    freed: int = 0  # bytes that are computed again rather than kept, which a search does not know of
 
     @cached_property
     def searched(self) -> Searched:
@@ -43,7 +44,9 @@ class Basis:
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
-        return prepared.explore(Goal(memory_limit=self.memory_limit, time_limit=self.problem.options.time_limit))
+        options = self.problem.options
+        goal = Goal(self.memory_limit + self.freed, time_limit=options.time_limit, keep=options.keeps_gathered)
+        return prepared.explore(goal)
 
     @property
     def memory_limit(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.fx import GraphModule
 
@@ -35,6 +36,7 @@ class Trial:
     split: Split
     program: Program
     timeline: Timeline
+    freed: int | None = None  # bytes that are not kept; None: all that the partitioner would keep is
 
     @property
     def recomputation(self) -> Recomputation | None:
@@ -48,6 +50,7 @@ class Trial:
             self.kept,
             sum(task.seconds for task in tasks if not task.is_collective),
             sum(task.seconds for task in tasks if task.is_collective),
+            self.freed,
         )
 
 
@@ -58,14 +61,18 @@ class Settling:
     problem: Problem
     repeats: Repeats
     graph: GraphModule
+    worst: float = float("inf")  # seconds: a slower step need not be made to fit
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
         checkpoint = self.problem.options.checkpoint
-        usual = self.trial(() if checkpoint == "block" else None)
-        if checkpoint != "auto" or self._fits(usual) or usual.split.backward is None:
+        if checkpoint == "block" and self.problem.training:
+            trial = self.trial(())
+            return replace(trial, freed=self._saved(split_program(self.graph, mode="eager")) - self._saved(trial.split))
+        usual = self.trial(None)
+        if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
-        return self._fitted(usual)
+        return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
 
     @property
     def limit(self) -> int:
@@ -76,25 +83,29 @@ class Settling:
 
     def _fitted(self, usual: Trial) -> Trial:
         """As much is kept as would have made `usual` fit; less by as much as that still lacks."""
-        blocks = Blocks.of(self.graph.graph)
-        if not blocks.block:
+        if not self.blocks.block:
             return usual
         keep = Keep.of(self.graph.graph, self.repeats, usual.program)
-        room, tried = self._saved(usual, blocks), [usual]
-        for _ in range(TRIES):
+        room, tried = self._saved(usual.split), [usual]
+        for left in reversed(range(TRIES)):
             room -= tried[-1].timeline.peak_memory - self.limit
-            kept = keep.within(room)
+            kept = keep.within(room) if left else ()
             tried.append(self.trial(kept))
             if self._fits(tried[-1]) or not kept:
                 break
             room = sum(keep.nbytes[kind] for kind in kept)
-        return min(tried, key=lambda one: (not self._fits(one), one.timeline.peak_memory))
+        best = min(tried, key=lambda one: (not self._fits(one), one.timeline.peak_memory))
+        return replace(best, freed=usual.timeline.peak_memory - best.timeline.peak_memory)
 
-    def _saved(self, trial: Trial, blocks: Blocks) -> int:
-        """Bytes that blocks keep."""
-        assert trial.split.backward is not None
-        counts = {node.name: self.repeats.count(block) for node, block in blocks.block.items()}
-        nodes = placeholders(trial.split.backward.graph, InputRole.SAVED)
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.graph.graph)
+
+    def _saved(self, split: Split) -> int:
+        """Bytes that all blocks keep for the backward."""
+        assert split.backward is not None
+        counts = {node.name: self.repeats.count(block) for node, block in self.blocks.block.items()}
+        nodes = placeholders(split.backward.graph, InputRole.SAVED)
         return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
 
     def trial(self, kept: Kept) -> Trial:

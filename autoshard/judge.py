@@ -111,28 +111,33 @@ class Judged:
         return tuple(f"{place}: {kind}, {format_bytes(count)} on a device" for place, (count, kind) in ordered[:most])
 
 
-def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None) -> Judged:
+def judge(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None, *, worst: float = float("inf")
+) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
-    they are not (a recipe may lay out every other one alike), all layers are planned.
+    they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
+    made to fit into memory.
     """
     try:
         with uncollected():
-            return _judged(problem, folded, recipes, solution)
+            return _judged(problem, folded, recipes, solution, worst)
     except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
         whole, layers = _normalized(problem), folded.remarks[-1]
         told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded)
+        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst)
 
 
-def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
+def _judged(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float
+) -> Judged:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
-    trial = Settling(problem, folded.repeats, gm).settle()
+    trial = Settling(problem, folded.repeats, gm, worst).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
     return Judged(
         folded,

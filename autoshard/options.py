@@ -65,9 +65,10 @@ class Options:
     """As for FSDP2: parameters are stored as they are, cast to `param_dtype` before they are gathered, and their
     gradients reduced in `reduce_dtype`. Fewer bytes and faster products for fewer digits."""
 
-    reshard_after_forward: bool = True
-    """Whether `fsdp` frees gathered parameters after the forward and gathers them again in the backward: less
-    memory for one more gather. `False` is what `zero2` does."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one more
+    gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
+    search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
 
     checkpoint: Literal["auto", "none", "block"] = "auto"
     """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
@@ -109,6 +110,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
+            ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
             ("checkpoint", self.checkpoint, ("auto", "none", "block")),
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
@@ -121,6 +123,11 @@ class Options:
         if self.time_limit is not None and not _is_seconds(self.time_limit):
             raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
         self.memory_bytes(0)
+
+    @property
+    def keeps_gathered(self) -> bool | None:
+        """Whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
+        return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
         """The memory limit in bytes, on a device that has `available`."""

@@ -98,7 +98,8 @@ def plan_problem(
         progress("passes")
         judged = decision.judged or judge(problem, folded, decision.recipes)
         made = _assembled(problem, folded.text, judged, decision)
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared))
+    freed = (made.recomputation.freed or 0) if made.recomputation else 0
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, freed))
 
 
 def _replan(problem: Problem, folded: Folded | None) -> ShardingPlan:

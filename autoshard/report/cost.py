@@ -47,7 +47,8 @@ def format_recomputation(recomputation: Recomputation) -> str:
     if recomputation.compute is None or recomputation.communication is None:
         return text
     compute, communication = format_seconds(recomputation.compute), format_seconds(recomputation.communication)
-    return f"{text}: compute {compute}, communication {communication}"
+    freed = f"; {format_bytes(recomputation.freed)} less memory" if recomputation.freed else ""
+    return f"{text}: compute {compute}, communication {communication}{freed}"
 
 
 def _proof(search: Search) -> str:

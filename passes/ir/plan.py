@@ -123,6 +123,7 @@ class Recomputation:
     kept: tuple[str, ...]  # values inside of layers: "layers.*.attention.wq mm"
     compute: float | None = None  # seconds of it in a step; None: nothing was simulated
     communication: float | None = None
+    freed: int | None = None  # bytes that need not be kept for it; None: nothing was simulated
 
 
 @dataclass(frozen=True)
