@@ -1,4 +1,4 @@
-"""What of the forward is computed again in the backward: as options say, or as little as makes a step fit."""
+"""What of the forward is computed again in the backward: as options say, or what makes a step fit in the least time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.manager import PassManager
 from passes.search.keep import Keep
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
-TRIES = 5  # of what to keep, until a step fits
+TRIES = 4  # of what to keep, until a step fits
 FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
 
 
@@ -61,7 +61,7 @@ class Settling:
     problem: Problem
     repeats: Repeats
     graph: GraphModule
-    worst: float = float("inf")  # seconds: a slower step need not be made to fit
+    worst: float = float("inf")  # seconds: a step that is slower whatever hides need not be made to fit
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
@@ -72,7 +72,9 @@ class Settling:
         usual = self.trial(None)
         if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
-        return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
+        timeline = usual.timeline
+        is_slow = max(timeline.compute, timeline.communication) >= self.worst
+        return usual if is_slow else self._fitted(usual)
 
     @property
     def limit(self) -> int:
@@ -82,20 +84,29 @@ class Settling:
         return trial.timeline.peak_memory <= self.limit
 
     def _fitted(self, usual: Trial) -> Trial:
-        """As much is kept as would have made `usual` fit; less by as much as that still lacks."""
+        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
+        less leaves memory in which communication hides, so half of it and nothing are tried as well."""
         if not self.blocks.block:
             return usual
         keep = Keep.of(self.graph.graph, self.repeats, usual.program)
-        room, tried = self._saved(usual.split), [usual]
-        for left in reversed(range(TRIES)):
-            room -= tried[-1].timeline.peak_memory - self.limit
-            kept = keep.within(room) if left else ()
-            tried.append(self.trial(kept))
-            if self._fits(tried[-1]) or not kept:
+        room, tried = self._saved(usual.split), {usual.kept: usual}
+        last = usual
+        for _ in range(TRIES):
+            room -= last.timeline.peak_memory - self.limit
+            kept = keep.within(room)
+            last = tried[kept] = self.trial(kept)
+            if self._fits(last) or not kept:
                 break
-            room = sum(keep.nbytes[kind] for kind in kept)
-        best = min(tried, key=lambda one: (not self._fits(one), one.timeline.peak_memory))
+            room = keep.size(kept)
+        for kept in dict.fromkeys((keep.within(keep.size(last.kept or ()) / 2), ())):
+            if kept not in tried:
+                tried[kept] = self.trial(kept)
+        best = min(tried.values(), key=self._rank)
         return replace(best, freed=usual.timeline.peak_memory - best.timeline.peak_memory)
+
+    def _rank(self, trial: Trial) -> tuple[float, float]:
+        timeline = trial.timeline
+        return (0.0, timeline.step_time) if self._fits(trial) else (float(timeline.peak_memory), 0.0)
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -110,10 +121,8 @@ class Settling:
 
     def trial(self, kept: Kept) -> Trial:
         """Simulate a step of all layers; the graph is left as it is."""
-        problem, gm = self.problem, self.graph
-        if kept is not None:
-            gm = copy_graph(gm)
-            PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        problem, gm = self.problem, copy_graph(self.graph)
+        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode="eager")
         program = program_of(
             split.forward,

@@ -212,12 +212,27 @@ class _Contest:
 
     def solve_again(self, progress: Progress) -> None:
         """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""
-        known = [judged.recomputation for judged in self.judged.values() if judged.cost.peak_memory <= self.limit]
-        freed = max((one.freed or 0 for one in known if one is not None), default=0)
-        is_short = SOLVED not in self.judged or self.judged[SOLVED].cost.peak_memory > self.limit
-        if freed and is_short and self.prepared is not None and self.left > 0:
-            progress(SOLVED)
-            self.ask(beside=freed)
+        reached = self.judged[self.best] if self.best is not None else self.least
+        again = reached.recomputation if reached is not None else None
+        if again is None or not again.freed or self.prepared is None or self.left <= 0:
+            return
+        progress(SOLVED)
+        held = self.solution, self.judged.pop(SOLVED, None)
+        self.best = self._fastest()
+        self.ask(beside=again.freed)
+        before, now = held[1], self.judged.get(SOLVED)
+        if before is not None and (now is None or self._rank(before) <= self._rank(now)):
+            self.solution, self.judged[SOLVED] = held[0], before
+        self.best = self._fastest()
+
+    def _fastest(self) -> str | None:
+        """Of those that fit."""
+        fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
+        return min(fitting, key=lambda name: self.judged[name].cost.step_time, default=None)
+
+    def _rank(self, judged: Judged) -> tuple[float, float]:
+        cost = judged.cost
+        return (0.0, cost.step_time) if cost.peak_memory <= self.limit else (float(cost.peak_memory), 0.0)
 
     def _decline(self, name: str) -> None:
         note = f"the time limit of {self.problem.options.time_limit} s was over"

@@ -218,14 +218,21 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 # Partition and Inductor -----------------------------------------------------------------------------------------
 
-# Above the region numbers of torch.utils.checkpoint: the partitioner saves what a higher region reads.
-_GATHER_REGION = 1 << 30
+_REGION = 0  # one for all that is tagged, as the partitioner saves what a higher region reads
+
+
+def checkpoint_of(node: Node) -> tuple[int, bool] | None:
+    """The number of the `torch.utils.checkpoint` call that a captured node is of, and whether its policy keeps the value."""
+    if "recompute" not in node.meta or "ac_graph_id" not in node.meta:
+        return None
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return int(node.meta["ac_graph_id"]), node.meta["recompute"] not in again
 
 
 def tag_recompute(node: Node) -> None:
     """Keep the partitioner from saving `node` for the backward: it is computed there again."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = _GATHER_REGION
+    node.meta["ac_graph_id"] = _REGION
 
 
 def tag_save(node: Node) -> None:

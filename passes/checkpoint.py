@@ -23,7 +23,8 @@ class Checkpoint(Pass):
     3. Values whose names are in `kept` are saved as well, and those of kernels that draw random numbers of their own
        (attention with dropout): once more, they would draw others.
 
-    With `kept=None` nothing is said, and the partitioner keeps what is dear to compute.
+    With `kept=None` blocks are the calls of `torch.utils.checkpoint` in the user's program; of all else, the partitioner
+    keeps what is dear to compute.
 
     Before:
 
@@ -55,7 +56,7 @@ class Checkpoint(Pass):
         %sin: f32[4, 8] = sin(%mm_1)      # net.py:9
         %cos: f32[4, 8] = cos(%mm_1)      # net.py:9
         %mul: f32[4, 8] = mul.Tensor(%tangent, %cos)      # net.py:9
-        %permute: f32[8, 4]<1, 8> remade = permute(%relu, [1, 0])      # net.py:7 layers.0
+        %permute: f32[8, 4]<1, 8> = permute(%relu, [1, 0])      # net.py:7 layers.0
         %mm_2: f32[8, 8] = mm(%permute, %mul)      # net.py:7 layers.0
         return output("output") %sin, gradient("layers.0.w") %mm_2
 
@@ -69,13 +70,10 @@ class Checkpoint(Pass):
     kept: tuple[str, ...] | None = None  # kinds of values inside of blocks
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        if self.kept is None:
-            return False
-        blocks = Blocks.of(gm.graph)
-        if not blocks.block:
+        blocks = Blocks.of_regions(gm.graph) if self.kept is None else Blocks.of(gm.graph)
+        if not blocks.block and self.kept is not None:
             ctx.remark(self, output_node(gm.graph), "nothing is computed again: the model has no blocks to keep borders of")
-            return False
-        found = savings(blocks, frozenset(self.kept))
+        found = savings(blocks, frozenset(self.kept or ()))
         for node, saving in found.items():
             set_saving(node, saving)
         return bool(found)

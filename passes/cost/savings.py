@@ -19,8 +19,8 @@ def savings(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
     saved = {stored(node, blocks) for node in blocks.leaving()}
     saved |= {node for node, kind in blocks.kind.items() if kind in kept or _draws(node)}
     needed: set[Node] = set()
-    late = {user for node in blocks.early for user in node.users if user not in blocks.early and user.op != "output"}
-    waiting = [value for user in late for value in user.all_input_nodes if value in blocks.early]
+    late = {user for node in blocks.forward for user in node.users if user not in blocks.forward and user.op != "output"}
+    waiting = [value for user in late for value in user.all_input_nodes if value in blocks.forward]
     while waiting:
         node = waiting.pop()
         if node not in needed:

@@ -31,6 +31,7 @@ from passes.ir.graph import (
     set_origin,
     set_outputs,
     set_recompute,
+    set_region,
     set_saving,
     set_stage,
     set_transfer,
@@ -98,6 +99,7 @@ class Reader:
         value = self._value(tokens, layouts)
         pins = tuple(self._pins(tokens)) if tokens.accept("pinned") else ()
         recompute = tokens.accept("recompute")
+        region = self._region(tokens) if tokens.accept("region") else None
         saving = next((saving for saving in SAVINGS if tokens.accept(saving)), None)
         tokens.expect("=")
         node = self._call(tokens, name.removeprefix("%"))
@@ -112,10 +114,18 @@ class Reader:
             add_pin(node, pin)
         if recompute:
             set_recompute(node, True)
+        if region is not None:
+            set_region(node, region)
         if saving is not None:
             set_saving(node, saving)
         self._set_needs(node)
         self._comment(node, tokens.comment)
+
+    def _region(self, tokens: Tokens) -> int:
+        tokens.expect("(")
+        number = tokens.integer("the number of a checkpoint() call")
+        tokens.expect(")")
+        return number
 
     def _return(self, tokens: Tokens) -> None:
         values: list[Node | None] = []

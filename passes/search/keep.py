@@ -7,7 +7,7 @@ its part of the kernel that it is in.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph
@@ -52,9 +52,13 @@ class Keep:
             sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
             if not is_alias(node) and transfer_of(node) is None:
                 nbytes[kind] += count * nbytes_of(node)
-            if any(user not in blocks.early and user.op != "output" for user in node.users):
+            if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
         return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed))
+
+    def size(self, kept: Sequence[str]) -> int:
+        """Bytes of all blocks."""
+        return sum(self.nbytes[kind] for kind in kept)
 
     def within(self, limit: float) -> tuple[str, ...]:
         """The kinds to keep in so many bytes, for the least time."""
