@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 from autoshard.capture_errors import format_place
 from autoshard.flat_call import FlatCall
 from autoshard.origins import set_origins
-from passes._torch import JointGraph, OpOverload, checkpoint_of
+from passes._torch import JointGraph, OpOverload, checkpoint_of, clear_checkpoint
 from passes.errors import CaptureError
 from passes.ir.graph import (
     Input,
@@ -193,6 +193,7 @@ def _set_regions(graph: Graph) -> None:
             )
         if found is not None:
             set_region(node, found[0])
+            clear_checkpoint(node)
     number_regions(graph)
 
 

@@ -229,6 +229,11 @@ def checkpoint_of(node: Node) -> tuple[int, bool] | None:
     return int(node.meta["ac_graph_id"]), node.meta["recompute"] not in again
 
 
+def clear_checkpoint(node: Node) -> None:
+    """Take away what `checkpoint_of` reads, so that the partitioner does not."""
+    del node.meta["recompute"], node.meta["ac_graph_id"]
+
+
 def tag_recompute(node: Node) -> None:
     """Keep the partitioner from saving `node` for the backward: it is computed there again."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
