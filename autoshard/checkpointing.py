@@ -86,9 +86,9 @@ class Settling:
     def _fitted(self, usual: Trial) -> Trial:
         """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
         less leaves memory in which communication hides, so half of it and nothing are tried as well."""
-        if not self.blocks.block:
-            return usual
         keep = Keep.of(self.graph.graph, self.repeats, usual.program)
+        if not keep.seconds:  # no blocks, or none of which more than its border is kept
+            return usual
         room, tried = self._saved(usual.split), {usual.kept: usual}
         last = usual
         for _ in range(TRIES):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, ShardingPlan, plan
 
 
 class Block(nn.Module):
