@@ -7,10 +7,10 @@ from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
 from passes.decompose import Decompose
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
-from passes.merge_reductions import MergeReductions
 from passes.normalize import Normalize
 from passes.propagate import Propagate
 from passes.schedule_overlap import ScheduleOverlap
@@ -36,7 +36,7 @@ def default_pipeline(
         cast or CastParameters(),  # stored, computed and reduced dtypes: behind the pins, so that casts precede gathers
         place or Propagate(),  # a layout for every value
         InsertReshards(),  # disagreements become nodes
-        MergeReductions(),  # terms of a sum are added before they are reduced
+        FuseCollectives(),  # terms of a sum are added before they are reduced, what is cast moves in its narrower dtype
         CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums
         LowerReshards(),  # each as collectives
         Localize(),  # shapes of one device

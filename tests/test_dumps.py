@@ -70,7 +70,7 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
     path = dump / "05_insert_reshards.txt"
     assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
     out = capsys.readouterr().out
-    passes = "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose"
+    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             dump / "05_insert_reshards.txt",
             "insert",
             "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
-            "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose",
+            "fuse_collectives, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose",
         ),
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):
