@@ -7,6 +7,7 @@ from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
 from passes.decompose import Decompose
+from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
 from passes.localize import Localize
@@ -47,4 +48,7 @@ def default_pipeline(
 
 def overlap_pipeline(*, memory_limit: int | None, fused: bool) -> tuple[Pass, ...]:
     """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take."""
-    return (ScheduleOverlap(memory_limit, fused),)
+    return (
+        DecomposeMatmuls(memory_limit, fused),  # messages in chunks, each beside the products of another
+        ScheduleOverlap(memory_limit, fused),  # issued early, awaited late
+    )

@@ -1,0 +1,107 @@
+"""Chunks of a collective and of the products beside it compute what the whole did, and are made only where they pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from autoshard.compile import Split, split_program
+from autoshard.options import Options
+from passes.base import PassContext
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import schedule
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.ir.chunks import sites_in, split
+from passes.ir.graph import note_of, origin_of, transfer_of
+from passes.ir.mesh import Mesh
+from passes.ir.text import format_graph, parse_graph
+from passes.ranks import run_ranks
+from tests.models import build
+from tests.spmd.oracle import plan_ranks
+
+GROUP = '"autoshard:tp=2:tp"'
+MESH = Mesh("tp=2", hardware="h100")
+
+
+def _read(text: str) -> GraphModule:
+    return parse_graph(f"mesh tp=2\nstage LOCAL\n{text.strip()}")[0]
+
+
+def _gather(before: int, behind: int, width: int, *, kept: bool) -> str:
+    """x @ w and x @ v, where rows of x are gathered [before, 2, behind]."""
+    rows = before * behind
+    returned = ', output("2") %whole' if kept else ""
+    return f"""
+%x: f64[{rows}, {width}] = input("x")
+%w: f64[{width}, 3] = parameter("w")
+%v: f64[{width}, 5] = parameter("v")
+%gather: f64[{2 * rows}, {width}] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})
+%wait: f64[{2 * rows}, {width}] = _c10d_functional.wait_tensor(%gather)
+%split: f64[2, {before}, {behind}, {width}] = view(%wait, [2, {before}, {behind}, {width}])
+%placed: f64[{before}, 2, {behind}, {width}]<{behind * width}, {rows * width}, {width}, 1> = permute(%split, [1, 0, 2, 3])
+%copied: f64[{before}, 2, {behind}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
+%whole: f64[{2 * rows}, {width}] = view(%copied, [{2 * rows}, {width}])
+%mm: f64[{2 * rows}, 3] = mm(%whole, %w)
+%mm_1: f64[{2 * rows}, 5] = mm(%whole, %v)
+return output("0") %mm, output("1") %mm_1{returned}
+"""
+
+
+def _scatter(before: int, behind: int, width: int, *, kept: bool) -> str:
+    """The sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, behind] are parted."""
+    rows = 2 * before * behind
+    source, dtype = ("wide", "f64") if kept else ("mm", "f32")
+    wide = f"""
+%mm_1: f32[{rows}, {width}] = mm(%y, %w)
+%total: f32[{rows}, {width}] = add.Tensor(%mm, %mm_1)
+%shaped: f32[{before}, {2 * behind}, {width}] = view(%total, [{before}, {2 * behind}, {width}])
+%wide: f64[{before}, {2 * behind}, {width}] = prims.convert_element_type(%shaped, f64)"""
+    strides = f"<{behind * width}, {2 * behind * width}, {width}, 1>"
+    return f"""
+%x: f32[{rows}, 3] = input("x")
+%y: f32[{rows}, 3] = input("y")
+%w: f32[3, {width}] = parameter("w")
+%mm: f32[{rows}, {width}] = mm(%x, %w){wide if kept else ""}
+%split: {dtype}[{before}, 2, {behind}, {width}] = view(%{source}, [{before}, 2, {behind}, {width}])
+%placed: {dtype}[2, {before}, {behind}, {width}]{strides} = permute(%split, [1, 0, 2, 3])
+%copied: {dtype}[2, {before}, {behind}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
+%flat: {dtype}[2, {rows // 2 * width}] = view(%copied, [2, {rows // 2 * width}])
+%reduce: {dtype}[1, {rows // 2 * width}] = _c10d_functional.reduce_scatter_tensor(%flat, "sum", 2, {GROUP})
+%wait: {dtype}[1, {rows // 2 * width}] = _c10d_functional.wait_tensor(%reduce)
+%part: {dtype}[{before}, {behind}, {width}] = view(%wait, [{before}, {behind}, {width}])
+return output("0") %part
+"""
+
+
+def _inputs(gm: GraphModule) -> list[list[torch.Tensor]]:
+    """Small integers, of which sums are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    return [
+        [torch.randint(-4, 5, tuple(value.shape), generator=generator).to(value.dtype) for value in values]
+        for _ in range(MESH.size)
+    ]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", [_gather, _scatter])
+@pytest.mark.parametrize(
+    ("before", "behind", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2)]
+)
+def test_chunks_give_the_rows_in_their_order(kind, kept: bool, before: int, behind: int, count: int) -> None:
+    gm = _read(kind(before, behind, 6, kept=kept))
+    given = _inputs(gm)
+    whole = run_ranks(gm, MESH, given)
+    (site,) = sites_in(gm)
+    split(site, count, "test")
+    gm.graph.lint()
+    parse_graph(format_graph(gm, MESH))
+    assert sum(transfer_of(node) is not None for node in gm.graph.nodes) == count
+    for mine, theirs in zip(run_ranks(gm, MESH, given), whole, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other)
