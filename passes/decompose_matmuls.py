@@ -38,8 +38,8 @@ class DecomposeMatmuls(Pass):
 
     1. `mm(all_gather(x), w)` becomes gathers of chunks of `x`, a product of each, and the results put together in
        the order of rows that they had. What else reads the gathered value is given the chunks put together.
-    2. `reduce_scatter(mm(x, w))`, or of a sum of products, becomes products of chunks of `x`, each reduced, and the
-       results put together.
+    2. `reduce_scatter(mm(x, w))`, or an all-reduce, or of a sum of products, becomes products of chunks of `x`, each
+       reduced, and the results put together.
 
     Sites of one form (shapes, group, dtype) are cut alike, into the number of chunks that is fastest for one by itself,
     and only where `simulate` of the scheduled graph says that all of them together are worth it within `memory_limit`
@@ -97,6 +97,11 @@ class DecomposeMatmuls(Pass):
         limit = max(self.memory_limit or int(MORE_MEMORY * timeline.peak_memory), timeline.peak_memory)
         chosen: dict[object, int] = {}
         for form, alike in _by_form(sites).items():
+            exposed = _exposed(alike, timeline)
+            if exposed < WORTH * timeline.step_time:
+                told = f"all but {format_seconds(exposed)} of {format_seconds(timeline.step_time)} is hidden"
+                self._tell(alike, told, ctx, is_split=False)
+                continue
             count, told = self._count(alike[0], ctx.mesh)
             if count > 1:
                 tried = copy_graph(best)
@@ -119,23 +124,23 @@ class DecomposeMatmuls(Pass):
 
     def _count(self, site: Site, mesh: Mesh) -> tuple[int, str]:
         """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""
-        counts = [count for count in COUNTS if site.cut(count) is not None]
-        if not counts:
+        cuts = {count: cut for count in COUNTS if (cut := site.cut(count)) is not None}
+        if not cuts:
             return 1, f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}"
         times = {1: self._scheduled(_alone(site), mesh).step_time}
-        for count in counts:
+        for count, cut in cuts.items():
             gm = _alone(site)
-            split(sites_in(gm)[0], count, self.name)
+            split(sites_in(gm)[0], cut, self.name)
             times[count] = self._scheduled(gm, mesh).step_time
         best = min(times, key=lambda count: (times[count], count))
-        nearest = min(counts, key=lambda count: (times[count], count))
+        nearest = min(cuts, key=lambda count: (times[count], count))
         return best, f"{format_seconds(times[1])} by itself, {format_seconds(times[nearest])} in {nearest} chunks"
 
     def _split(self, gm: GraphModule, chosen: dict[object, int]) -> None:
         for form, count in chosen.items():
             for site in sites_in(gm):
-                if site.form == form:
-                    split(site, count, self.name)
+                if site.form == form and (cut := site.cut(count)) is not None:
+                    split(site, cut, self.name)
 
     def _tell(self, alike: list[Site], told: str, ctx: PassContext, *, is_split: bool) -> None:
         others = f", with {len(alike) - 1} like it" if len(alike) > 1 else ""
@@ -148,6 +153,12 @@ def _by_form(sites: list[Site]) -> dict[object, list[Site]]:
     for site in sites:
         found.setdefault(site.form, []).append(site)
     return found
+
+
+def _exposed(sites: list[Site], timeline: Timeline) -> float:
+    """Seconds of a timeline in which the device waits for the collectives of `sites`."""
+    names = {site.collective.name for site in sites}
+    return sum(seconds for task, seconds in timeline.exposed_by_task if not names.isdisjoint(task.nodes))
 
 
 def _alone(site: Site) -> GraphModule:

@@ -5,6 +5,7 @@ A chunk is a smaller collective and its part of each product: while one chunk is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,24 @@ _SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # what 
 
 
 @dataclass(frozen=True)
+class Cut:
+    """In how many parts `before` and `behind` of [before, ranks, behind] are cut; a chunk is a part of both."""
+
+    before: int
+    behind: int
+
+    @property
+    def count(self) -> int:
+        return self.before * self.behind
+
+
+@dataclass(frozen=True)
 class Site:
     """A collective, the products that read its result or make its operand, and the rows that it moves.
 
-    `joined` is the result of a gather with its rows in place, or the operand of a reduce-scatter before its rows are
-    parted: all rows, whatever the shape. `kept` says whether anything but the products reads what was gathered.
+    `joined` is the result of a gather with its rows in place, or the operand of a reduction before its rows are
+    parted: all rows, whatever the shape. Of an all-reduce, which parts none, any run of rows can be a
+    chunk. `kept` says whether anything but the products reads what was gathered.
     """
 
     collective: Node
@@ -62,21 +76,23 @@ class Site:
         value = tensor_of(self.collective)
         return self.is_gather, self.rows, self.kept, value.dtype, self.collective.args[1:], tuple(sources)
 
-    def cut(self, count: int) -> int | None:
-        """The dim of [before, ranks, behind] to cut in `count`; None where neither divides."""
-        return next((dim for dim, size in ((0, self.rows.before), (2, self.rows.behind)) if size % count == 0), None)
+    def cut(self, count: int) -> Cut | None:
+        """How to make `count` chunks, of whole runs of rows as far as there are enough; None where rows do not divide."""
+        before = math.gcd(self.rows.before, count)
+        behind = count // before
+        return Cut(before, behind) if self.rows.behind % behind == 0 else None
 
 
 def sites_in(gm: GraphModule) -> list[Site]:
-    """Gathers that products read row by row, and reduce-scatters of products, in program order."""
+    """Gathers that products read row by row, and reductions of products, in program order."""
     found: list[Site] = []
     for node in gm.graph.nodes:
         if transfer_of(node) is None or len(node.users) != 1:
             continue
         if node.target is c10d.all_gather_into_tensor.default:
             found += _gather(node)
-        elif node.target is c10d.reduce_scatter_tensor.default:
-            found += _scatter(node)
+        elif node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):
+            found += _reduction(node)
     return found
 
 
@@ -97,14 +113,17 @@ def _reads_rows(user: Node, joined: Node) -> bool:
     return user.target is aten.mm.default and user.args[0] is joined and user.args[1] is not joined
 
 
-def _scatter(node: Node) -> list[Site]:
+def _reduction(node: Node) -> list[Site]:
     total, moves = operands(node)[0], list[Node]()
     while is_move(total) and len(total.users) == 1:
         moves.insert(0, total)
         total = operands(total)[0]
     products = _terms(total)
-    rows = rows_scattered(total, moves, _ranks(node)) if products else None
-    return [Site(node, total, tuple(products), rows)] if products and rows is not None else []
+    if not products:
+        return []
+    is_whole = node.target is c10d.all_reduce.default
+    rows = Rows(math.prod(_shape(total)[:-1]), 1, 1) if is_whole else rows_scattered(total, moves, _ranks(node))
+    return [Site(node, total, tuple(products), rows)] if rows is not None and not (is_whole and moves) else []
 
 
 def _terms(total: Node) -> list[Node]:
@@ -132,38 +151,34 @@ def _ranks(node: Node) -> int:
     return ranks
 
 
-def split(site: Site, count: int, by: str) -> None:
-    """Cut a site into `count` chunks, in place; `by` is the pass that does it."""
-    dim = site.cut(count)
-    assert dim is not None, f"{site.rows} is not cut into {count}"
-    chunks = _Chunks(site, count, dim, by)
+def split(site: Site, cut: Cut, by: str) -> None:
+    """Cut a site into chunks, in place; `by` is the pass that does it."""
+    chunks = _Chunks(site, cut, by)
     if site.is_gather:
         chunks.gather()
     else:
-        chunks.scatter()
+        chunks.reduction()
 
 
 class _Chunks:
-    """Adds the chunks of a site. A dim to cut is one of [before, ranks, behind]."""
+    """Adds the chunks of a site."""
 
-    def __init__(self, site: Site, count: int, dim: int, by: str) -> None:
-        self.site, self.count, self.dim, self.by = site, count, dim, by
+    def __init__(self, site: Site, cut: Cut, by: str) -> None:
+        self.site, self.cut, self.by = site, cut, by
         self.graph: Graph = site.collective.graph
         self.fake_mode = fake_mode_of([value_of(site.collective)])
         self.before, self.facts = site.collective, site.collective  # where calls are added, and what for
         self.erased: set[Node] = set()
         rows = site.rows
-        self.part = Rows(rows.before // (1 if dim else count), rows.ranks, rows.behind // (count if dim else 1))
-        self.is_inner = dim == 2 and rows.before > 1  # a chunk is not one run of a rank's rows
+        self.part = Rows(rows.before // cut.before, rows.ranks, rows.behind // cut.behind)
 
     def gather(self) -> None:
         site, part = self.site, self.part
         (value,) = operands(site.collective)
         width = width_of(value)
-        shape = [site.rows.before, site.rows.behind, width] if self.is_inner else [-1, width]
-        local = self.view(value, shape)
-        pieces = [self.view(self.piece(local, int(self.is_inner), n), [-1, width]) for n in range(self.count)]
-        waits = [self.wait(self.collective(piece, n)) for n, piece in enumerate(pieces)]
+        local = self.view(value, [-1, width])
+        pieces = [self.rows_of(local, 1, number) for number in range(self.cut.count)]
+        waits = [self.wait(self.collective(piece, number)) for number, piece in enumerate(pieces)]
         for product in site.products:
             self.before = self.facts = product
             parts = [self.call(aten.mm.default, wait, product.args[1]) for wait in waits]
@@ -173,12 +188,12 @@ class _Chunks:
             self.replace(site.joined, self.joined(waits, part, [1, 0, 2, 3]))
         self.erase(site.joined)
 
-    def scatter(self) -> None:
+    def reduction(self) -> None:
         site, part = self.site, self.part
         wait = next(iter(site.collective.users))
         local = Rows(part.before, 1, part.behind)
         waits = []
-        for number in range(self.count):
+        for number in range(self.cut.count):
             rows = self.view(self.chunk(site.joined, number), [part.before, part.ranks, part.behind, -1])
             parted = self.contiguous(self.call(aten.permute.default, rows, [1, 0, 2, 3]))
             flat = self.view(parted, [part.ranks, -1])
@@ -192,7 +207,7 @@ class _Chunks:
         self.facts = total
         if total.target is aten.mm.default:
             left, right = operands(total)
-            result = self.call(aten.mm.default, self.rows_of(left, number), right)
+            result = self.call(aten.mm.default, self.rows_of(left, self.site.rows.ranks, number), right)
         elif total.target is aten.view.default:
             result = self.chunk(operands(total)[0], number)
         else:
@@ -203,15 +218,18 @@ class _Chunks:
         self.facts = self.site.collective
         return result
 
-    def rows_of(self, value: Node, number: int) -> Node:
-        rows, width = self.site.rows, width_of(value)
-        if not self.dim:
-            return self.piece(value, 0, number)
-        piece = self.piece(self.view(value, [rows.before, rows.ranks, rows.behind, width]), 2, number)
+    def rows_of(self, value: Node, ranks: int, number: int) -> Node:
+        """The rows of a chunk of `value`, which has those of `ranks` ranks."""
+        before, behind = divmod(number, self.cut.behind)
+        if self.cut.behind == 1 or (ranks == 1 and self.part.before == 1):
+            return self.piece(value, 0, tensor_of(value).shape[0] // self.cut.count, number)
+        value, width = self.view(value, [self.site.rows.before, ranks, self.site.rows.behind, -1]), width_of(value)
+        piece = self.piece(self.piece(value, 0, self.part.before, before), 2, self.part.behind, behind)
         return self.view(piece, [-1, width])
 
-    def piece(self, value: Node, dim: int, number: int) -> Node:
-        size = tensor_of(value).shape[dim] // self.count
+    def piece(self, value: Node, dim: int, size: int, number: int) -> Node:
+        if size == tensor_of(value).shape[dim]:
+            return value
         return self.call(aten.slice.Tensor, value, dim, number * size, (number + 1) * size)
 
     def collective(self, value: Node, number: int) -> Node:
@@ -221,7 +239,7 @@ class _Chunks:
         transfer = transfer_of(node)
         assert transfer is not None
         set_transfer(new, transfer)
-        reason = ", ".join(filter(None, (f"part {number + 1} of {self.count}", note_of(node))))
+        reason = ", ".join(filter(None, (f"part {number + 1} of {self.cut.count}", note_of(node))))
         set_note(new, f"{self.by}: {reason}")
         return new
 
@@ -233,11 +251,14 @@ class _Chunks:
         shape = [rows.before, rows.ranks, rows.behind]
         if 1 in shape[:2]:  # either order is the other
             order = range(4)
-        held = [shape[dim] for dim in order[:3]]
-        split = [self.view(part, [*held, -1]) for part in parts]
+        split = [self.view(part, [*(shape[dim] for dim in order[:3]), -1]) for part in parts]
         if list(order) != sorted(order):
             split = [self.call(aten.permute.default, part, order) for part in split]
-        return self.call(aten.cat.default, split, self.dim)
+        if rows.before == rows.ranks == 1:
+            return self.call(aten.cat.default, split, 2)
+        runs = [split[start : start + self.cut.behind] for start in range(0, len(split), self.cut.behind)]
+        whole = [self.call(aten.cat.default, run, 2) if len(run) > 1 else run[0] for run in runs]
+        return self.call(aten.cat.default, whole, 0) if len(whole) > 1 else whole[0]
 
     def replace(self, old: Node, new: Node) -> None:
         result = self.view(new, list(tensor_of(old).shape))
@@ -259,10 +280,8 @@ class _Chunks:
     def view(self, value: Node, shape: list[int]) -> Node:
         held = tensor_of(value)
         if -1 in shape:
-            known = -1
-            for size in shape:
-                known *= size
-            shape = [held.numel() // known if size == -1 else size for size in shape]
+            rest = held.numel() // -math.prod(shape)
+            shape = [rest if size == -1 else size for size in shape]
         if list(held.shape) == shape:
             return value
         return self.call(aten.view.default, value if is_viewable(held, shape) else self.copied(value), shape)
