@@ -100,7 +100,8 @@ def _inputs(gm: GraphModule) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize(
     ("before", "behind", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2), (2, 6, 4)]
 )
-def test_chunks_give_the_rows_in_their_order(kind, kept: bool, before: int, behind: int, count: int) -> None:
+def test_chunks_give_the_rows_in_their_order(
+    kind: Callable[..., str], kept: bool, before: int, behind: int, count: int) -> None:
     gm = _read(kind(before, behind, 6, kept=kept))
     given = _inputs(gm)
     whole = run_ranks(gm, MESH, given)
