@@ -150,7 +150,7 @@ def passes_of(
 ) -> tuple[Pass, ...]:
     """What makes the program of a candidate of `gm`, which is normalized."""
     place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from passes.base import Pass
-from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
+from passes.bucket_collectives import BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
 from passes.decompose import Decompose
@@ -22,14 +22,11 @@ def default_pipeline(
     seed: Seed | None = None,
     cast: CastParameters | None = None,
     place: Pass | None = None,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[Pass, ...]:
     """The passes from a captured graph to a per-device program.
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
-    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring; to change the
-    pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
+    or a `Solve`); to change the pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
@@ -41,14 +38,18 @@ def default_pipeline(
         CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums
         LowerReshards(),  # each as collectives
         Localize(),  # shapes of one device
-        BucketCollectives(bucket_bytes),  # one message for many parameters
         Decompose(),  # what the backend wants in pieces
     )
 
 
-def overlap_pipeline(*, memory_limit: int | None, fused: bool) -> tuple[Pass, ...]:
-    """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take."""
+def overlap_pipeline(
+    *, memory_limit: int | None, bucket_bytes: int, split_matmuls: bool, fused: bool
+) -> tuple[Pass, ...]:
+    """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take, and that
+    one collective of parameters or gradients may bring."""
+    chunks = (DecomposeMatmuls(memory_limit, fused),) if split_matmuls else ()
     return (
-        DecomposeMatmuls(memory_limit, fused),  # messages in chunks, each beside the products of another
-        ScheduleOverlap(memory_limit, fused),  # issued early, awaited late
+        *chunks,  # messages of tensor parallelism beside the products that read or make them, where it pays
+        BucketCollectives(bucket_bytes, memory_limit, fused),  # one message for many parameters, where it pays
+        ScheduleOverlap(memory_limit, fused),  # behind all that makes kernels and collectives
     )

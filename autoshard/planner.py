@@ -211,7 +211,7 @@ def _programmed(
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
+    pipeline = options.pipeline or default_pipeline(place=place)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))

@@ -15,9 +15,9 @@ from passes.ir.plan import Collective, Cost, Memory
 
 
 def run_step(program: Program, options: Options) -> Timeline:
-    """One step, in buckets and in the best order found for it that fits in memory."""
+    """One step, with or without buckets, in the best order found for it that fits in memory."""
     limit = options.memory_bytes(memory_of(program.mesh))
-    return schedule(program, memory_limit=limit, buckets=(options.bucket_bytes,)).timeline
+    return schedule(program, memory_limit=limit, buckets=(0, options.bucket_bytes)).timeline
 
 
 def memory_of(mesh: Mesh) -> int:

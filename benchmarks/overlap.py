@@ -137,7 +137,7 @@ def lowered_program(case: Case) -> Program:
     folded = fold(problem)
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
     seed = problem.seed(gm, recipes_of(case.recipe, mesh))
-    PassManager(default_pipeline(seed, problem.cast, bucket_bytes=0)[1:]).run(gm, ctx)
+    PassManager(default_pipeline(seed, problem.cast)[1:]).run(gm, ctx)
     split = split_program(gm, mode="eager")
     facts = {"outputs": split.outputs, "gradients": split.gradients}
     return unroll(program_of(split.forward, split.backward, mesh, **facts), folded.repeats)

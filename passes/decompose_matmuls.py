@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import module_of
 from passes.base import Pass, PassContext
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import schedule
-from passes.cost.simulate import Timeline
+from passes.cost.schedule import memory_cap, schedule
+from passes.cost.simulate import Timeline, simulate
 from passes.ir.chunks import Site, sites_in, split
 from passes.ir.graph import (
     Input,
@@ -25,11 +25,10 @@ from passes.ir.graph import (
     set_outputs,
 )
 from passes.ir.mesh import Mesh
-from passes.ir.units import format_seconds
+from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # chunks that are tried
 WORTH = 0.002  # part of the graph's time that cutting one form of products must save: more kernels, more that can go wrong
-MORE_MEMORY = 1.05  # of the peak as given, where no limit is
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,9 @@ class DecomposeMatmuls(Pass):
         if ctx.mesh.hardware is None:
             ctx.remark(self, sites[0].collective, "left whole: the figures of this device are not known", routine=True)
             return False
-        best, timeline = gm, self._scheduled(gm, ctx.mesh)
-        limit = max(self.memory_limit or int(MORE_MEMORY * timeline.peak_memory), timeline.peak_memory)
+        program = program_of_graph(gm, ctx.mesh, fused=self.fused)
+        cap = memory_cap(simulate(program), self.memory_limit)
+        best, timeline = gm, schedule(program, memory_limit=cap).timeline
         chosen: dict[object, int] = {}
         for form, alike in _by_form(sites).items():
             exposed = _exposed(alike, timeline)
@@ -106,21 +106,19 @@ class DecomposeMatmuls(Pass):
             if count > 1:
                 tried = copy_graph(best)
                 self._split(tried, {form: count})
-                found = self._scheduled(tried, ctx.mesh)
+                found = self._scheduled(tried, ctx.mesh, cap)
                 saved = timeline.step_time - found.step_time
-                if found.peak_memory > limit:
-                    told = f"{count} chunks take {found.peak_memory} B at the peak, over {limit} B"
-                elif saved < WORTH * timeline.step_time:
-                    told = f"{count} chunks save {format_seconds(max(0.0, saved))} of {format_seconds(timeline.step_time)}"
-                else:
-                    told, chosen[form] = f"{count} chunks save {format_seconds(saved)}", count
-                    best, timeline = tried, found
+                told = f"{count} chunks save {format_seconds(max(0.0, saved))} of {format_seconds(timeline.step_time)}"
+                if found.peak_memory > cap:
+                    told = f"{count} chunks take {format_bytes(found.peak_memory)} at the peak, over {format_bytes(cap)}"
+                elif saved >= WORTH * timeline.step_time:
+                    chosen[form], best, timeline = count, tried, found
             self._tell(alike, told, ctx, is_split=form in chosen)
         self._split(gm, chosen)
         return bool(chosen)
 
-    def _scheduled(self, gm: GraphModule, mesh: Mesh) -> Timeline:
-        return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=self.memory_limit).timeline
+    def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
+        return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
 
     def _count(self, site: Site, mesh: Mesh) -> tuple[int, str]:
         """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""

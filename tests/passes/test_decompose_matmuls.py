@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 from autoshard.compile import split_program
 from autoshard.options import Options
+from passes.base import PassContext
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import schedule
+from passes.decompose_matmuls import WORTH, DecomposeMatmuls
 from passes.ir.chunks import sites_in, split
-from passes.ir.graph import transfer_of
+from passes.ir.graph import note_of, transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.ranks import run_ranks
@@ -101,7 +108,8 @@ def _inputs(gm: GraphModule) -> list[list[torch.Tensor]]:
     ("before", "behind", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2), (2, 6, 4)]
 )
 def test_chunks_give_the_rows_in_their_order(
-    kind: Callable[..., str], kept: bool, before: int, behind: int, count: int) -> None:
+    kind: Callable[..., str], kept: bool, before: int, behind: int, count: int
+) -> None:
     gm = _read(kind(before, behind, 6, kept=kept))
     given = _inputs(gm)
     whole = run_ranks(gm, MESH, given)
@@ -138,3 +146,58 @@ def test_a_model_in_chunks_computes_the_same(name: str, axes: str, recipe: str, 
     for mine, theirs in zip(ranks.run_split(chunked), ranks.run_split(given), strict=True):
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _linear(rows: int, inner: int, *, beside: bool = False, kept: bool = False) -> str:
+    """Rows are gathered for a product of `inner` columns; `beside`, another one can be computed meanwhile."""
+    other = "%square: bf16[8192, 8192] = mm(%v, %v)" if beside else ""
+    returned = [f'output("{n}") %{n}' for n, there in (("mm", True), ("square", beside), ("whole", kept)) if there]
+    return f"""
+%x: bf16[{rows}, 4096] = input("x")
+%v: bf16[8192, 8192] = input("v")
+%w: bf16[4096, {inner}] = parameter("w")
+%gather: bf16[{2 * rows}, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})      # | solve: gathered
+{other}
+%whole: bf16[{2 * rows}, 4096] = _c10d_functional.wait_tensor(%gather)
+%mm: bf16[{2 * rows}, {inner}] = mm(%whole, %w)
+return {", ".join(returned)}
+"""
+
+
+def _decided(text: str, mesh: Mesh = MESH, memory_limit: int = 1 << 40) -> tuple[GraphModule, str]:
+    gm, ctx = _read(text), PassContext(mesh)
+    changed = DecomposeMatmuls(memory_limit).run(gm, ctx)
+    assert changed == (len([node for node in gm.graph.nodes if transfer_of(node)]) > 1)
+    return gm, "\n".join(map(str, ctx.remarks))
+
+
+def test_what_is_split_and_what_is_left_whole_says_why() -> None:
+    small = Mesh("tp=2")
+    told = [
+        _decided(_linear(2048, 1024))[1],
+        _decided(_linear(2048, 64))[1],
+        _decided(_linear(2048, 4096, beside=True))[1],
+        _decided(_linear(16384, 2048, kept=True), memory_limit=1)[1],
+        _decided(_linear(2047, 4096))[1],
+        _decided(_linear(2048, 4096), small)[1],
+    ]
+    assert_expected_inline("\n".join(told), """\
+decompose_matmuls: split: 2 chunks save 6.79 us of 131 us [%gather]
+decompose_matmuls: left whole: 88.1 us by itself, 96.9 us in 2 chunks [%gather]
+decompose_matmuls: left whole: all but 0 s of 1.69 ms is hidden [%gather]
+decompose_matmuls: left whole: 4 chunks take 816.0 MiB at the peak, over 656.0 MiB [%gather]
+decompose_matmuls: left whole: its 1 x 2047 rows are not divided by 2 [%gather]
+decompose_matmuls: left whole: the figures of this device are not known [%gather]""")
+
+
+def test_chunks_are_never_predicted_to_be_slower_and_say_who_made_them() -> None:
+    for rows, inner in ((512, 8192), (2048, 4096), (4096, 2048), (8192, 512)):
+        given = schedule(program_of_graph(_read(_linear(rows, inner)), MESH)).timeline
+        gm, _ = _decided(_linear(rows, inner))
+        found = schedule(program_of_graph(gm, MESH)).timeline
+        collectives = [node for node in gm.graph.nodes if transfer_of(node)]
+        assert found.step_time <= (1 - WORTH * (len(collectives) > 1)) * given.step_time
+        if len(collectives) > 1:
+            assert [note_of(node) for node in collectives] == [
+                f"decompose_matmuls: part {n} of {len(collectives)}, solve: gathered" for n in range(1, len(collectives) + 1)
+            ]
