@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import fake_mode_of
 from passes.base import Pass, PassContext
+from passes.cost.collective import collective_seconds
 from passes.ir.graph import (
     Stage,
     add_call,
@@ -30,7 +32,7 @@ from passes.ir.graph import (
     tensor_of,
     value_of,
 )
-from passes.ir.layout import Layout, Shard
+from passes.ir.layout import Layout, Partial, R, Shard, is_even, local_shape
 from passes.ir.tokens import DTYPE_NAMES
 
 _add = torch.ops.aten.add.Tensor
@@ -44,11 +46,13 @@ class FuseCollectives(Pass):
     1. `reshard(a) + reshard(b)`, partial alike and reduced alike, is `reshard(a + b)`.
     2. `(x + reshard(a)) + reshard(b)` is `x + reshard(a + b)`, where nothing else uses the inner sum.
     3. `cast(reshard(a))` to a narrower dtype is `reshard(cast(a))`, where nothing is reduced: the same bits.
-    4. `reshard(cast(a))` from a narrower dtype is `cast(reshard(a))`. A sum is then reduced in the dtype in which the
+    4. So is a sum's, `reshard(cast(reshard(a)))`, where it is faster to reduce it in parts, and to gather these when they
+       are cast, than to reduce it as a whole: an all-reduce becomes a reduce-scatter and a smaller all-gather.
+    5. `reshard(cast(a))` from a narrower dtype is `cast(reshard(a))`. A sum is then reduced in the dtype in which the
        model computes it, as that of a row-parallel linear is; on one device it is rounded to that dtype too. What is
        widened for its reduction, as `reduce_dtype` asks for, stays wide.
 
-    The gradient of a value that several column-parallel linears use is a sum as in 1, and widened as in 4 by a norm
+    The gradient of a value that several column-parallel linears use is a sum as in 1, and widened as in 5 by a norm
     that computes in float32. Equal gathers, and a reduction that is cut into parts (a reduce-scatter), are
     `cancel_reshards`' part; several axes in one message are `lower_reshards`'.
 
@@ -100,31 +104,51 @@ class FuseCollectives(Pass):
             if node.target is _add and not node.kwargs and len(operands(node)) == 2:
                 changed |= _merge(node)
         for node in [node for node in gm.graph.nodes if is_reshard(node)]:
-            changed |= self._narrowed_in_front(node, ctx) or self._widened_behind(node, ctx)
+            changed |= self._narrowed(node, ctx) or self._widened_behind(node, ctx)
         return changed
 
-    def _narrowed_in_front(self, node: Node, ctx: PassContext) -> bool:
-        """`cast(reshard(a))` to `reshard(cast(a))`."""
-        source, layout = operands(node)[0], needs_of(node)[0]
-        casts = [user for user in node.users if user.target is _convert]
-        dtypes = {tensor_of(cast).dtype for cast in casts}
-        if layout.has_partial or not _sends(node) or len(casts) < len(node.users) or len(dtypes) != 1:
+    def _narrowed(self, node: Node, ctx: PassContext) -> bool:
+        """`cast(reshard(a))` to `reshard(cast(a))`, or of a sum to `reshard(cast(reshard(a)))`."""
+        source, before = operands(node)[0], needs_of(node)[0]
+        if not _sends(node) or not _is_read_narrow(node):
             return False
-        if not _is_narrower(tensor_of(casts[0]), tensor_of(node)):
+        parted = self._parted(node, ctx) if before.has_partial else before
+        if parted is None:
             return False
-        first = min(casts)
-        for cast in casts:
+        first = min(node.users)
+        for cast in list(node.users):
             if cast is not first:
                 cast.replace_all_uses_with(first)
                 node.graph.erase_node(cast)
-        first.replace_input_with(node, source)
+        first.replace_input_with(node, _moved(node, source, parted) if before.has_partial else source)
+        _lay_out(first, parted)
         moved = _moved(node, first, layout_of(node))
         first.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
         first.append(moved)
-        _lay_out(first, layout)
         node.graph.erase_node(node)
-        ctx.remark(self, moved, f"cast to {DTYPE_NAMES[tensor_of(moved).dtype]} in front of it", routine=True)
+        told = "reduced in parts, and gathered as" if before.has_partial else "cast in front of it to"
+        ctx.remark(self, moved, f"{told} {DTYPE_NAMES[tensor_of(moved).dtype]}", routine=True)
         return True
+
+    def _parted(self, node: Node, ctx: PassContext) -> Layout | None:
+        """The layout to cast an all-reduce's result in, where it is faster to reduce and to gather by themselves."""
+        mesh, shape, before, whole = ctx.mesh, tensor_of(node).shape, needs_of(node)[0], layout_of(node)
+        axes = [axis for axis in range(mesh.ndim) if before.on(axis) != whole.on(axis)]
+        if len(axes) != 1 or whole.on(axes[0]) != R or before.on(axes[0]) != Partial("sum") or mesh.hardware is None:
+            return None
+        dims = [dim for dim in range(len(shape)) if not whole.axes_on(dim)]
+        layouts = (whole.with_on(axes[0], Shard(dim)) for dim in dims)
+        parted = next((layout for layout in layouts if is_even(layout, shape, mesh)), None)
+        if parted is None:
+            return None
+        group, count = mesh.group_shape((mesh.names[axes[0]],)), math.prod(local_shape(whole, shape, mesh))
+        wide, narrow = (count * tensor_of(value).dtype.itemsize for value in (node, min(node.users)))
+        together = collective_seconds("all_reduce", wide, group, mesh.hardware)
+        apart = sum(
+            collective_seconds(kind, nbytes, group, mesh.hardware)
+            for kind, nbytes in (("reduce_scatter", wide), ("all_gather", narrow))
+        )
+        return parted if apart < together else None
 
     def _widened_behind(self, node: Node, ctx: PassContext) -> bool:
         """`reshard(cast(a))` to `cast(reshard(a))`."""
@@ -148,6 +172,12 @@ class FuseCollectives(Pass):
         return True
 
 
+def _is_read_narrow(node: Node) -> bool:
+    """Whether all that reads a value casts it to one narrower dtype."""
+    casts = [user for user in node.users if user.target is _convert and _is_narrower(tensor_of(user), tensor_of(node))]
+    return len(casts) == len(node.users) and len({tensor_of(cast).dtype for cast in casts}) == 1
+
+
 def _sends(node: Node) -> bool:
     """Whether a reshard moves more than a rank's own parts."""
     moves = zip(needs_of(node)[0].placements, layout_of(node).placements, strict=True)
@@ -160,14 +190,14 @@ def _is_narrower(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _moved(node: Node, source: Node, layout: Layout) -> Node:
-    """Reshard `node`, of `source`; where it stands and who uses it is the caller's to say."""
+    """As reshard `node`, of `source` to `layout`; who uses it is the caller's to say."""
     graph = node.graph
     with graph.inserting_before(node):
         new = add_call(graph, reshard, (source,), {})
     copy_facts(node, new)
     set_value(new, value_of(source))
     set_layouts(new, layout)
-    set_needs(new, (needs_of(node)[0],))
+    set_needs(new, (layout_of(source),))
     set_note(new, note_of(node))
     set_recompute(new, is_recompute(node))
     return new

@@ -15,6 +15,7 @@ from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
 from passes.ir.graph import operands, placeholders, tensor_of, transfer_of
+from passes.ir.hardware import hardware_named
 from passes.ir.layout import local_part
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
@@ -24,6 +25,7 @@ from passes.manager import PassManager
 from passes.ranks import run_ranks
 
 MESH = Mesh("dp=2,tp=2")
+PRICED = MESH.on(hardware_named("a100-pcie"))
 
 # A product's sum, widened by what reads it (as a norm does); a value gathered before it is narrowed.
 CASTS = """
@@ -62,6 +64,19 @@ return output("0") %part, output("1") %exp, output("2") %sin
 """
 
 
+# A sum of gradients that is stored narrower than it is reduced.
+SUM = """
+mesh dp=2,tp=2
+stage EXPLICIT
+%x: f32[4096, 4] {dp:S(1), tp:R} = input("x")
+%w: f32[4, 4096] {dp:S(0), tp:R} = input("w")
+%mm: f32[4096, 4096] {dp:P(sum), tp:R} = mm(%x, %w)
+%total: f32[4096, 4096] {dp:R, tp:R} = reshard(%mm)
+%narrow: bf16[4096, 4096] {dp:R, tp:R} = prims.convert_element_type(%total, bf16)
+return output("0") %narrow
+"""
+
+
 def _read(text: str, note: str = "") -> GraphModule:
     return parse_graph(text.strip().replace("NOTE", note))[0]
 
@@ -83,7 +98,7 @@ def test_casts_stand_where_fewer_bytes_move() -> None:
 %add: bf16[8, 6] {dp:S(0), tp:R} = add.Tensor(%reshard_1, %reshard_1)""")
     assert_expected_inline("\n".join(map(str, ctx.remarks)), """\
 fuse_collectives: reduced in bf16, in which it is computed, and cast behind [%reshard]
-fuse_collectives: cast to bf16 in front of it [%reshard_1]""")
+fuse_collectives: cast in front of it to bf16 [%reshard_1]""")
 
 
 def test_what_is_widened_for_its_reduction_stays_wide() -> None:
@@ -104,7 +119,19 @@ def test_reduce_scatters_equal_gathers_and_several_axes_come_of_the_passes_aroun
 %sin: f32[8, 4] {dp:R, tp:R} = sin(%all_gather)""")
 
 
-@pytest.mark.parametrize("text", [CASTS, MOVES])
+def test_a_sum_is_gathered_narrow_where_that_is_faster() -> None:
+    gm, ctx = _read(SUM), PassContext(PRICED)
+    assert FuseCollectives().run(gm, ctx)
+    assert_expected_inline(_calls(gm), """\
+%mm: f32[4096, 4096] {dp:P(sum), tp:R} = mm(%x, %w)
+%reshard: f32[4096, 4096] {dp:S(0), tp:R} = reshard(%mm)
+%narrow: bf16[4096, 4096] {dp:S(0), tp:R} = prims.convert_element_type(%reshard, bf16)
+%reshard_1: bf16[4096, 4096] {dp:R, tp:R} = reshard(%narrow)""")
+    for text, mesh in ((SUM, MESH), (SUM.replace("4096", "8"), PRICED)):  # unknown devices; two messages of a few bytes
+        assert not FuseCollectives().run(_read(text), PassContext(mesh))
+
+
+@pytest.mark.parametrize("text", [CASTS, MOVES, SUM])
 def test_the_numbers_are_the_same(text: str) -> None:
     generator, results = torch.Generator().manual_seed(0), list[list[tuple[torch.Tensor, ...]]]()
     nodes = placeholders(_read(text).graph)
@@ -113,7 +140,7 @@ def test_the_numbers_are_the_same(text: str) -> None:
         gm = _read(text)
         lowered: tuple[Pass, ...] = (*passes, LowerReshards(), Localize())
         layouts = [node.meta["autoshard_layouts"][0] for node in placeholders(gm.graph)]
-        PassManager(lowered).run(gm, PassContext(MESH))
+        PassManager(lowered).run(gm, PassContext(PRICED))
         given = [
             [
                 local_part(value.to(tensor_of(node).dtype), layout, MESH, at)
