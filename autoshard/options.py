@@ -74,9 +74,9 @@ class Options:
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """How many bytes one collective of parameters, or of gradients, may bring to a rank. Messages are joined where a step
-    is predicted to be faster for it; on devices whose figures are not known, all that fit. 0, or without `overlap`: one
-    collective per parameter."""
+    """How many bytes one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined, in
+    the size for which a step is predicted to be fastest, where it is faster at all; on devices whose figures are not
+    known, up to a sixteenth of this. 0, or without `overlap`: one collective per parameter."""
 
     overlap: bool = True
     """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as

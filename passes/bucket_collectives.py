@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.cost.bucket import buckets, neighbours
+from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import simulate
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 MiB = 1 << 20
-BUCKET_BYTES = 25 * MiB  # what DistributedDataParallel takes by default (bucket_cap_mb)
+BUCKET_BYTES = 400 * MiB  # a sixteenth is what DistributedDataParallel takes by default (bucket_cap_mb)
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class BucketCollectives(Pass):
     Members are of one kind, group and dtype, neighbours in the program, and as many collectives away from the
     parameter or the result: a bucket must not wait for itself. Bytes are of a collective's larger side.
 
-    Where the figures of the devices are known, only what is faster together is joined, and nothing where the graph,
-    ordered within `memory_limit` (bytes at its peak), is predicted to be no faster for it: a bucket is copied
-    together and apart, and the latency of messages that are hidden costs nothing. `fused` says whether Inductor joins
-    kernels.
+    Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
+    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest; none is one of them: a
+    bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket has
+    a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -99,11 +99,10 @@ class BucketCollectives(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         program = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
-        joined = neighbours(program, self.limit)
-        if joined and ctx.mesh.hardware is not None:
+        joined = neighbours(program, self.limit // SMALLER)
+        if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
-            best = schedule(program, memory_limit=cap, buckets=(0, self.limit))
-            joined = buckets(program, self.limit) if best.bucket_bytes else []
+            joined = buckets(program, schedule(program, memory_limit=cap, buckets=sizes(self.limit)).bucket_bytes)
         nodes = {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])

@@ -14,6 +14,13 @@ from passes.cost.collective import collective_seconds
 from passes.cost.compute import region_seconds
 from passes.cost.program import COMPUTE, Buffer, Program, Task
 
+SMALLER = 16  # times smaller than they may be are the smaller ones of the buckets that are tried
+
+
+def sizes(limit: int) -> tuple[int, ...]:
+    """Sizes of buckets to try, in bytes: none, small ones and the largest."""
+    return (0, limit // SMALLER, limit)
+
 
 def bucket(program: Program, nbytes: int) -> Program:
     """`program` with its `buckets` of at most `nbytes`.

@@ -1,21 +1,23 @@
-"""Inductor's code runs collectives, waits and kernels in the order of the graph."""
+"""Inductor's code runs collectives, waits and kernels in the order of the graph, and so does a profile of it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.compile import Split, split_program
+from autoshard.compile import Split, compile_split, split_program
 from autoshard.groups import axes_used
 from autoshard.options import Options
 from autoshard.overlap import Overlap
@@ -24,6 +26,7 @@ from passes.ir import chunks
 from passes.ir.chunks import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
+from tests.cost.measured import one_of
 from tests.models import build
 from tests.spmd.oracle import plan_ranks
 
@@ -127,6 +130,35 @@ def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
     assert _in_code(backward) == _in_graph(split.backward) == [
         gather, "mm", gather, wait, "mm", scatter, "mm", scatter, wait, "mm", wait, wait,
     ]  # fmt: skip
+
+
+_EVENT = re.compile(r"_c10d_functional::(\w+)|aten::((?:add)?b?mm)|aten::(_scaled_dot\w+)")
+
+
+def _in_profile(run: Callable[[], object]) -> list[str]:
+    """Collectives, waits and products in the order in which they start, as the profiler saw them."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    found = (_EVENT.fullmatch(event.name()) for event in events)
+    return [next(filter(None, match.groups())) for match in found if match]
+
+
+@pytest.mark.slow
+def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
+    mesh = Mesh("dp=2", hardware="h100")
+    split = split_program(parse_graph(TRAINING.strip())[0], mode="inductor")
+    Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
+    with one_of(mesh, split):
+        program = compile_split(split, mode="inductor")
+        values = [torch.ones(value.shape) for value in split.input_values]
+        saved = program.forward(list(values))[2]
+        tangents = [torch.ones(value.shape) for value in split.tangent_values]
+        forward = _in_profile(lambda: program.forward(list(values)))
+        backward = _in_profile(lambda: program.backward(list(saved), list(tangents)))
+    assert split.backward is not None
+    assert forward == _in_graph(split.forward) and backward == _in_graph(split.backward)
 
 
 @pytest.mark.slow

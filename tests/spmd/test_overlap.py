@@ -19,7 +19,7 @@ from tests.spmd.oracle import Ranks, plan_ranks
 from tests.spmd.test_numerics import DETERMINISTIC, FAST, Recipe
 
 STEPS = 3
-CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw", 1 << 18)  # as much memory as it likes: most is moved
+CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw", 1 << 22)  # as much memory as it likes: most is moved
 
 
 def _order(gm: GraphModule) -> list[str]:
