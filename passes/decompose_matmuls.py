@@ -97,12 +97,7 @@ class DecomposeMatmuls(Pass):
         best, timeline = gm, schedule(program, memory_limit=cap).timeline
         chosen: dict[object, int] = {}
         for form, alike in _by_form(sites).items():
-            exposed = _exposed(alike, timeline)
-            if exposed < WORTH * timeline.step_time:
-                told = f"all but {format_seconds(exposed)} of {format_seconds(timeline.step_time)} is hidden"
-                self._tell(alike, told, ctx, is_split=False)
-                continue
-            count, told = self._count(alike[0], ctx.mesh)
+            count, told = self._count(alike, timeline, ctx.mesh)
             if count > 1:
                 tried = copy_graph(best)
                 self._split(tried, {form: count})
@@ -120,8 +115,11 @@ class DecomposeMatmuls(Pass):
     def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
         return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
 
-    def _count(self, site: Site, mesh: Mesh) -> tuple[int, str]:
+    def _count(self, alike: list[Site], timeline: Timeline, mesh: Mesh) -> tuple[int, str]:
         """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""
+        site, exposed = alike[0], _exposed(alike, timeline)
+        if exposed < WORTH * timeline.step_time:
+            return 1, f"all but {format_seconds(exposed)} of {format_seconds(timeline.step_time)} is hidden"
         cuts = {count: cut for count in COUNTS if (cut := site.cut(count)) is not None}
         if not cuts:
             return 1, f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import schedule
 from passes.decompose_matmuls import WORTH, DecomposeMatmuls
 from passes.ir.chunks import sites_in, split
-from passes.ir.graph import note_of, transfer_of
+from passes.ir.graph import note_of, origin_of, transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.ranks import run_ranks
@@ -135,7 +136,7 @@ def _split_all(gm: GraphModule, count: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "axes", "recipe", "counts"),
-    [("llama", "dp=2,tp=2", "fsdp+megatron", (9, 9)), ("gpt", "tp=2", "megatron", (9, 9))],
+    [("llama", "dp=2,tp=2", "fsdp+megatron", (9, 24)), ("gpt", "tp=2", "megatron", (9, 9))],
 )
 def test_a_model_in_chunks_computes_the_same(name: str, axes: str, recipe: str, counts: tuple[int, int]) -> None:
     ranks = plan_ranks(build(name), Mesh(axes), Options(recipe=recipe))
@@ -143,6 +144,10 @@ def test_a_model_in_chunks_computes_the_same(name: str, axes: str, recipe: str, 
     chunked = split_program(ranks.planned.graph, mode="eager")
     assert chunked.backward is not None
     assert (_split_all(chunked.forward, 2), _split_all(chunked.backward, 2)) == counts
+    for node in (*chunked.forward.graph.nodes, *chunked.backward.graph.nodes):
+        if note_of(node).startswith("decompose_matmuls"):
+            assert origin_of(node).file and origin_of(node).line and transfer_of(node), node
+            assert re.fullmatch(r"decompose_matmuls: part [12] of 2, \w+: .+", note_of(node))
     for mine, theirs in zip(ranks.run_split(chunked), ranks.run_split(given), strict=True):
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
