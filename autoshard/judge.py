@@ -132,7 +132,7 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder,)).run(gm, ctx)
-    split = split_program(gm, mode="eager")
+    split = split_program(gm, mode=problem.options.compile)
     program = program_of(
         split.forward,
         split.backward,

@@ -85,11 +85,11 @@ def compare(name: str, case: Case) -> None:
         register_group(group, dist.new_group(list(range(math.prod(map(mesh.axis_size, axes))))))
     nodes = sum(len(gm.graph.nodes) for gm in _graphs(split))
     print(f"{name}: {case.mesh} {case.hardware}, {case.config.layers} layers, {nodes} nodes")
-    for judge, seconds in (("our prices", _our_seconds(mesh)), ("Inductor's prices", _inductor_seconds)):
+    for judge, seconds in (("our prices", our_seconds(mesh)), ("Inductor's prices", _inductor_seconds)):
         lowered = [_program(gm, mesh, seconds) for gm in _graphs(split)]
         print(f"  {judge}\n    {'as lowered':20} {Halves(tuple(simulate(awaited_at_once(one)) for one in lowered))}")
         for what, buckets in (("Inductor", False), ("Inductor, buckets", True)):
-            found = [_program(_by_inductor(gm, mesh, seconds, buckets=buckets), mesh, seconds) for gm in _graphs(split)]
+            found = [_program(by_inductor(gm, mesh, seconds, buckets=buckets), mesh, seconds) for gm in _graphs(split)]
             print(f"    {what:20} {Halves(tuple(map(simulate, found)))}", flush=True)
         if judge == "our prices":
             ours = _by_passes(split, mesh, options)
@@ -144,7 +144,7 @@ def _program(gm: GraphModule, mesh: Mesh, seconds: Seconds) -> Program:
     return replace(program, tasks=tuple(tasks))
 
 
-def _our_seconds(mesh: Mesh) -> Seconds:
+def our_seconds(mesh: Mesh) -> Seconds:
     hardware = mesh.hardware
     assert hardware is not None
 
@@ -168,7 +168,7 @@ def _inductor_seconds(node: Node, nbytes: int | None) -> float:
     return comm_analysis.estimate_nccl_collective_runtime_from_fx_node(node, nbytes, use_nccl_estimator=False) / 1e3
 
 
-def _by_inductor(given: GraphModule, mesh: Mesh, seconds: Seconds, *, buckets: bool) -> GraphModule:
+def by_inductor(given: GraphModule, mesh: Mesh, seconds: Seconds, *, buckets: bool) -> GraphModule:
     """A copy of `given` as Inductor orders it, by its defaults."""
     gm = copy_graph(given)
     priced = {name: task.seconds for task in program_of_graph(gm, mesh).tasks for name in task.nodes[-1:]}
