@@ -68,7 +68,8 @@ class Settling:
         checkpoint = self.problem.options.checkpoint
         if checkpoint == "block" and self.problem.training:
             trial = self.trial(())
-            return replace(trial, freed=self._saved(split_program(self.graph, mode="eager")) - self._saved(trial.split))
+            whole = split_program(self.graph, mode=self.problem.options.compile)
+            return replace(trial, freed=self._saved(whole) - self._saved(trial.split))
         usual = self.trial(None)
         if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
@@ -123,7 +124,7 @@ class Settling:
         """Simulate a step of all layers; the graph is left as it is."""
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
-        split = split_program(gm, mode="eager")
+        split = split_program(gm, mode=problem.options.compile)
         program = program_of(
             split.forward,
             split.backward,

@@ -156,7 +156,7 @@ def passes_of(
 ) -> tuple[Pass, ...]:
     """What makes the program of a candidate of `gm`, which is normalized, but for what is computed again in it."""
     place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:-1]
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:-1]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

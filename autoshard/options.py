@@ -81,12 +81,18 @@ class Options:
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """How many bytes one collective of parameters, or of gradients, may bring to a rank: fewer messages for more
-    memory. 0: one collective per parameter."""
+    """How many bytes one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined, in
+    the size for which a step is predicted to be fastest, where it is faster at all; on devices whose figures are not
+    known, up to a sixteenth of this. 0, or without `overlap`: one collective per parameter."""
 
     overlap: bool = True
     """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as
     `memory_limit` allows. `False`: each is awaited where it is issued, for less memory and slower steps."""
+
+    split_matmuls: bool = True
+    """With `overlap`: cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that
+    are computed and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may
+    add up a smaller product in another order. `False`: each product and message is whole."""
 
     unknown_ops: Literal["replicate", "error"] = "replicate"
     """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""

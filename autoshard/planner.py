@@ -231,7 +231,7 @@ def _programmed(
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
+    pipeline = options.pipeline or default_pipeline(place=place)
     checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)

@@ -14,11 +14,11 @@ from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
 from passes.base import PassContext
 from passes.errors import InputError, MemoryLimitError, RecipeError
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
-from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Prepared, prepare
 from passes.search.solution import Solution
@@ -245,7 +245,7 @@ class _Contest:
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
             gm = seeded(self.problem, self.folded, recipes)
-            passes = (Propagate(), InsertReshards(), MergeReductions())
+            passes = (Propagate(), InsertReshards(), FuseCollectives())
             PassManager(passes).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.prepared.price(self.folded.placed[seed]) or 0.0
