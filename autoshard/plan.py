@@ -139,17 +139,19 @@ class ShardingPlan:
         *,
         mesh: Mesh | DeviceMesh | str | None = None,
         hardware: str | Hardware | None = None,
+        prove: bool = False,
         **options: Any,
     ) -> ShardingPlan:
         """What if: the plan of the same model on another mesh, on other hardware, or with other fields of `Options`
         (`params=`, `memory_limit=`, `recipe=`, ...). The model is not captured again.
 
-        Equal to what `plan(...)` gives when asked for the same. Raises PlanError for a plan that does not hold its model:
-        one that was loaded, or that runs.
+        A plan that has to be searched for is the first good one, in seconds; how much better another could be is in its
+        `search`. With `prove`, as with a recipe, it is equal to what `plan(...)` gives when asked for the same. Raises
+        PlanError for a plan that does not hold its model: one that was loaded, or that runs.
         """
         if self.basis is None:
             raise PlanError(
                 "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again "
                 "with autoshard.plan(model, mesh, args, options=...) and ask that one"
             )
-        return self.basis.changed(mesh, hardware, options)
+        return self.basis.changed(mesh, hardware, options, prove=prove)

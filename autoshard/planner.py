@@ -23,7 +23,7 @@ from autoshard.plan import ShardingPlan
 from autoshard.prediction import timed
 from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
-from autoshard.search import search
+from autoshard.search import QUICK, search
 from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
@@ -37,7 +37,7 @@ from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Prepared
+from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -81,14 +81,19 @@ def plan_ahead(
 
 
 def plan_problem(
-    problem: Problem, progress: Progress = silent, *, every: bool = False, folded: Folded | None = None
+    problem: Problem,
+    progress: Progress = silent,
+    *,
+    every: bool = False,
+    quick: bool = False,
+    folded: Folded | None = None,
 ) -> ShardingPlan:
     """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
-    is known."""
+    is known; a `quick` search takes the first good plan."""
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
-    decision = _decide(problem, folded, progress, every=every)
+    decision = _decide(problem, folded, progress, every=every, quick=quick)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
         problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
@@ -96,11 +101,11 @@ def plan_problem(
         progress("passes")
         judged = decision.judged or judge(problem, folded, decision.recipes)
         made = _assembled(problem, folded.text, judged, decision)
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared))
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, QUICK if quick else Goal.gap))
 
 
-def _replan(problem: Problem, folded: Folded | None) -> ShardingPlan:
-    return plan_problem(problem, folded=folded)
+def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
+    return plan_problem(problem, quick=quick, folded=folded)
 
 
 def make_plan(
@@ -169,7 +174,9 @@ class _Decision:
     prepared: Prepared | None = None
 
 
-def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
+def _decide(
+    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
+) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
@@ -177,7 +184,7 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
         return _Decision(recipes, remarks=(_not_searched(problem),))
-    choice = search(problem, folded, progress, every=every)
+    choice = search(problem, folded, progress, every=every, quick=quick)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
