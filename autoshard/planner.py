@@ -20,7 +20,7 @@ from autoshard.judge import Folded, Judged, Recorder, fold, judge
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
-from autoshard.prediction import timed
+from autoshard.prediction import timed, timed_as
 from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
 from autoshard.search import QUICK, search
@@ -32,7 +32,7 @@ from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, Search
+from passes.ir.plan import Collective, Cost, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
@@ -99,8 +99,9 @@ def plan_problem(
         problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
     else:
         progress("passes")
-        judged = decision.judged or judge(problem, folded, decision.recipes)
-        made = _assembled(problem, folded.text, judged, decision)
+        decision = _predicted(problem, folded, decision)
+        assert decision.judged is not None
+        made = _assembled(problem, folded.text, decision.judged, decision)
     return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, QUICK if quick else Goal.gap))
 
 
@@ -152,11 +153,13 @@ def make_plan(
     progress("fold")
     folded = fold(problem, whole=True)
     if plan is None:
-        decision = _decide(problem, folded, progress)
+        decision = _predicted(problem, folded, _decide(problem, folded, progress))
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
+        decision = _Decision(
+            plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline, collectives=plan.collectives
+        )
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -170,6 +173,7 @@ class _Decision:
     cost: Cost | None = None
     timeline: Timeline | None = None
     judged: Judged | None = None
+    collectives: tuple[Collective, ...] = ()  # with their times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
 
@@ -197,8 +201,18 @@ def _decide(
         judged.cost,
         judged.timeline,
         judged,
+        timed(judged.facts["collectives"], judged.timeline),
         prepared=choice.prepared,
     )
+
+
+def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
+    """With what a step costs, where no search has found that out and the figures of the device are known."""
+    if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
+        return decision
+    judged = judge(problem, folded, decision.recipes)
+    collectives = timed(judged.facts["collectives"], judged.timeline)
+    return replace(decision, judged=judged, cost=judged.cost, timeline=judged.timeline, collectives=collectives)
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -223,6 +237,7 @@ def _programmed(
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
+    recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
     plan = ShardingPlan(
         mesh=problem.mesh,
         recipes=decision.recipes,
@@ -257,7 +272,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         inputs=judged.facts["inputs"],
         outputs=judged.facts["outputs"],
         layouts=expand_names(folded.repeats, judged.facts["layouts"]),
-        collectives=timed(judged.facts["collectives"], judged.timeline),
+        collectives=decision.collectives,
         remarks=_remarks((*decision.remarks, *folded.remarks, *judged.remarks)),
         graphs={"CAPTURED": captured, **judged.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),

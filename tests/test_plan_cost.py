@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.planner import make_plan
 from autoshard.report.table import format_plan
 from passes.ir.plan import Candidate, Cost, Memory, Search
 
@@ -99,3 +101,12 @@ def test_a_plan_of_32_layers_is_one_screen() -> None:
     text = format_plan(made(layers=32), width=100, colour=False)
     assert len(text.splitlines()) < 50
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp", bucket_bytes=0)
+    model, x = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))))), torch.randn(8, 8)
+    planned, run = plan(model, mesh, (x,), options=options), make_plan(model, (x,), {}, mesh, options).plan
+    assert planned.repeats and run.cost == planned.cost is not None and run.timeline == planned.timeline
+    times = [{one.origin.fqn: one.exposed for one in made.collectives if one.backward} for made in (planned, run)]
+    assert times[0] == times[1] and None not in times[0].values()

@@ -2,7 +2,7 @@
 // The views between which the tabs choose; each gives the elements that it shows.
 
 const LACKING =
-  "This plan has no simulated step: it was made where the hardware is not known, or for a recipe that was run. " +
+  "This plan has no simulated step: it was made where the hardware is not known, or by passes of your own. " +
   "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args) to see one.";
 
 function overview() {

@@ -70,7 +70,7 @@ def test_a_plan_without_a_step_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         unknown_hardware().to_trace(tmp_path / "trace.json")
     assert str(caught.value) == (
-        "this plan has no simulated step: it was made where the hardware is not known, or for a recipe that was run; "
+        "this plan has no simulated step: it was made where the hardware is not known, or by passes of your own; "
         "make it with plan(model, Mesh('dp=8', hardware='h100'), args)"
     )
 
