@@ -96,7 +96,10 @@ def _flatten_output(
     returned = []
     for path, leaf in paths:
         if id(leaf) not in node_of:
-            raise CaptureError(f"the model returns at {path} a tensor that it neither computes nor is given")
+            raise CaptureError(
+                f"the model returns at {path} a tensor that it neither computes nor is given; make it a buffer or an "
+                "argument, or do not return it"
+            )
         returned.append(node_of[id(leaf)])
     if not returned:
         raise CaptureError("the model returns no tensor; return what the training step needs, such as the loss")

@@ -1,4 +1,3 @@
-"use strict";
 // The views between which the tabs choose; each gives the elements that it shows.
 
 const LACKING =
