@@ -33,6 +33,7 @@ from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
+from passes.observers import Logger
 from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -158,7 +159,7 @@ def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Soluti
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
-    PassManager(passes, (recorder,)).run(gm, ctx)
+    PassManager(passes, (recorder, Logger())).run(gm, ctx)
     split = split_program(gm, mode="eager")
     program = program_of(
         split.forward,

@@ -39,9 +39,9 @@ class ShardingPlan:
     """What every value's layout is, which collectives run, and what a step costs.
 
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
-    where a step was predicted: where the hardware is known, and passes are not the user's own. There is a `search`
-    where there was one. A solved plan has a `solution`: the layouts
-    of every node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
+    where a step was predicted: where the hardware is known and passes are not the user's own; of a recipe that runs on a
+    CPU, where that was named. There is a `search` where there was one. A solved plan has a `solution`: the layouts of every
+    node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
     it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
     graphs from "PLACED" on leave out.
     """

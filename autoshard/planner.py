@@ -14,9 +14,9 @@ from torch.fx import GraphModule
 from autoshard.basis import Basis
 from autoshard.capture import Captured
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
-from autoshard.dumping import dump_of
+from autoshard.dumping import Dump, dump_of
 from autoshard.fit import check_model
-from autoshard.judge import Folded, Judged, Recorder, fold, judge
+from autoshard.judge import Folded, Judged, Recorder, fold, judge, passes_of
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
@@ -29,13 +29,14 @@ from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
 from passes.cost.simulate import Timeline
-from passes.ir.graph import Origin
+from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
+from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
 from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
@@ -102,6 +103,8 @@ def plan_problem(
         decision = _predicted(problem, folded, decision)
         assert decision.judged is not None
         made = _assembled(problem, folded.text, decision.judged, decision)
+        if (dump := dump_of(problem.options)) is not None:
+            _dump(problem, folded, decision, dump)
     return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, QUICK if quick else Goal.gap))
 
 
@@ -128,9 +131,11 @@ def make_plan(
 
     `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
     the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
-    told each phase as it begins; `observers` look at the graph around every pass.
+    told each phase as it begins; `observers` look at the graph around every pass. What a step costs is predicted where the
+    hardware is known, but not of a recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
+    is_named = device != "cpu" or mesh.hardware is not None or options.hardware != "auto"
     mesh = equipped(mesh, options.hardware, device)
     check_options(options, mesh)
     timer = Timer()
@@ -153,7 +158,8 @@ def make_plan(
     progress("fold")
     folded = fold(problem, whole=True)
     if plan is None:
-        decision = _predicted(problem, folded, _decide(problem, folded, progress))
+        decision = _decide(problem, folded, progress)
+        decision = _predicted(problem, folded, decision) if is_named else decision
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
@@ -252,6 +258,17 @@ def _programmed(
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
+
+
+def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> None:
+    """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
+    assert decision.judged is not None
+    judged, solution = decision.judged.folded, decision.solution
+    if solution is not None and judged.repeats != folded.repeats:
+        solution = solution.expanded(folded.repeats)
+    gm = copy_graph(judged.graph)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution))
+    PassManager(passes, (dump.dumper,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
 
 
 def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:

@@ -54,7 +54,7 @@ def sources() -> dict[str, ast.Module]:
 @cache
 def compared() -> str:
     """All text in tests, without what regular expressions add to it."""
-    found = []
+    found: list[str] = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant | ast.JoinedStr))
         found += map(_text, strings)
