@@ -113,6 +113,8 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     if gradients:
         static = [i for i, node in enumerate(forward_inputs) if input_of(node).role in STATIC_ROLES]
         forward, backward = min_cut_partition(joint, num_forward_outputs=count, static_inputs=static)
+        for half in (forward, backward):
+            _drop_unread(half)
         _set_roles(forward, backward, outputs[:count], gradients)
     return Split(
         forward,
@@ -124,6 +126,11 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
         tuple(value_of(node) for node in forward_inputs),
         tuple(value_of(node) for node in tangents) if gradients else (),
     )
+
+
+def _drop_unread(gm: GraphModule) -> None:
+    """The partitioner leaves gathers in the forward that the backward alone reads, and makes again: waits count as impure."""
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_functional_collective(node))
 
 
 def _set_roles(
@@ -223,6 +230,9 @@ def _nodes_among(gm: GraphModule, count: int) -> list[int]:
 
 
 def _has_collectives(gm: GraphModule) -> bool:
-    return any(
-        isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional" for node in gm.graph.nodes
-    )
+    return any(_is_functional_collective(node) for node in gm.graph.nodes)
+
+
+def _is_functional_collective(node: Node) -> bool:
+    """Or the wait for one."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
