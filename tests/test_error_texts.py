@@ -73,11 +73,14 @@ def _plain(text: str) -> str:
 
 
 def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
-    """The texts in an expression, and in the functions of its module that it calls."""
+    """The texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
     functions = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+    constants = {ast.unparse(one.targets[0]): one.value for one in module.body if isinstance(one, ast.Assign)}
     for part in ast.walk(node):
         if isinstance(part, ast.JoinedStr | ast.Constant):
             yield _text(part)
+        elif isinstance(part, ast.Name) and part.id in constants:
+            yield _text(constants[part.id])
         elif isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id in functions:
             for statement in functions[part.func.id].body[1:]:
                 yield from _strings(statement, ast.Module([], []))
