@@ -41,6 +41,10 @@ class Slot:
         self.starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
         self.present = ordered[self.starts]
 
+    def compacted(self, kept: Sequence[Ints], layouts: Ints) -> Slot:
+        """The same of the choices (per variable) that are kept, which have no other `layouts`."""
+        return Slot(self.variable, np.searchsorted(layouts, self.at[kept[self.variable]]), len(layouts))
+
     def least(self, costs: Floats) -> Floats:
         """Per layout, the least cost of a choice that has it."""
         found = np.full(self.size, NEVER)
@@ -89,6 +93,17 @@ class Exchange:
     def copied(self) -> Exchange:
         new = copy(self)
         new.paid, new.costs = self.paid.copy(), self.costs.copy()
+        return new
+
+    def compacted(self, kept: Sequence[Ints]) -> Exchange:
+        """The same between the choices (per variable) that are kept."""
+        sources = np.unique(self.maker.at[kept[self.maker.variable]])
+        targets = np.unique(np.concatenate([user.at[kept[user.variable]] for user in self.users]))
+        maker = self.maker.compacted(kept, sources)
+        new = Exchange(maker, [user.compacted(kept, targets) for user in self.users], self.moves[np.ix_(sources, targets)])
+        at = np.ix_(np.arange(len(self.users)), sources, targets)
+        unused = new.used <= 0
+        new.paid, new.costs = np.where(unused, 0.0, self.paid[at]), np.where(unused, NEVER, self.costs[at])
         return new
 
     def share(self) -> None:
@@ -158,6 +173,11 @@ class Dual:
             if self.bound - before < tolerance * max(self.bound, 1e-12):
                 break
 
+    def exclude(self, variable: int, choices: Ints) -> None:
+        """Strike these choices of a variable."""
+        self.struck[variable][choices] = True
+        self.choices[variable][choices] = NEVER
+
     def strike(self, worst: float, sweeps: int) -> None:
         """Strike choices that no plan of less than `worst` makes."""
         self.slack = worst - self.bound
@@ -201,7 +221,16 @@ class Dual:
     def copied(self) -> Dual:
         """The same, to be struck or to go on from here."""
         exchanges = [exchange.copied() for exchange in self.exchanges]
-        return Dual([costs.copy() for costs in self.choices], exchanges, self.bound, deadline=self.deadline)
+        new = Dual([costs.copy() for costs in self.choices], exchanges, self.bound, self.slack, self.deadline)
+        new.struck = [struck.copy() for struck in self.struck]
+        return new
+
+    def compacted(self) -> tuple[Dual, list[Ints]]:
+        """The same without what was struck; and per variable, the choices that are left."""
+        kept = [np.flatnonzero(~struck) for struck in self.struck]
+        exchanges = [exchange.compacted(kept) for exchange in self.exchanges]
+        choices = [costs[numbers] for costs, numbers in zip(self.choices, kept, strict=True)]
+        return Dual(choices, exchanges, self.bound, self.slack, self.deadline), kept
 
     def _collect(self, variable: int) -> None:
         costs = self.choices[variable]

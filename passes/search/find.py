@@ -20,6 +20,7 @@ from passes.search.kernels import Kernels
 from passes.search.model import Model, Plan
 from passes.search.prices import Prices
 from passes.search.problem import Problem
+from passes.search.refute import is_refuted
 from passes.search.relax import Relaxation, Sides, Weights
 from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
@@ -36,6 +37,7 @@ SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least memory is asked for
 LARGE = 5_000  # moves of a program that takes seconds
 PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
+PROOF = 0.0095  # of the step: where no program proves more, that no plan is shorter by this is tried to be proven
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 
@@ -178,7 +180,13 @@ class _Search:
             self.is_tired = self.is_tired or is_known  # all that is better than the best was in it
         if self.best is None:
             raise self._too_small()
+        if not self._is_proven() and not self._is_late():
+            self._refute(relaxation.dual, self.best.objective * (1 - PROOF))
         yield self._found(self.best)
+
+    def _refute(self, dual: Dual, worst: float) -> None:
+        if self.bound < worst and is_refuted(self.problem, self._struck(dual, worst)):
+            self.bound = worst
 
     def _found(self, best: Plan) -> tuple[Plan, float]:
         return best, min(self.bound, best.objective)

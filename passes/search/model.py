@@ -67,6 +67,8 @@ class Model:
             for segment, rows in enumerate(self.busy)
         ]
         self.byte_row = -1
+        self.work_rows: list[int] = []  # per variable
+        self.buffer_rows: list[int] = []  # per segment
         if limit is not None:
             self._work()
             terms = [(column, -nbytes / 1e9) for column, nbytes in self.bytes]
@@ -83,9 +85,10 @@ class Model:
         self.bytes += [(work, 1e9), (buffer, 1e9)]
         for variable, columns in zip(self.problem.variables, self.picks, strict=True):
             held = [(column, -float(variable.held[choice]) / 1e9) for choice, column in columns.items()]
-            self._row([(work, 1.0), *held], 0.0)
+            self.work_rows.append(self._row([(work, 1.0), *held], 0.0))
         for rows in self.gathered:
-            self._row([(buffer, 1.0), *((column, -nbytes / 1e9) for column, nbytes in rows)], 0.0)
+            terms = [(column, -nbytes / 1e9) for column, nbytes in rows]
+            self.buffer_rows.append(self._row([(buffer, 1.0), *terms], 0.0))
 
     def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float = float("inf")) -> int:
         return self.program.row([column for column, _ in terms], [entry for _, entry in terms], lower, upper)
@@ -214,8 +217,11 @@ class Model:
             worth = [max(0.0, float(duals[row])) for row in rows]
             total = sum(worth)
             segments.append((worth[0] / total, worth[1] / total, worth[2] / total) if total else (1.0, 0.0, 0.0))
-        byte = max(0.0, float(duals[self.byte_row])) / SCALE / 1e9 if self.byte_row >= 0 else 0.0
-        return Weights(tuple(segments), byte)
+        if self.byte_row < 0:
+            return Weights(tuple(segments))
+        bytes_ = [[max(0.0, float(duals[row])) / SCALE / 1e9 for row in rows] for rows in (self.work_rows, self.buffer_rows)]
+        byte = max(0.0, float(duals[self.byte_row])) / SCALE / 1e9
+        return Weights(tuple(segments), max(byte, *map(sum, bytes_)), *map(tuple, bytes_))
 
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Plan | None, float]:
         """The best plan found, None where none was; and what no plan is better than, in seconds."""

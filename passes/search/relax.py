@@ -21,10 +21,16 @@ BUCKET = 25 << 20  # bytes: what gathers and reductions that hide are joined to
 
 @dataclass(frozen=True)
 class Weights:
-    """Per segment, of computation, of the link inside a node and of that across; and seconds per byte of memory."""
+    """Per segment, of computation, of the link inside a node and of that across; and seconds per byte of memory.
+
+    Of what one call holds only the most counts, and of what one layer gathers: the price of a byte is shared out among
+    calls (`work`, per variable), and among segments (`buffers`).
+    """
 
     segments: tuple[Busy, ...]
     byte: float = 0.0
+    work: tuple[float, ...] = ()  # none: calls are not priced
+    buffers: tuple[float, ...] = ()
 
     def between(self, other: Weights) -> Weights:
         """Halfway to `other`."""
@@ -32,12 +38,22 @@ class Weights:
             ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2, (a[2] + b[2]) / 2)
             for a, b in zip(self.segments, other.segments, strict=True)
         ]
-        scale = math.sqrt(self.byte * other.byte)  # prices of bytes differ by orders of magnitude
-        return Weights(tuple(segments), scale or (self.byte + other.byte) / 2)
+        byte = math.sqrt(self.byte * other.byte) or (self.byte + other.byte) / 2  # they differ by orders of magnitude
+        shares = (_shared(byte, a, b) for a, b in ((self.work, other.work), (self.buffers, other.buffers)))
+        return Weights(tuple(segments), byte, *shares)
 
     @staticmethod
     def computation(problem: Problem) -> Weights:
         return Weights(((1.0, 0.0, 0.0),) * len(problem.segments))
+
+
+def _shared(byte: float, one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    """The price of a byte, shared out halfway between two ways to do so."""
+    if not one or not other:
+        one = other = one or other
+    parts = [a + b for a, b in zip(one, other, strict=True)]
+    total = sum(parts)
+    return tuple(byte * part / total for part in parts) if total else ()
 
 
 class Sides:
@@ -72,15 +88,16 @@ class _Tariff:
     across: Floats
     local: Floats
     held: Floats  # bytes that stay if it moved
+    gathered: Floats  # bytes of one layer's parameters while it uses them
     again: bool  # or it moves once more in the backward
     kept: Floats | None  # bytes that stay if it is kept from the forward instead, where it can be
     never: NDArray[np.bool_]
 
-    def cost(self, weights: Busy, byte: float, waits: float, later: Busy) -> Floats:
+    def cost(self, weights: Busy, byte: float, buffer: float, waits: float, later: Busy) -> Floats:
         """Of moves that `waits` of their time is in front of computation; `later` are weights of moving again."""
         computation, inside, across = weights
         seconds = (computation * waits + inside) * self.inside + (computation * waits + across) * self.across
-        seconds += computation * self.local
+        seconds += computation * self.local + buffer * self.gathered
         if self.kept is not None:
             seconds = np.minimum(seconds, byte * self.kept)
         held = byte * self.held
@@ -107,7 +124,7 @@ class Relaxation:
     def _choices(self, number: int, weights: Weights) -> Floats:
         variable = self.problem.variables[number]
         found: Floats = variable.seconds * weights.segments[variable.segment][0] + variable.state * weights.byte
-        return found
+        return found + variable.held * weights.work[number] if weights.work else found
 
     def _cost(self, number: int, weights: Weights) -> Floats:
         value = self.problem.values[number]
@@ -115,7 +132,8 @@ class Relaxation:
         computation, inside, across = weights.segments[value.backward]
         stall = computation * self.problem.segments[value.backward].exposed
         later = computation, inside + stall, across + stall
-        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, waits, later)
+        buffer = weights.buffers[value.segment] if weights.buffers else 0.0
+        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, buffer, waits, later)
 
     def _tariff(self, number: int) -> _Tariff:
         value, problem = self.problem.values[number], self.problem
@@ -137,6 +155,7 @@ class Relaxation:
             fares.across * value.count,
             fares.local * value.count,
             more if value.saved else np.zeros(same.shape),
+            nbytes / problem.segments[value.segment].layers if value.is_parameter else np.zeros(same.shape),
             value.backward >= 0,
             nbytes if value.again >= 0 else None,
             never,
