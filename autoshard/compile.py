@@ -26,6 +26,7 @@ from passes.ir.graph import (
     Output,
     OutputRole,
     Stage,
+    copy_graph,
     has_input,
     input_of,
     is_recompute,
@@ -198,7 +199,7 @@ def compile_split(split: Split, *, mode: Mode) -> Program:
     keep_order = _has_collectives(split.forward) or (split.backward is not None and _has_collectives(split.backward))
     static = [i for i, given in enumerate(split.inputs) if given.role in STATIC_ROLES]
     forward = inductor_compile(
-        split.forward,
+        copy_graph(split.forward),  # Inductor rewrites what it is given; a profile runs the graph as it was
         split.input_values,
         static_inputs=static,
         visible_outputs=_nodes_among(split.forward, len(split.outputs)),
@@ -210,7 +211,7 @@ def compile_split(split: Split, *, mode: Mode) -> Program:
         return Program(split, forward.run, None)
     saved_strides = forward.output_strides[len(split.outputs) :]
     backward = inductor_compile(
-        split.backward,
+        copy_graph(split.backward),
         _backward_values(split, saved_strides),
         static_inputs=range(len(placeholders_of(split.backward)) - len(split.tangents)),
         visible_outputs=_nodes_among(split.backward, len(split.gradients)),

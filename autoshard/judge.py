@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
+from passes.observers import Logger
 from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -58,15 +60,41 @@ class Folded:
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
     """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
     otherwise no more than the layers that are kept is traced."""
-    tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
-    tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    how = Fold(tuple(tags), margin=MARGIN)
+    how = Fold(_tags(problem), margin=MARGIN)
     if whole:
         return _normalized(problem, how)
     with uncollected():
         ctx = PassContext(problem.mesh)
         gm = shallow_graph(problem.captured, how, ctx, progress)
     return _normalized(problem, how) if gm is None else _folded(problem, gm, ctx)
+
+
+def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
+    """`folded`, made for `before`, for another mesh or other options; None where other layers may be equal, as something
+    else is said of their parameters."""
+    if _tags(problem) != _tags(before) and not (_is_said_of_all(problem) and _is_said_of_all(before)):
+        return None
+    if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:
+        return folded
+    return replace(folded, text=format_graph(folded.graph, problem.mesh), placed={})
+
+
+def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """What is said of parameters: layers of which something else is said are not equal."""
+    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
+    stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
+    return (*insisted, *stored)
+
+
+def _is_said_of_all(problem: Problem) -> bool:
+    """Whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
+    said: dict[str, list[str]] = {}
+    for name, tag in _tags(problem):
+        said.setdefault(name, []).append(tag)
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for name in problem.captured.parameters:
+        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(said.get(name, ())))
+    return all(len(tags) == 1 for tags in alike.values())
 
 
 def _normalized(problem: Problem, *passes: Pass) -> Folded:
@@ -136,7 +164,7 @@ def _judged(
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
-    PassManager(passes, (recorder,)).run(gm, ctx)
+    PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
     return Judged(

@@ -30,6 +30,8 @@ AGAIN = "layers computed again in the backward"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
+QUICK = 0.1  # of a step: how far from proven a quick answer may be
+OFF = 0.1  # of a step: a quick answer whose simulated step is longer than the solver's by more is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
 # slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
@@ -45,14 +47,17 @@ class Choice:
     prepared: Prepared | None  # None: there was no time for it
 
 
-def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
+def search(
+    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
+) -> Choice:
     """The candidate with the shortest simulated step of those that fit in memory; of equal ones the first.
 
     Recipes that the solver's own model finds hopeless are not simulated, unless `every` is; nor is any once the time limit
-    is over and there is a plan that fits. Raises MemoryLimitError where nothing fits: with what takes the memory, and the
-    smallest limit that would do.
+    is over and there is a plan that fits. A `quick` search takes the first good plan of the solver's; beside one that the
+    simulator finds slower than the solver did, it tries the best recipe. Raises MemoryLimitError where nothing fits: with
+    what takes the memory, and the smallest limit that would do.
     """
-    contest = _Contest(problem, folded)
+    contest = _Contest(problem, folded, quick=quick)
     progress(SOLVED)
     contest.solve()
     contest.try_recipes(progress, every=every)
@@ -72,6 +77,7 @@ class _Contest:
 
     problem: Problem
     folded: Folded
+    quick: bool = False
     started: float = field(default_factory=time.perf_counter)
     judged: dict[str, Judged] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
@@ -123,7 +129,7 @@ class _Contest:
         if self.left <= 0 or not self.prepare(time.perf_counter() + self.left):
             self._decline(SOLVED)
         else:
-            self.ask()
+            self.ask(gap=QUICK if self.quick else Goal.gap)
 
     def prepare(self, deadline: float = float("inf")) -> bool:
         """State the problem, unless it is past the deadline."""
@@ -162,7 +168,8 @@ class _Contest:
                 none, asked = asked, (asked + some) / 2
                 continue
             if self.enter_solved(solution):
-                self.improve(found)
+                if not self.quick:
+                    self.improve(found)
                 break
             some = asked
             excess = self.judged[SOLVED].cost.peak_memory - self.limit
@@ -190,7 +197,10 @@ class _Contest:
                 break
 
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
-        """The experts', those that look best first."""
+        """The experts', those that look best first; for a quick answer no more than it needs."""
+        if self.is_answered:
+            self.declined += [_not_needed(name) for name, _ in _experts(self.problem)]
+            return
         estimates = {}
         for name, recipes in _experts(self.problem):
             try:
@@ -202,6 +212,8 @@ class _Contest:
         for name, (estimate, recipes) in sorted(estimates.items(), key=lambda item: item[1][0]):
             if self.best is not None and self.left <= 0:
                 self._decline(name)
+            elif self.quick and self.best is not None and len(self.judged) > 1:
+                self.declined.append(_not_needed(name))
             elif not every and estimate > self.best_time * (1 + NEAR):
                 note = f"about {format_seconds(estimate)} by the solver's model: not simulated"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
@@ -233,6 +245,13 @@ class _Contest:
     def _rank(self, judged: Judged) -> tuple[float, float]:
         cost = judged.cost
         return (0.0, cost.step_time) if cost.peak_memory <= self.limit else (float(cost.peak_memory), 0.0)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the solver's plan is a quick answer that the simulator agrees with."""
+        if not self.quick or self.best != SOLVED or self.solution is None:
+            return False
+        return self.best_time <= self.solution.objective * (1 + OFF)
 
     def _decline(self, name: str) -> None:
         note = f"the time limit of {self.problem.options.time_limit} s was over"
@@ -285,6 +304,10 @@ def _experts(problem: Problem) -> Iterator[tuple[str, Recipes]]:
             yield name, recipes
 
 
+def _not_needed(name: str) -> Candidate:
+    return Candidate(name, None, fits=False, note="a quick answer: not simulated; plan.with_(..., prove=True) does")
+
+
 def _smallest(failed: _Contest) -> tuple[int, Cost]:
     """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
 
@@ -295,7 +318,9 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
     least, cost = failed.least.cost.peak_memory, failed.least.cost
     while (lower := int(least * (1 - STEP))) > failed.limit and failed.left > 0:
         options = replace(failed.problem.options, memory_limit=lower)
-        contest = _Contest(replace(failed.problem, options=options), failed.folded, failed.started, prepared=failed.prepared)
+        contest = _Contest(
+            replace(failed.problem, options=options), failed.folded, started=failed.started, prepared=failed.prepared
+        )
         contest.ask(gap=ANY)
         if contest.best is None:
             break

@@ -45,7 +45,7 @@ from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
-from torch._logging._internal import trace_structured_artifact
+from torch._logging._internal import trace_log, trace_structured_artifact
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -648,6 +648,11 @@ def _output_end(description: Any) -> tuple[str, int] | None:
 def trace_artifact(name: str, text: str) -> None:
     """Add `text` to PyTorch's structured trace (TORCH_TRACE), where `tlparse` shows it."""
     trace_structured_artifact(name, "string", lambda: text)
+
+
+def is_traced() -> bool:
+    """Whether anybody reads PyTorch's structured trace; known once it was written to, as a capture does."""
+    return bool(trace_log.handlers)
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:

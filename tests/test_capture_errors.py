@@ -21,6 +21,7 @@ from autoshard.capture import capture
 from passes.errors import CaptureError, InputError
 
 SEEN: list[int] = []
+ELSEWHERE = torch.ones(2)
 
 
 class Model(nn.Module):
@@ -275,6 +276,14 @@ class ReturnsObject(Model):
 
     def forward(self, x: Tensor) -> tuple[Result, Tensor]:
         return Result(self.layer(x)), x
+
+
+class ReturnsGlobal(Model):
+    """the model returns at 1 a tensor that it neither computes nor is given; make it a buffer or an argument, or do not
+    return it"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), ELSEWHERE
 
 
 class ReturnsNothing(Model):
