@@ -6,6 +6,9 @@ PIP_FLAGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BROWSER := chromium-headless-shell
+UNPACKED := .venv/chromium
+export CHROMIUM ?= $(firstword $(foreach name,chromium $(BROWSER) google-chrome,$(shell command -v $(name))))
 SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
 export OMP_NUM_THREADS := 1
@@ -23,10 +26,21 @@ test: lint ## lint, then all tests, the slow ones last
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not browser"
 	$(BIN)/python -m pytest -q -n 2 -m "slow and not browser"
 
-test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, or playwright's
+test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser]"
-	test -n "$$CHROMIUM" || command -v chromium google-chrome >/dev/null || $(BIN)/python -m playwright install chromium
-	$(BIN)/python -m pytest -q -m browser
+	test -n "$(CHROMIUM)" || $(MAKE) $(UNPACKED)/chromium || $(BIN)/python -m playwright install chromium
+	CHROMIUM="$${CHROMIUM:-$$(ls $(CURDIR)/$(UNPACKED)/chromium 2>/dev/null)}" $(BIN)/python -m pytest -q -m browser
+
+# Debian's packages, unpacked and not installed, so that it takes no root; and what starts the browser among its libraries.
+$(UNPACKED)/chromium:
+	mkdir -p $(UNPACKED)/debs
+	packages=$$(apt-get -s install --no-install-recommends $(BROWSER) | sed -n 's/^Inst \([^ ]*\).*/\1/p') && \
+		cd $(UNPACKED)/debs && apt-get -q download $$packages
+	for deb in $(UNPACKED)/debs/*.deb; do dpkg -x $$deb $(UNPACKED); done
+	libraries=$$(find $(CURDIR)/$(UNPACKED)/usr/lib -name '*.so*' -printf '%h:' | tr : '\n' | sort -u | paste -sd:) && \
+		printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s "$$@"\n' "$$libraries" \
+		$(CURDIR)/$(UNPACKED)/usr/lib/chromium/$(BROWSER) > $@.part
+	chmod +x $@.part && mv $@.part $@
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.constraints import check_options
-from autoshard.judge import Folded, seeded
+from autoshard.judge import Folded, refold, seeded
 from autoshard.options import Options
 from autoshard.prediction import memory_of
 from autoshard.problem import Problem
@@ -32,8 +32,15 @@ class Basis:
 
     problem: Problem
     folded: Folded
-    replan: Callable[[Problem, Folded | None], ShardingPlan]  # folded, where that is known
+    replan: Callable[[Problem, Folded | None, bool], ShardingPlan]  # folded, where that is known; whether quick
     prepared: Prepared | None = None  # for the search that made the plan
+    freed: int = 0  # bytes that are computed again rather than kept, which a search does not know of
+    gap: float = Goal.gap  # that the search was content with
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the plan answers a question and is not proven as far as it could be."""
+        return self.gap > Goal.gap
 
     @cached_property
     def searched(self) -> Searched:
@@ -43,7 +50,9 @@ class Basis:
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
-        return prepared.explore(Goal(memory_limit=self.memory_limit, time_limit=self.problem.options.time_limit))
+        options = self.problem.options
+        limit = self.memory_limit + self.freed
+        return prepared.explore(Goal(limit, self.gap, options.time_limit, keep=options.keeps_gathered))
 
     @property
     def memory_limit(self) -> int:
@@ -51,9 +60,10 @@ class Basis:
         return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
 
     def changed(
-        self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any]
+        self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any], *, prove: bool
     ) -> ShardingPlan:
-        """The plan of the same captured model on another mesh, on other hardware or with other options.
+        """The plan of the same captured model on another mesh, on other hardware or with other options; where it has to be
+        searched for, the first good one, unless it is to `prove` more.
 
         Raises UserErrors for what cannot work, and for an option that the capture depends on.
         """
@@ -70,7 +80,5 @@ class Basis:
             wanted = wanted.on(self.problem.mesh.hardware)
         wanted = equipped(wanted, changed.hardware, self.problem.device)
         check_options(changed, wanted)
-        before, after = (str(self.problem.mesh), self.problem.options.params), (str(wanted), changed.params)
-        is_same = before == after and self.problem.mesh.ranks == wanted.ranks  # what layers are equal depends on
         problem = replace(self.problem, mesh=wanted, options=changed)
-        return self.replan(problem, self.folded if is_same else None)
+        return self.replan(problem, refold(problem, self.problem, self.folded), not prove)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+from torch.fx import Graph
+
 from autoshard.origins import user_frame
 from passes._torch import SideEffect, TraceFailure, trace_failure
 from passes.errors import CaptureError
@@ -23,6 +26,10 @@ class _Cause:
     detail: str = ""
 
 
+_UNKNOWN_SHAPE = (
+    "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
+    "out with torch.where, a product with the mask, or masked_fill"
+)
 _CAUSES = (
     _Cause(
         "^Data-dependent branching",
@@ -42,8 +49,7 @@ _CAUSES = (
     ),
     _Cause(
         "^DynamicOutputShapeException$|^Dynamic shape operator",
-        "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all "
-        "elements and blank out with torch.where, a product with the mask, or masked_fill",
+        _UNKNOWN_SHAPE,
     ),
     _Cause(
         "^Observed exception|^TypeError from user code",
@@ -83,6 +89,14 @@ def capture_error(error: Exception) -> CaptureError:
     """The CaptureError to raise from `error`, an exception of a trace."""
     failure = trace_failure(error)
     return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
+
+
+def check_shapes(graph: Graph) -> None:
+    """Raise CaptureError for a value whose shape is known only when the model runs."""
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
 def _message(failure: TraceFailure) -> str:

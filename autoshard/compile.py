@@ -17,6 +17,7 @@ from passes._torch import (
     module_of,
     run_joint_graph_passes,
     tag_recompute,
+    tag_save,
 )
 from passes.errors import CompilerError
 from passes.ir.graph import (
@@ -25,6 +26,7 @@ from passes.ir.graph import (
     Output,
     OutputRole,
     Stage,
+    copy_graph,
     has_input,
     input_of,
     is_recompute,
@@ -32,6 +34,7 @@ from passes.ir.graph import (
     outputs_of,
     placeholders,
     returned,
+    saving_of,
     set_input,
     set_outputs,
     set_recompute,
@@ -97,7 +100,8 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
 
     A gathered parameter (`is_recompute`), and what is computed from such alone, is gathered again in the
     backward, right before its use; so is another value that is to be moved again, with the views and copies of it.
-    What other collectives give is saved.
+    What other collectives give is saved, unless the graph says of a value that it is to be made again, or saved
+    (`saving_of`).
     """
     outputs = outputs_of(gm.graph)
     gradients = tuple(output for output in outputs if output.role is OutputRole.GRADIENT)
@@ -106,6 +110,7 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     forward_inputs = tuple(n for n in placeholders(joint.graph) if input_of(n).role is not InputRole.TANGENT)
     tangents = placeholders(joint.graph, InputRole.TANGENT)
     _tag_gathers(joint.graph)
+    _tag_savings(joint.graph)
     if mode == "inductor":
         run_joint_graph_passes(joint)
     forward, backward = joint, None
@@ -179,6 +184,14 @@ def _tag_gathers(graph: Graph) -> None:
             tag_recompute(node)
 
 
+def _tag_savings(graph: Graph) -> None:
+    for node in graph.nodes:
+        if saving_of(node) == "saved":
+            tag_save(node)
+        elif saving_of(node) == "remade":
+            tag_recompute(node)
+
+
 def compile_split(split: Split, *, mode: Mode) -> Program:
     """Code for both halves."""
     if mode == "eager":
@@ -186,7 +199,7 @@ def compile_split(split: Split, *, mode: Mode) -> Program:
     keep_order = _has_collectives(split.forward) or (split.backward is not None and _has_collectives(split.backward))
     static = [i for i, given in enumerate(split.inputs) if given.role in STATIC_ROLES]
     forward = inductor_compile(
-        split.forward,
+        copy_graph(split.forward),  # Inductor rewrites what it is given; a profile runs the graph as it was
         split.input_values,
         static_inputs=static,
         visible_outputs=_nodes_among(split.forward, len(split.outputs)),
@@ -198,7 +211,7 @@ def compile_split(split: Split, *, mode: Mode) -> Program:
         return Program(split, forward.run, None)
     saved_strides = forward.output_strides[len(split.outputs) :]
     backward = inductor_compile(
-        split.backward,
+        copy_graph(split.backward),
         _backward_values(split, saved_strides),
         static_inputs=range(len(placeholders_of(split.backward)) - len(split.tangents)),
         visible_outputs=_nodes_among(split.backward, len(split.gradients)),

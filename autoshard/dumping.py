@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from autoshard.options import Options
-from passes._torch import trace_artifact
+from passes._torch import is_traced, trace_artifact
 from passes.observers import Dumper
 
 _FROM_ENVIRONMENT = {"dump": "AUTOSHARD_DUMP", "dump_mode": "AUTOSHARD_DUMP_MODE", "dump_ranks": "AUTOSHARD_DUMP_RANKS"}
@@ -19,7 +19,7 @@ _FROM_ENVIRONMENT = {"dump": "AUTOSHARD_DUMP", "dump_mode": "AUTOSHARD_DUMP_MODE
 
 @dataclass(frozen=True)
 class Dump:
-    """What is written where; by a rank that writes nothing, only to PyTorch's structured trace."""
+    """What is written where; by a rank that writes nothing, only to PyTorch's structured trace, where that is on."""
 
     dumper: Dumper
 
@@ -37,9 +37,7 @@ def dump_of(options: Options) -> Dump | None:
     asked: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}
     untouched = {name for name in asked if getattr(options, name) == getattr(Options(), name)}
     options = replace(options, **{name: value for name, value in asked.items() if value and name in untouched})
-    if options.dump is None:
-        return None
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if options.dump_ranks == "all":
-        return Dump(Dumper(Path(options.dump), options.dump_mode, rank))
-    return Dump(Dumper(Path(options.dump), options.dump_mode)) if rank == 0 else None
+    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, options.dump_ranks == "all"
+    if options.dump is not None and (is_each or rank == 0):
+        return Dump(Dumper(Path(options.dump), options.dump_mode, rank if is_each else None))
+    return Dump(Dumper(None, options.dump_mode)) if is_traced() else None

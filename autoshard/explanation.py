@@ -31,7 +31,8 @@ from passes.search.pinned import Alternative, alternatives
 if TYPE_CHECKING:
     from autoshard.plan import ShardingPlan
 
-SOLVED = 3  # alternatives of a value that a program is solved for; of the others a plan near the bound is told
+SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
+# plan near the bound is told
 PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
 WIDTH = 100  # characters of a line
@@ -75,7 +76,8 @@ def explain(plan: ShardingPlan, what: str) -> Explanation:
     subject = subject_of(plan, what)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
-    forced, solved = _pins(plan), SOLVED if len(priced) == 1 else 1
+    is_quick = plan.basis is not None and plan.basis.is_quick
+    forced, solved = _pins(plan), 1 if is_quick or len(priced) > 1 else SOLVED
     return Explanation(
         what,
         subject.kind,

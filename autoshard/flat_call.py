@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from autoshard.capture_errors import format_place, user_name
+from autoshard.capture_errors import check_shapes, format_place, user_name
 from autoshard.fake_module import FakeModule
 from autoshard.origins import user_frame
 from autoshard.signature import Call, InputSpec, Signature, describe_output
@@ -46,6 +46,7 @@ def flatten_call(
     key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
+    check_shapes(graph)
     old = graph.find_nodes(op="placeholder")
     for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
         _check_read(node, tensor, key_of, user_name(source))
@@ -96,7 +97,10 @@ def _flatten_output(
     returned = []
     for path, leaf in paths:
         if id(leaf) not in node_of:
-            raise CaptureError(f"the model returns at {path} a tensor that it neither computes nor is given")
+            raise CaptureError(
+                f"the model returns at {path} a tensor that it neither computes nor is given; make it a buffer or an "
+                "argument, or do not return it"
+            )
         returned.append(node_of[id(leaf)])
     if not returned:
         raise CaptureError("the model returns no tensor; return what the training step needs, such as the loss")

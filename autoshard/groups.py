@@ -102,7 +102,5 @@ def _group(device_mesh: DeviceMesh, mesh: Mesh, axes: tuple[str, ...], timeout: 
 
 def _ranks_of_group(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     place = mesh.ranks.index(dist.get_rank())
-    for group in mesh.groups(axes):
-        if place in group:
-            return tuple(mesh.ranks[member] for member in group)
-    raise MeshError(f"rank {dist.get_rank()} is in no group over {', '.join(axes)} of mesh {mesh}")
+    own = next(group for group in mesh.groups(axes) if place in group)
+    return tuple(mesh.ranks[member] for member in own)

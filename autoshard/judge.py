@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
+from autoshard.checkpointing import Settling
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
-from autoshard.prediction import cost_of, run_step
+from autoshard.prediction import cost_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress, silent
 from autoshard.shallow import shallow_graph
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.from_graph import program_of
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
-from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
 from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
+from passes.ir.plan import Cost, Recomputation, collectives_of, inputs_of, layouts_by_name, results_by_name, with_remade
 from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
+from passes.observers import Logger
 from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -59,15 +60,41 @@ class Folded:
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
     """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
     otherwise no more than the layers that are kept is traced."""
-    tags = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
-    tags += [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    how = Fold(tuple(tags), margin=MARGIN)
+    how = Fold(_tags(problem), margin=MARGIN)
     if whole:
         return _normalized(problem, how)
     with uncollected():
         ctx = PassContext(problem.mesh)
         gm = shallow_graph(problem.captured, how, ctx, progress)
     return _normalized(problem, how) if gm is None else _folded(problem, gm, ctx)
+
+
+def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
+    """`folded`, made for `before`, for another mesh or other options; None where other layers may be equal, as something
+    else is said of their parameters."""
+    if _tags(problem) != _tags(before) and not (_is_said_of_all(problem) and _is_said_of_all(before)):
+        return None
+    if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:
+        return folded
+    return replace(folded, text=format_graph(folded.graph, problem.mesh), placed={})
+
+
+def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """What is said of parameters: layers of which something else is said are not equal."""
+    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
+    stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
+    return (*insisted, *stored)
+
+
+def _is_said_of_all(problem: Problem) -> bool:
+    """Whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
+    said: dict[str, list[str]] = {}
+    for name, tag in _tags(problem):
+        said.setdefault(name, []).append(tag)
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for name in problem.captured.parameters:
+        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(said.get(name, ())))
+    return all(len(tags) == 1 for tags in alike.values())
 
 
 def _normalized(problem: Problem, *passes: Pass) -> Folded:
@@ -93,6 +120,7 @@ class Judged:
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
     timeline: Timeline
+    recomputation: Recomputation | None = None
 
     @property
     def cost(self) -> Cost:
@@ -111,46 +139,52 @@ class Judged:
         return tuple(f"{place}: {kind}, {format_bytes(count)} on a device" for place, (count, kind) in ordered[:most])
 
 
-def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None) -> Judged:
+def judge(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None, *, worst: float = float("inf")
+) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
-    they are not (a recipe may lay out every other one alike), all layers are planned.
+    they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
+    made to fit into memory.
     """
     try:
         with uncollected():
-            return _judged(problem, folded, recipes, solution)
+            return _judged(problem, folded, recipes, solution, worst)
     except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
         whole, layers = _normalized(problem), folded.remarks[-1]
         told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded)
+        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst)
 
 
-def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
+def _judged(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float
+) -> Judged:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
-    PassManager(passes, (recorder,)).run(gm, ctx)
-    split = split_program(gm, mode=problem.options.compile)
-    program = program_of(
-        split.forward,
-        split.backward,
-        problem.mesh,
-        outputs=split.outputs,
-        gradients=split.gradients,
-        optimizer=problem.options.optimizer,
+    PassManager(passes, (recorder, Logger())).run(gm, ctx)
+    trial = Settling(problem, folded.repeats, gm, worst).settle()
+    PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    return Judged(
+        folded,
+        recipes,
+        recorder.facts,
+        recorder.graphs,
+        tuple(ctx.remarks),
+        tuple(ctx.edges),
+        trial.timeline,
+        trial.recomputation,
     )
-    timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges), timeline)
 
 
 def passes_of(
     problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
 ) -> tuple[Pass, ...]:
-    """What makes the program of a candidate of `gm`, which is normalized."""
+    """What makes the program of a candidate of `gm`, which is normalized, but for what is computed again in it."""
     place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:]
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:-1]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
@@ -173,7 +207,7 @@ class Recorder(Observer):
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         last = [one for one in self.passes if one.gives is pass_.gives][-1]
-        if pass_ is last and pass_.gives is not Stage.CAPTURED:
+        if (pass_ is last or pass_.name == Checkpoint.name) and pass_.gives is not Stage.CAPTURED:
             self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
         if pass_.gives is Stage.COLLECTIVE:
             self.facts.update(
@@ -183,3 +217,5 @@ class Recorder(Observer):
                 layouts=layouts_by_name(gm),
                 collectives=collectives_of(gm, ctx.mesh),
             )
+        if pass_.name == Checkpoint.name and changed:
+            self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

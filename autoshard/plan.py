@@ -29,7 +29,7 @@ from passes.ir.edges import Edge
 from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Search, Value
+from passes.ir.plan import Collective, Cost, Recomputation, Search, Value
 from passes.ir.repeats import Run
 from passes.search.solution import Solution
 
@@ -39,11 +39,11 @@ class ShardingPlan:
     """What every value's layout is, which collectives run, and what a step costs.
 
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
-    where a step was predicted, as `plan(...)` and a search do; a recipe that is run is not simulated. There is a `search`
-    where there was one. A solved plan has a `solution`: the layouts
-    of every node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
+    where a step was predicted: where the hardware is known and passes are not the user's own; of a recipe that runs on a
+    CPU, where that was named. There is a `search` where there was one. A solved plan has a `solution`: the layouts of every
+    node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
     it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
-    graphs from "PLACED" on leave out.
+    graphs from "PLACED" on leave out. `recomputation` is what the backward computes again, if anything.
     """
 
     mesh: Mesh
@@ -62,6 +62,7 @@ class ShardingPlan:
     timeline: Timeline | None = None
     repeats: tuple[Run, ...] = ()
     edges: tuple[Edge, ...] = ()
+    recomputation: Recomputation | None = None
     basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
     @property
@@ -139,17 +140,19 @@ class ShardingPlan:
         *,
         mesh: Mesh | DeviceMesh | str | None = None,
         hardware: str | Hardware | None = None,
+        prove: bool = False,
         **options: Any,
     ) -> ShardingPlan:
         """What if: the plan of the same model on another mesh, on other hardware, or with other fields of `Options`
         (`params=`, `memory_limit=`, `recipe=`, ...). The model is not captured again.
 
-        Equal to what `plan(...)` gives when asked for the same. Raises PlanError for a plan that does not hold its model:
-        one that was loaded, or that runs.
+        A plan that has to be searched for is the first good one, in seconds; how much better another could be is in its
+        `search`. With `prove`, as with a recipe, it is equal to what `plan(...)` gives when asked for the same. Raises
+        PlanError for a plan that does not hold its model: one that was loaded, or that runs.
         """
         if self.basis is None:
             raise PlanError(
                 "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again "
                 "with autoshard.plan(model, mesh, args, options=...) and ask that one"
             )
-        return self.basis.changed(mesh, hardware, options)
+        return self.basis.changed(mesh, hardware, options, prove=prove)

@@ -13,31 +13,34 @@ from torch.fx import GraphModule
 
 from autoshard.basis import Basis
 from autoshard.capture import Captured
+from autoshard.checkpointing import fits_surely
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
-from autoshard.dumping import dump_of
+from autoshard.dumping import Dump, dump_of
 from autoshard.fit import check_model
-from autoshard.judge import Folded, Judged, Recorder, fold, judge
+from autoshard.judge import Folded, Judged, Recorder, fold, judge, passes_of
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
-from autoshard.prediction import timed
+from autoshard.prediction import timed, timed_as
 from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
-from autoshard.search import search
+from autoshard.search import QUICK, search
 from autoshard.settings import settings_of
 from autoshard.topology import equipped
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
-from passes.ir.graph import Origin
+from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, Search
+from passes.ir.plan import Collective, Cost, Recomputation, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
+from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Prepared
+from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -81,26 +84,36 @@ def plan_ahead(
 
 
 def plan_problem(
-    problem: Problem, progress: Progress = silent, *, every: bool = False, folded: Folded | None = None
+    problem: Problem,
+    progress: Progress = silent,
+    *,
+    every: bool = False,
+    quick: bool = False,
+    folded: Folded | None = None,
 ) -> ShardingPlan:
     """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
-    is known."""
+    is known; a `quick` search takes the first good plan."""
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
-    decision = _decide(problem, folded, progress, every=every)
+    decision = _decide(problem, folded, progress, every=every, quick=quick)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
         problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
     else:
         progress("passes")
-        judged = decision.judged or judge(problem, folded, decision.recipes)
-        made = _assembled(problem, folded.text, judged, decision)
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared))
+        decision = _predicted(problem, folded, decision)
+        assert decision.judged is not None
+        made = _assembled(problem, folded.text, decision.judged, decision)
+        if (dump := dump_of(problem.options)) is not None:
+            _dump(problem, folded, decision, dump)
+    freed = (made.recomputation.freed or 0) if made.recomputation else 0
+    gap = QUICK if quick else Goal.gap
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, freed=freed, gap=gap))
 
 
-def _replan(problem: Problem, folded: Folded | None) -> ShardingPlan:
-    return plan_problem(problem, folded=folded)
+def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
+    return plan_problem(problem, quick=quick, folded=folded)
 
 
 def make_plan(
@@ -122,9 +135,11 @@ def make_plan(
 
     `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
     the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
-    told each phase as it begins; `observers` look at the graph around every pass.
+    told each phase as it begins; `observers` look at the graph around every pass. What a step costs is predicted where the
+    hardware is known, but not of a recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
+    is_named = device != "cpu" or mesh.hardware is not None or options.hardware != "auto"
     mesh = equipped(mesh, options.hardware, device)
     check_options(options, mesh)
     timer = Timer()
@@ -148,10 +163,22 @@ def make_plan(
     folded = fold(problem, whole=True)
     if plan is None:
         decision = _decide(problem, folded, progress)
+        if is_named:
+            decision = _predicted(problem, folded, decision)
+        elif decision.judged is None and _may_need_memory(problem):
+            decision = replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline)
+        decision = _Decision(
+            plan.recipes,
+            plan.solution,
+            plan.search,
+            plan.cost,
+            plan.timeline,
+            recomputation=plan.recomputation,
+            collectives=plan.collectives,
+        )
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -165,19 +192,23 @@ class _Decision:
     cost: Cost | None = None
     timeline: Timeline | None = None
     judged: Judged | None = None
+    recomputation: Recomputation | None = None
+    collectives: tuple[Collective, ...] = ()  # with their times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
 
 
-def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> _Decision:
+def _decide(
+    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
+) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
-        return _Decision(recipes)
+        return _Decision(recipes, recomputation=_recomputation(problem))
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
-        return _Decision(recipes, remarks=(_not_searched(problem),))
-    choice = search(problem, folded, progress, every=every)
+        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
+    choice = search(problem, folded, progress, every=every, quick=quick)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
@@ -190,7 +221,36 @@ def _decide(problem: Problem, folded: Folded, progress: Progress, *, every: bool
         judged.cost,
         judged.timeline,
         judged,
+        judged.recomputation,
+        timed(judged.facts["collectives"], judged.timeline),
         prepared=choice.prepared,
+    )
+
+
+def _may_need_memory(problem: Problem) -> bool:
+    """Whether a step has to be simulated to know what is to be computed again."""
+    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
+
+
+def _recomputation(problem: Problem) -> Recomputation | None:
+    """What is computed again where nothing is simulated."""
+    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
+
+
+def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
+    """With what a step costs, where no search has found that out and the figures of the device are known."""
+    if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
+        return decision
+    judged = judge(problem, folded, decision.recipes)
+    collectives = timed(judged.facts["collectives"], judged.timeline)
+    return replace(
+        decision,
+        judged=judged,
+        cost=judged.cost,
+        timeline=judged.timeline,
+        recomputation=judged.recomputation,
+        collectives=collectives,
     )
 
 
@@ -212,10 +272,12 @@ def _programmed(
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
+    recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
     plan = ShardingPlan(
         mesh=problem.mesh,
         recipes=decision.recipes,
@@ -227,15 +289,30 @@ def _programmed(
         solution=decision.solution,
         timeline=decision.timeline,
         edges=tuple(ctx.edges),
+        recomputation=decision.recomputation,
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
 
 
-def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:
+def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> None:
+    """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
+    assert decision.judged is not None
+    judged, solution = decision.judged.folded, decision.solution
+    if solution is not None and judged.repeats != folded.repeats:
+        solution = solution.expanded(folded.repeats)
+    gm = copy_graph(judged.graph)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
+    PassManager(passes, (dump.dumper,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+
+
+def _configured(
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+) -> tuple[Pass, ...]:
     """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters) else one for one in passes)
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
 
 
 def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
@@ -250,7 +327,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         inputs=judged.facts["inputs"],
         outputs=judged.facts["outputs"],
         layouts=expand_names(folded.repeats, judged.facts["layouts"]),
-        collectives=timed(judged.facts["collectives"], judged.timeline),
+        collectives=decision.collectives,
         remarks=_remarks((*decision.remarks, *folded.remarks, *judged.remarks)),
         graphs={"CAPTURED": captured, **judged.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
@@ -260,6 +337,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         timeline=judged.timeline,
         repeats=folded.repeats.runs,
         edges=judged.edges,
+        recomputation=judged.recomputation,
     )
 
 

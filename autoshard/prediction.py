@@ -58,6 +58,26 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
     return tuple(found.values())
 
 
+def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
+    """The same with the times of those of `known` that move the same for the same: equal ones in their order.
+
+    What was predicted on a folded graph has other names than the program of all layers.
+    """
+    times: dict[object, list[Collective]] = {}
+    for one in known:
+        times.setdefault(_likeness(one), []).append(one)
+    found = []
+    for one in collectives:
+        same = times.get(_likeness(one))
+        like = same.pop(0) if same else one
+        found.append(replace(one, seconds=like.seconds, exposed=like.exposed))
+    return tuple(found)
+
+
+def _likeness(one: Collective) -> object:
+    return one.kind, one.axes, one.bytes, one.backward, one.recomputed, one.origin, one.reason
+
+
 def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collective, float]]:
     """The plan's collectives that a task runs, and their parts of it by bytes."""
     run = [_of_layer(step, known) for step in task.steps]

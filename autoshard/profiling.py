@@ -32,6 +32,8 @@ from passes.ir.units import format_bytes, format_seconds
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 ROUNDS = 3  # the least of so many counts: what else runs only adds
+LONG = 4  # launches that a product has to take to tell of the rate
+APART = 4  # times as many bytes as the smallest message, that another has to have to tell of a link
 OUTSIDE = "(model)"  # calls that are in no module
 
 
@@ -244,27 +246,27 @@ def _products(
 def _recalibrated(
     mesh: Mesh, hardware: Hardware, collectives: Sequence[CollectiveTime], products: Iterator[ProductTime]
 ) -> Hardware:
-    """The figures that explain what was measured: of products, and of links over which messages of two sizes went."""
-    if measured := tuple(products):
+    """The figures that explain what was measured: of products that took more than a launch, and of links over which
+    messages of quite different sizes went. What nothing tells of stays."""
+    if measured := tuple(one for one in products if one.seconds > LONG * hardware.launch):
         hardware = fit_products(hardware, measured)
     times = [TransferTime(c.kind, c.axes, mesh.group_shape(c.axes), c.nbytes, c.measured) for c in collectives]
     sizes: dict[object, set[int]] = {}
     for one in times:
         sizes.setdefault((one.kind, one.group), set()).add(one.nbytes)
-    useful = [one for one in times if len(sizes[one.kind, one.group]) > 1]
+    useful = [one for one in times if max(sizes[one.kind, one.group]) >= APART * min(sizes[one.kind, one.group])]
     hardware = fit_links(hardware, useful)
     by = f"measured by a profile on {mesh} with torch {torch.__version__}"
-    kept = tuple(pair for pair in hardware.sources if pair[0] not in ("flops", "inside", "across"))
-    own = (("flops", by),) if measured else ()
-    links = tuple((link, by) for link in ("inside", "across") if any((t.group.nodes > 1) == (link == "across") for t in useful))
-    return replace(hardware, sources=(*kept, *own, *links))
+    own = {"flops": by} if measured else {}
+    own |= {"across" if one.group.nodes > 1 else "inside": by for one in useful}
+    return replace(hardware, sources=tuple((dict(hardware.sources) | own).items()))
 
 
 # --- text
 
 
 def _lines(one: Profile) -> Iterator[str]:
-    yield f"profile on {one.mesh.size} ranks ({one.mesh}); each call alone, on the slowest rank"
+    yield f"profile on {one.mesh.size} ranks ({one.mesh}); each call alone and not fused, on the slowest rank"
     rows = [("", "", "", "predicted", "measured", "ratio")]
     rows.append(("step, as it runs", "", "", *_times(one.predicted_step, one.step)))
     groups: dict[tuple[object, ...], list[CollectiveTime]] = {}
@@ -291,7 +293,10 @@ def _lines(one: Profile) -> Iterator[str]:
         cells = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
         cells += [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
         yield "  ".join(cells).rstrip()
-    yield f"recalibrated: {_figures(one.hardware)}"
+    if one.hardware == one.mesh.hardware:
+        yield "not recalibrated: products and messages are too small or too alike to tell of the hardware"
+    else:
+        yield f"recalibrated: {_figures(one.hardware)}"
 
 
 def _way(one: CollectiveTime | RegionTime) -> str:

@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from autoshard.constraints import recipes_of
 from autoshard.pipeline import default_pipeline
 from passes.base import Pass, PassContext, Remark
 from passes.errors import UserError
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Dumper, Verifier
+from passes.seed import Seed
 
 CONFIGURED = ("seed", "cast_parameters")  # passes that a text cannot tell how they were set
 
@@ -25,27 +27,32 @@ class Replayed:
     remarks: tuple[Remark, ...]
 
 
-def replay(path: Path, *, behind: str | None = None, folder: Path | None = None) -> Replayed:
+def replay(
+    path: Path, *, behind: str | None = None, folder: Path | None = None, recipe: str | None = None
+) -> Replayed:
     """Read the graph in `path` and run the default pipeline from behind the pass `behind` on: by default the one that the
-    file is named after. `folder` is where to write what each pass makes of it, named as in the dump.
+    file is named after. `folder` is where to write what each pass makes of it, named as in the dump. With a `recipe`, a
+    dump from in front of the seeds does as well: placed by that recipe, without constraints and mixed precision.
 
     Raises UserError for a pass that there is not, or from in front of which a text is not enough; GraphTextError for text
     that is no graph.
     """
-    passes = default_pipeline()
-    behind = _named(path) if behind is None else behind
-    start = _place(passes, behind) + 1
-    configured = [one.name for one in passes[start:] if one.name in CONFIGURED]
-    if configured:
-        raise UserError(
-            f"a graph from behind {behind!r} is not enough to run {' and '.join(configured)}: recipes, constraints and "
-            "precision are not in the text; replay a later dump, or plan the model again"
-        )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"the dump {path} cannot be read: {error.strerror}") from error
+    passes = default_pipeline()
+    behind = _named(path) if behind is None else behind
+    start = _place(passes, behind) + 1
+    configured = [one.name for one in passes[start:] if one.name in CONFIGURED]
+    if configured and recipe is None:
+        raise UserError(
+            f"a graph from behind {behind!r} is not enough to run {' and '.join(configured)}: recipes, constraints and "
+            "precision are not in the text; give a recipe to place it by, replay a later dump, or plan the model again"
+        )
     gm, mesh = parse_graph(text)
+    if recipe is not None:
+        passes = default_pipeline(Seed(recipes_of(recipe, mesh)))
     ctx, dumper = PassContext(mesh), Dumper(folder)
     dumper.dumped.extend([""] * (start + 1))  # so that files are numbered as in the dump that it comes from
     PassManager(passes[start:], (Verifier(), dumper)).run(gm, ctx)

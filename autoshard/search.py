@@ -14,12 +14,11 @@ from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
 from passes.base import PassContext
 from passes.errors import InputError, MemoryLimitError, RecipeError
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
-from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
-from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Prepared, prepare
 from passes.search.solution import Solution
@@ -27,9 +26,12 @@ from passes.seed import Seed
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
+AGAIN = "layers computed again in the backward"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
+QUICK = 0.1  # of a step: how far from proven a quick answer may be
+OFF = 0.1  # of a step: a quick answer whose simulated step is longer than the solver's by more is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
 # slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
@@ -45,17 +47,21 @@ class Choice:
     prepared: Prepared | None  # None: there was no time for it
 
 
-def search(problem: Problem, folded: Folded, progress: Progress, *, every: bool = False) -> Choice:
+def search(
+    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
+) -> Choice:
     """The candidate with the shortest simulated step of those that fit in memory; of equal ones the first.
 
     Recipes that the solver's own model finds hopeless are not simulated, unless `every` is; nor is any once the time limit
-    is over and there is a plan that fits. Raises MemoryLimitError where nothing fits: with what takes the memory, and the
-    smallest limit that would do.
+    is over and there is a plan that fits. A `quick` search takes the first good plan of the solver's; beside one that the
+    simulator finds slower than the solver did, it tries the best recipe. Raises MemoryLimitError where nothing fits: with
+    what takes the memory, and the smallest limit that would do.
     """
-    contest = _Contest(problem, folded)
+    contest = _Contest(problem, folded, quick=quick)
     progress(SOLVED)
     contest.solve()
     contest.try_recipes(progress, every=every)
+    contest.solve_again(progress)
     if contest.best is None:
         contest.try_least()
     if contest.best is None:
@@ -71,6 +77,7 @@ class _Contest:
 
     problem: Problem
     folded: Folded
+    quick: bool = False
     started: float = field(default_factory=time.perf_counter)
     judged: dict[str, Judged] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
@@ -113,12 +120,16 @@ class _Contest:
     def _unpinned(self) -> Recipes:
         return (None,) * self.problem.mesh.ndim
 
+    @property
+    def _keep(self) -> bool | None:
+        return self.problem.options.keeps_gathered
+
     def solve(self) -> None:
         """The solved placement, as far as there is time for it."""
         if self.left <= 0 or not self.prepare(time.perf_counter() + self.left):
             self._decline(SOLVED)
         else:
-            self.ask()
+            self.ask(gap=QUICK if self.quick else Goal.gap)
 
     def prepare(self, deadline: float = float("inf")) -> bool:
         """State the problem, unless it is past the deadline."""
@@ -135,19 +146,20 @@ class _Contest:
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask(self, *, gap: float = Goal.gap) -> None:
-        """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
+    def ask(self, *, gap: float = Goal.gap, beside: int = 0) -> None:
+        """Solve for less memory, while the simulator finds a higher peak than the solver estimated. It counts all that the
+        backward needs as kept: `beside` the limit is what computing it again frees.
 
         By as much as the peak was too high; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
         assert self.prepared is not None
-        none, some, asked = 0.0, float(self.limit), float(self.limit)
+        none, some, asked = 0.0, float(self.limit + beside), float(self.limit + beside)
         for attempt in range(TRIES):
             left = self.left * SHARE
             if attempt > 0 and left <= 0:
                 break
-            found = self.prepared.solutions(Goal(asked, gap, None if left == float("inf") else left))
+            found = self.prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep))
             try:
                 solution = next(found)
             except MemoryLimitError:
@@ -156,7 +168,8 @@ class _Contest:
                 none, asked = asked, (asked + some) / 2
                 continue
             if self.enter_solved(solution):
-                self.improve(found)
+                if not self.quick:
+                    self.improve(found)
                 break
             some = asked
             excess = self.judged[SOLVED].cost.peak_memory - self.limit
@@ -179,14 +192,17 @@ class _Contest:
         if self.best is not None:
             return
         assert self.prepared is not None
-        for solution in self.prepared.least():
+        for solution in self.prepared.least(keep=self._keep):
             if self.enter_solved(solution):
                 break
 
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
-        """The experts', those that look best first."""
+        """The experts', those that look best first; for a quick answer no more than it needs."""
+        if self.is_answered:
+            self.declined += [_not_needed(name) for name, _ in _experts(self.problem)]
+            return
         estimates = {}
-        for name, recipes in _experts(self.problem.mesh):
+        for name, recipes in _experts(self.problem):
             try:
                 self.problem.check_batch(recipes)
             except InputError as error:
@@ -196,12 +212,46 @@ class _Contest:
         for name, (estimate, recipes) in sorted(estimates.items(), key=lambda item: item[1][0]):
             if self.best is not None and self.left <= 0:
                 self._decline(name)
+            elif self.quick and self.best is not None and len(self.judged) > 1:
+                self.declined.append(_not_needed(name))
             elif not every and estimate > self.best_time * (1 + NEAR):
                 note = f"about {format_seconds(estimate)} by the solver's model: not simulated"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
             else:
                 progress(name)
-                self.enter(name, judge(self.problem, self.folded, recipes))
+                worst = float("inf") if every else self.best_time
+                self.enter(name, judge(self.problem, self.folded, recipes, worst=worst))
+
+    def solve_again(self, progress: Progress) -> None:
+        """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""
+        reached = self.judged[self.best] if self.best is not None else self.least
+        again = reached.recomputation if reached is not None else None
+        if again is None or not again.freed or self.prepared is None or self.left <= 0:
+            return
+        progress(SOLVED)
+        held = self.solution, self.judged.pop(SOLVED, None)
+        self.best = self._fastest()
+        self.ask(beside=again.freed)
+        before, now = held[1], self.judged.get(SOLVED)
+        if before is not None and (now is None or self._rank(before) <= self._rank(now)):
+            self.solution, self.judged[SOLVED] = held[0], before
+        self.best = self._fastest()
+
+    def _fastest(self) -> str | None:
+        """Of those that fit."""
+        fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
+        return min(fitting, key=lambda name: self.judged[name].cost.step_time, default=None)
+
+    def _rank(self, judged: Judged) -> tuple[float, float]:
+        cost = judged.cost
+        return (0.0, cost.step_time) if cost.peak_memory <= self.limit else (float(cost.peak_memory), 0.0)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the solver's plan is a quick answer that the simulator agrees with."""
+        if not self.quick or self.best != SOLVED or self.solution is None:
+            return False
+        return self.best_time <= self.solution.objective * (1 + OFF)
 
     def _decline(self, name: str) -> None:
         note = f"the time limit of {self.problem.options.time_limit} s was over"
@@ -214,7 +264,7 @@ class _Contest:
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
             gm = seeded(self.problem, self.folded, recipes)
-            passes = (Propagate(), InsertReshards(), MergeReductions())
+            passes = (Propagate(), InsertReshards(), FuseCollectives())
             PassManager(passes).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.prepared.price(self.folded.placed[seed]) or 0.0
@@ -222,7 +272,10 @@ class _Contest:
     def choice(self) -> Choice:
         assert self.best is not None
         entered = [(name, judged.cost) for name, judged in self.judged.items()]
-        candidates = [Candidate(name, cost, fits=cost.peak_memory <= self.limit) for name, cost in entered]
+        again = {name: AGAIN for name, judged in self.judged.items() if judged.recomputation is not None}
+        candidates = [
+            Candidate(name, cost, fits=cost.peak_memory <= self.limit, note=again.get(name, "")) for name, cost in entered
+        ]
         return Choice(
             self.judged[self.best],
             self.solution if self.best == SOLVED else None,
@@ -238,17 +291,21 @@ class _Contest:
         )
 
 
-def _experts(mesh: Mesh) -> Iterator[tuple[str, Recipes]]:
-    """The recipes that go with `mesh`, by name."""
+def _experts(problem: Problem) -> Iterator[tuple[str, Recipes]]:
+    """The recipes that go with the mesh, by name."""
     seen: set[Recipes] = set()
     for name in EXPERTS:
         try:
-            recipes = recipes_of(name, mesh)
+            recipes = recipes_of(name, problem.mesh)
         except RecipeError:
             continue
-        if recipes not in seen:
-            seen.add(recipes)
+        if (alike := problem.resharding(recipes)) not in seen:
+            seen.add(alike)
             yield name, recipes
+
+
+def _not_needed(name: str) -> Candidate:
+    return Candidate(name, None, fits=False, note="a quick answer: not simulated; plan.with_(..., prove=True) does")
 
 
 def _smallest(failed: _Contest) -> tuple[int, Cost]:
@@ -261,7 +318,9 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
     least, cost = failed.least.cost.peak_memory, failed.least.cost
     while (lower := int(least * (1 - STEP))) > failed.limit and failed.left > 0:
         options = replace(failed.problem.options, memory_limit=lower)
-        contest = _Contest(replace(failed.problem, options=options), failed.folded, failed.started, prepared=failed.prepared)
+        contest = _Contest(
+            replace(failed.problem, options=options), failed.folded, started=failed.started, prepared=failed.prepared
+        )
         contest.ask(gap=ANY)
         if contest.best is None:
             break

@@ -31,7 +31,10 @@ def test_one_process_measures_its_device(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"device": "tpu"}, "device='tpu': choose cpu or cuda"),
-        ({"mesh": "dp=2", "device": "cpu"}, "mesh dp=2 has 2 ranks but the world has 1; start as many processes"),
+        (
+            {"mesh": "dp=2", "device": "cpu"},
+            "mesh dp=2 has 2 ranks but the world has 1; start as many processes (torchrun --nproc-per-node 2 ...)",
+        ),
     ],
 )
 def test_what_cannot_be_measured(arguments: dict[str, str], message: str) -> None:

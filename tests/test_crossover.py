@@ -115,7 +115,10 @@ def test_the_answer_reads_with_its_formulas() -> None:
         ({"dtype": "int4"}, "unknown dtype 'int4'; choose one of "),
         ({"tokens": 0}, "tokens=0: give 1 or more"),
         ({"link": "wifi"}, "link='wifi': choose inside or across"),
-        ({"link": "inside", "devices": 9}, "9 devices are not inside a node of h100, which has 8; give fewer"),
+        (
+            {"link": "inside", "devices": 9},
+            "9 devices are not inside a node of h100, which has 8; give fewer, or leave the link to be filled",
+        ),
     ],
 )
 def test_a_question_that_cannot_be_answered(changes: dict[str, object], message: str) -> None:

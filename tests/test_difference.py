@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
+from autoshard.search import QUICK
 
 
 class Stack(nn.Module):
@@ -47,6 +48,7 @@ def base() -> ShardingPlan:
         {"mesh": "dp=4,tp=1", "hardware": "a100"},
         {"hardware": "a100"},
         {"recipe": "fsdp", "params": {"layers.*.0.weight": {"tp": "S(1)"}}},
+        {"params": {"layers.*": {"tp": "S(1)"}}},
     ],
 )
 def test_a_plan_made_again_is_the_plan_that_is_asked_for(change: dict[str, Any]) -> None:
@@ -57,7 +59,19 @@ def test_a_search_made_again_is_the_search_that_is_asked_for() -> None:
     def made(**options: Any) -> ShardingPlan:
         return plan(nn.Linear(8, 12), Mesh("dp=2", hardware="h100"), (torch.randn(4, 8),), options=Options(**options))
 
-    assert made(recipe="ddp").with_(recipe="auto", memory_limit="1MB") == made(memory_limit="1MB")
+    assert made(recipe="ddp").with_(recipe="auto", memory_limit="1MB", prove=True) == made(memory_limit="1MB")
+
+
+def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
+    wide = planned(mesh="dp=4,tp=1", hardware="a100")
+    quick, again, proven = (wide.with_(mesh="dp=2,tp=4", hardware="h100", prove=prove) for prove in (False, False, True))
+    assert quick == again and quick.search is not None and proven.search is not None
+    assert quick.cost is not None and proven.cost is not None and quick.cost.step_time >= proven.cost.step_time
+    assert quick.search.gap is not None and quick.search.gap <= QUICK
+    assert [one.name for one in quick.search.candidates] == [one.name for one in proven.search.candidates]
+    assert {one.note for one in quick.search.candidates if one.cost is None} == {
+        "a quick answer: not simulated; plan.with_(..., prove=True) does"
+    }
 
 
 def test_what_cannot_be_changed() -> None:

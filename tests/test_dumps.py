@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 import tests.test_checking
-from autoshard import Options, UserError, autoshard
+from autoshard import Options, UserError, autoshard, dumping, plan
 from autoshard.bisection import bisect
 from autoshard.cli.main import main
 from autoshard.pipeline import default_pipeline
 from autoshard.planner import make_plan
 from autoshard.replay import replay
+from passes import observers
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
 from passes.ir.mesh import Mesh
@@ -70,17 +71,39 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
     path = dump / "05_insert_reshards.txt"
     assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
     out = capsys.readouterr().out
-    passes = "merge_reductions, cancel_reshards, lower_reshards, localize, decompose"
+    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
+def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
+    found = replay(dump / "01_normalize.txt", recipe="fsdp+megatron")
+    assert unnamed(found.text) == unnamed((dump / "10_bucket_collectives.txt").read_text())
+
+
+def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
+    options = Options(recipe="fsdp+megatron", dump=tmp_path, bucket_bytes=0)
+    plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)
+    for path in sorted(tmp_path.iterdir())[1:]:
+        assert unnamed(path.read_text()) == unnamed((dump / path.name).read_text()), path.name
+    assert (tmp_path / "09_localize.txt").exists()
+
+
+def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(observers, "trace_artifact", lambda name, text: said.append(name))
+    monkeypatch.setattr(dumping, "is_traced", lambda: True)
+    plan(Model(), Mesh("dp=2", hardware="h100"), (torch.randn(4, 6),), options=Options(recipe="fsdp"))
+    assert said[0] == "autoshard_00_capture" and "autoshard_09_localize" in said
+
+
 def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
+    (tmp_path / "graph.txt").touch()
     for path, behind, expected in (
         (
             dump / "01_normalize.txt",
             None,
             "a graph from behind 'normalize' is not enough to run seed and cast_parameters: recipes, constraints and precision "
-            "are not in the text; replay a later dump, or plan the model again",
+            "are not in the text; give a recipe to place it by, replay a later dump, or plan the model again",
         ),
         (
             tmp_path / "graph.txt",
@@ -91,7 +114,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             dump / "05_insert_reshards.txt",
             "insert",
             "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
-            "merge_reductions, cancel_reshards, lower_reshards, localize, decompose",
+            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint",
         ),
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, assert_plan, plan
+from autoshard import CaptureError, MemoryLimitError, Mesh, Options, ShardingPlan, assert_plan, plan
 
 
 @torch.library.custom_op("autoshard_test::mixed", mutates_args=())
@@ -60,6 +60,18 @@ class Unknown(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.down(mixed(self.up(x))), y)
+
+
+class Ragged(nn.Module):
+    """As many rows as there are values above 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = self.up(x)
+        return found[found > 0].sum()
 
 
 def planned(kind: type[nn.Module], **options: Any) -> ShardingPlan:
@@ -131,3 +143,11 @@ def test_a_batch_too_large_leads_to_what_is_made_of_it() -> None:
     assert_expected_inline("\n".join(lines), """\
   test_faults.py:51 up: f32[4000000, 32, 256], 61.0 GiB on a device
   test_faults.py:51: f32[4000000, 32, 256], 61.0 GiB on a device""")
+
+
+def test_a_size_that_depends_on_values_leads_to_its_line() -> None:
+    with pytest.raises(CaptureError) as caught:
+        planned(Ragged)
+    message, _, line = str(caught.value).partition("\n")
+    assert message.startswith("the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed")
+    assert line.endswith("return found[found > 0].sum()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -124,3 +125,12 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(axes: str, recipe
     run = simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
     assert run.step_time == pytest.approx(cost.step_time, rel=0.01)
     assert run.peak_memory == pytest.approx(cost.peak_memory, rel=0.1)
+
+
+def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp", bucket_bytes=0)
+    model, x = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))))), torch.randn(8, 8)
+    planned, run = plan(model, mesh, (x,), options=options), make_plan(model, (x,), {}, mesh, options).plan
+    assert planned.repeats and run.cost == planned.cost is not None and run.timeline == planned.timeline
+    times = [{one.origin.fqn: one.exposed for one in made.collectives if one.backward} for made in (planned, run)]
+    assert times[0] == times[1] and None not in times[0].values()

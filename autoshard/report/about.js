@@ -1,4 +1,3 @@
-"use strict";
 // What is known of the thing that was picked, with links to all that it has to do with.
 
 const UNKNOWN = "this plan has none of this name";

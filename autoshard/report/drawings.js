@@ -1,4 +1,3 @@
-"use strict";
 // Two pictures: what each rank holds of a tensor, and how near the ops come to what the device can do.
 
 const MOST_CELLS = 4096; // drawn of a mesh

@@ -1,7 +1,7 @@
-"use strict";
 // What all views share: the plan, its indices, and how figures and names are written.
 
-const plan = JSON.parse(document.getElementById("plan").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("plan").textContent), (one) => one.charCodeAt(0));
+const plan = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 
 /** An element; a string child is text, never markup. */
 function el(tag, attributes, ...children) {

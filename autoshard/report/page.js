@@ -1,4 +1,3 @@
-"use strict";
 // The page: summary, module tree, search, and what is picked.
 
 const VIEWS = { overview, timeline: showTimeline, tensor, collectives, roofline, program, remarks };

@@ -1,13 +1,15 @@
 """A plan as one HTML page that opens from a file and asks no network for anything.
 
 The page is a template with its style and scripts beside this module; the plan stands in it as JSON, which
-`page_data` makes.
+`page_data` makes, and compressed: a model of 80 layers that runs has each of them in its program.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
@@ -45,7 +47,7 @@ def format_page(plan: ShardingPlan) -> str:
     parts = {
         "TITLE": _escaped(f"{plan.mesh} {plan.mesh.hardware.name if plan.mesh.hardware else ''}".strip()),
         "STYLE": folder.joinpath(STYLE).read_text(encoding="utf-8"),
-        "DATA": data.replace("<", "\\u003c"),  # nothing in it may end the script
+        "DATA": base64.b64encode(zlib.compress(data.encode())).decode(),
         "SCRIPT": "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)

@@ -19,14 +19,14 @@ def timeline_of(plan: ShardingPlan) -> Timeline:
     """The simulated step. Raises UserError for a plan that has none."""
     if plan.timeline is None:
         raise UserError(
-            "this plan has no simulated step: it was made where the hardware is not known, or for a recipe that was run; "
-            "make it with plan(model, Mesh('dp=8', hardware='h100'), args)"
+            "this plan has no simulated step: nobody said what hardware it is on, or it was made by passes of your own; "
+            "make it with plan(model, Mesh('dp=8', hardware='h100'), args), or give Options(hardware='cpu') to what runs"
         )
     return plan.timeline
 
 
 def is_timed(plan: ShardingPlan) -> bool:
-    """Whether the plan's collectives have their times: those of a plan that a run follows have not."""
+    """Whether the plan's collectives have their times."""
     return plan.timeline is not None and all(one.exposed is not None for one in plan.collectives)
 
 

@@ -1,4 +1,3 @@
-"use strict";
 // The step as it runs: compute and links, exposed time in red, and below it what memory holds.
 
 const LANES = { compute: "compute", inside: "links in a node", across: "links between nodes" };

@@ -1,9 +1,8 @@
-"use strict";
 // The views between which the tabs choose; each gives the elements that it shows.
 
 const LACKING =
-  "This plan has no simulated step: it was made where the hardware is not known, or for a recipe that was run. " +
-  "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args) to see one.";
+  "This plan has no simulated step: nobody said what hardware it is on, or it was made by passes of your own. " +
+  "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args), or give Options(hardware='cpu') to what runs.";
 
 function overview() {
   const { search } = plan, axis = plan.mesh.names.at(-1), shown = Object.keys(plan.letters).at(-1);
@@ -128,8 +127,12 @@ function program() {
   const fill = () => {
     const wanted = filter.value.toLowerCase();
     state.lines = filter.value;
-    lines.replaceChildren(...linesOf(state.stage).lines.flatMap((line, number) => (wanted && !line.text
-      .toLowerCase().includes(wanted) ? [] : [programLine(line, number)])));
+    const found = linesOf(state.stage).lines.map((line, number) => ({ line, number }))
+      .filter(({ line }) => !wanted || line.text.toLowerCase().includes(wanted));
+    const chunks = [];
+    for (let first = 0; first < found.length; first += CHUNK) chunks.push(chunkOf(found.slice(first, first + CHUNK)));
+    lines.replaceChildren(...chunks);
+    if (chunks.length) chunks[0].fill();
   };
   const choose = el("select", { "aria-label": "stage", onchange: (event) => { state.stage = event.target.value;
         fill(); } },
@@ -139,6 +142,20 @@ function program() {
   fill();
   const left = plan.modules.length && plan.graphs.CAPTURED ? soft("equal layers are written once") : "";
   return [el("div", { class: "tools" }, choose, filter, left), lines];
+}
+
+const CHUNK = 400; // lines that are made at once, when they come near to what is seen: a program may have tens of thousands
+const coming = new IntersectionObserver((entries) => {
+  for (const entry of entries) if (entry.isIntersecting) entry.target.fill();
+}, { rootMargin: "400px" });
+
+function chunkOf(found) {
+  const made = el("section", { "data-first": found[0].number, style: `min-height: ${1.5 * found.length}em` });
+  made.fill = () => {
+    if (!made.firstChild) made.append(...found.map(({ line, number }) => programLine(line, number)));
+  };
+  coming.observe(made);
+  return made;
 }
 
 function programLine({ name, text, line }, number) {
@@ -157,6 +174,7 @@ function goTo({ stage, number }) {
   state.stage = stage;
   state.lines = "";
   show("program");
+  [...document.querySelectorAll(".program section")].findLast((one) => Number(one.dataset.first) <= number).fill();
   const line = document.querySelector(`.program [data-number="${number}"]`);
   line.classList.add("picked");
   line.scrollIntoView({ block: "center" });

@@ -109,6 +109,12 @@ def test_an_optimizer_has_its_state_and_its_time(optimizer: str, states: int, pa
     assert _tasks(_program("mlp", "dp=2", "fsdp", optimizer=None), OPTIMIZER) == []
 
 
+def test_an_optimizer_that_is_not_known() -> None:
+    with pytest.raises(UserError) as caught:
+        _program("mlp", "dp=2", "fsdp", optimizer="lion")
+    assert str(caught.value) == "unknown optimizer 'lion'; its memory and time are known for 'adamw', 'sgd', None"
+
+
 def test_links_are_by_the_groups_of_the_mesh() -> None:
     program = _program("mlp", "dp=2,tp=8", "fsdp+megatron")
     assert {(t.axes, t.stream) for t in program.tasks if t.is_collective} == {(("dp",), "across"), (("tp",), "inside")}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,8 @@ def test_the_data_in_the_page_are_the_plan_whatever_it_says() -> None:
     said = Remark("propagate", "</script><b>&", Origin("a.b", "é.py", 3, "x < 1 </script>"), "mm")
     text = format_page(replace(searched(), remarks=(said,)))
     assert text.count("</script>") == 2
-    (data,) = re.findall(r'<script id="plan" type="application/json">(.*?)</script>', text, re.DOTALL)
+    (packed,) = re.findall(r'<script id="plan" type="text/plain">(.*?)</script>', text)
+    data = zlib.decompress(base64.b64decode(packed))
     assert json.loads(data)["remarks"][0]["text"] == "</script><b>&"
     assert json.loads(data) == json.loads(json.dumps(page_data(replace(searched(), remarks=(said,)))))
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from autoshard import compile as compiling
 from autoshard.compile import Mode, compile_program, split_program
+from passes._torch import InductorCode
 from passes.ir.text import parse_graph
 
 MODES: tuple[Mode, ...] = ("eager", "inductor")
@@ -85,6 +87,18 @@ def test_the_graph_is_left_as_it_was() -> None:
     before = str(gm.graph)
     split_program(gm, mode="inductor")
     assert str(gm.graph) == before
+
+
+def test_what_inductor_rewrites_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rewriting(gm: GraphModule, *_: object, **__: object) -> InductorCode:
+        gm.graph.output_node().args = ((),)
+        return InductorCode(lambda _: [], ())
+
+    monkeypatch.setattr(compiling, "inductor_compile", rewriting)
+    split = split_program(training(again=True), mode="inductor")
+    graphs = [str(gm.graph) for gm in (split.forward, split.backward) if gm is not None]
+    compiling.compile_split(split, mode="inductor")
+    assert [str(gm.graph) for gm in (split.forward, split.backward) if gm is not None] == graphs and len(graphs) == 2
 
 
 # sin(x @ w) * b, which then counts its calls; no collectives, so that it can run here.

@@ -22,6 +22,8 @@ from autoshard.groups import axes_used
 from autoshard.options import Options
 from autoshard.overlap import Overlap
 from passes._torch import inductor_compile, register_group, unregister_group
+from passes.ir import chunks
+from passes.ir.chunks import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from tests.cost.measured import one_of
@@ -160,10 +162,16 @@ def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
 
 
 @pytest.mark.slow
-def test_the_order_of_a_model_is_that_of_its_code(ranks: None) -> None:
+def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None:
     mesh = Mesh("dp=2,tp=2", hardware="h100")
     planned = plan_ranks(build("gpt"), mesh, Options(recipe="fsdp+megatron", bucket_bytes=10_000)).planned
     split = split_program(planned.graph, mode="inductor")
+    for gm in (split.forward, split.backward):
+        assert gm is not None
+        for site in sites_in(gm):
+            cut = site.cut(2)
+            assert cut is not None
+            chunks.split(site, cut, "decompose_matmuls")
     Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     for gm, code in zip((split.forward, split.backward), _codes(split, mesh), strict=True):
         assert _in_code(code) == _in_graph(gm)

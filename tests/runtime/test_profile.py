@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard import InputError, Options, autoshard
-from tests.models import build
+from autoshard import InputError, Mesh, Options, autoshard
+from autoshard.profiling import CollectiveTime, Profile, RegionTime
+from tests.models import mlp
 from tests.spawn import run_on_ranks
 
 
 def _profile(rank: int) -> dict[str, Any]:
-    case = build("mlp", dtype=torch.float32)
+    case = mlp(sizes=(64, 1024, 48, 16), batch=256)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = autoshard(case.model, mesh, case.args, options=Options(recipe="fsdp", compile="eager"))
+    options = Options(recipe="fsdp", compile="eager", bucket_bytes=0)
+    model = autoshard(case.model, mesh, case.args, options=options)
     found = model.profile(*model.shard(*case.args))
     steps = {run.id for one in found.collectives for run in one.runs}
     return {
@@ -68,3 +72,21 @@ def test_a_profile_on_one_rank_leaves_the_model_as_it_is(one_rank: DeviceMesh) -
     assert found.collectives == () and {one.fqn for one in found.regions} >= {"0", "1"}
     for name, value in model.state_dict().items():
         assert torch.equal(getattr(value, "_local_tensor", value), getattr(before[name], "_local_tensor", before[name])), name
+
+
+def test_a_profile_reads_as_a_table() -> None:
+    mesh = Mesh("dp=2", hardware="h100")
+    assert mesh.hardware is not None
+    message = CollectiveTime("all_gather_1", "all_gather", ("dp",), 6 << 20, False, (), 1e-4, 2e-4)
+    regions = (RegionTime("layers.0.wq", False, 3, 1e-3, 1.5e-3), RegionTime("layers.1.wq", False, 3, 1e-3, 1.5e-3))
+    found = Profile(mesh, 2e-3, 3e-3, (message, message), regions, mesh.hardware)
+    assert_expected_inline(str(found), """\
+profile on 2 ranks (dp=2); each call alone and not fused, on the slowest rank
+                                                         predicted  measured  ratio
+step, as it runs                                           2.00 ms   3.00 ms   1.50
+2 x all_gather over dp, 6.0 MiB  forward                    200 us    400 us   2.00
+compute, 6 calls                 forward  layers.0-1.wq    2.00 ms   3.00 ms   1.50
+not recalibrated: products and messages are too small or too alike to tell of the hardware""")
+    link = replace(mesh.hardware.inside, bandwidth=float(1 << 30), latency=1e-5)
+    other = str(replace(found, hardware=replace(mesh.hardware, flops=(("f32", 1e12),), inside=link)))
+    assert other.splitlines()[-1] == "recalibrated: f32 1000 GFLOP/s; inside 1.0 GiB/s, 10.0 us a step"
