@@ -34,6 +34,7 @@ class Basis:
     folded: Folded
     replan: Callable[[Problem, Folded | None, bool], ShardingPlan]  # folded, where that is known; whether quick
     prepared: Prepared | None = None  # for the search that made the plan
+    freed: int = 0  # bytes that are computed again rather than kept, which a search does not know of
     gap: float = Goal.gap  # that the search was content with
 
     @property
@@ -49,7 +50,9 @@ class Basis:
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
-        return prepared.explore(Goal(self.memory_limit, self.gap, self.problem.options.time_limit))
+        options = self.problem.options
+        limit = self.memory_limit + self.freed
+        return prepared.explore(Goal(limit, self.gap, options.time_limit, keep=options.keeps_gathered))
 
     @property
     def memory_limit(self) -> int:

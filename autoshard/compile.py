@@ -17,6 +17,7 @@ from passes._torch import (
     module_of,
     run_joint_graph_passes,
     tag_recompute,
+    tag_save,
 )
 from passes.errors import CompilerError
 from passes.ir.graph import (
@@ -33,6 +34,7 @@ from passes.ir.graph import (
     outputs_of,
     placeholders,
     returned,
+    saving_of,
     set_input,
     set_outputs,
     set_recompute,
@@ -98,7 +100,8 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
 
     A gathered parameter (`is_recompute`), and what is computed from such alone, is gathered again in the
     backward, right before its use; so is another value that is to be moved again, with the views and copies of it.
-    What other collectives give is saved.
+    What other collectives give is saved, unless the graph says of a value that it is to be made again, or saved
+    (`saving_of`).
     """
     outputs = outputs_of(gm.graph)
     gradients = tuple(output for output in outputs if output.role is OutputRole.GRADIENT)
@@ -107,6 +110,7 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     forward_inputs = tuple(n for n in placeholders(joint.graph) if input_of(n).role is not InputRole.TANGENT)
     tangents = placeholders(joint.graph, InputRole.TANGENT)
     _tag_gathers(joint.graph)
+    _tag_savings(joint.graph)
     if mode == "inductor":
         run_joint_graph_passes(joint)
     forward, backward = joint, None
@@ -177,6 +181,14 @@ def _tag_gathers(graph: Graph) -> None:
             follows = node in static and all(is_recompute(s) or s.op == "placeholder" for s in sources)
             set_recompute(node, node.op != "output" and (follows or len(sources) == 1))
         if is_recompute(node):
+            tag_recompute(node)
+
+
+def _tag_savings(graph: Graph) -> None:
+    for node in graph.nodes:
+        if saving_of(node) == "saved":
+            tag_save(node)
+        elif saving_of(node) == "remade":
             tag_recompute(node)
 
 

@@ -13,7 +13,7 @@ from torch.fx.graph import CodeGen
 from autoshard.capture_errors import format_place
 from autoshard.flat_call import FlatCall
 from autoshard.origins import set_origins
-from passes._torch import JointGraph, OpOverload
+from passes._torch import JointGraph, OpOverload, checkpoint_of, clear_checkpoint
 from passes.errors import CaptureError
 from passes.ir.graph import (
     Input,
@@ -26,10 +26,12 @@ from passes.ir.graph import (
     returned,
     set_input,
     set_outputs,
+    set_region,
     set_stage,
     set_value,
     value_of,
 )
+from passes.ir.repeats import number_regions
 
 aten = torch.ops.aten
 
@@ -58,6 +60,7 @@ def finish_graph(joint: JointGraph, flat: FlatCall, fqns: Mapping[int, str]) -> 
     literals = _set_inputs(joint, keys, flat.signature.outputs)
     graph.eliminate_dead_code()
     _check_ops(graph)
+    _set_regions(graph)
     gm.recompile()
     set_stage(gm, Stage.CAPTURED)
     return literals
@@ -176,6 +179,22 @@ def _replace_placeholder(graph: Graph, old: Node, key: Input) -> None:
     set_input(new, key)
     old.replace_all_uses_with(new)
     graph.erase_node(old)
+
+
+def _set_regions(graph: Graph) -> None:
+    """What the model computes inside of `torch.utils.checkpoint` is computed again in the backward."""
+    for node in graph.nodes:
+        found = checkpoint_of(node)
+        if found is not None and found[1]:
+            raise CaptureError(
+                "the model says by context_fn of torch.utils.checkpoint which values to keep, which cannot be followed; "
+                "leave context_fn out, or checkpoint() out and choose by Options(checkpoint=...)"
+                f"{format_place(origin_of(node))}"
+            )
+        if found is not None:
+            set_region(node, found[0])
+            clear_checkpoint(node)
+    number_regions(graph)
 
 
 def _check_ops(graph: Graph) -> None:

@@ -10,24 +10,23 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
+from autoshard.checkpointing import Settling
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
-from autoshard.prediction import cost_of, run_step
+from autoshard.prediction import cost_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress, silent
 from autoshard.shallow import shallow_graph
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.from_graph import program_of
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
-from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
 from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, collectives_of, inputs_of, layouts_by_name, results_by_name
+from passes.ir.plan import Cost, Recomputation, collectives_of, inputs_of, layouts_by_name, results_by_name, with_remade
 from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
@@ -121,6 +120,7 @@ class Judged:
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
     timeline: Timeline
+    recomputation: Recomputation | None = None
 
     @property
     def cost(self) -> Cost:
@@ -139,46 +139,52 @@ class Judged:
         return tuple(f"{place}: {kind}, {format_bytes(count)} on a device" for place, (count, kind) in ordered[:most])
 
 
-def judge(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None) -> Judged:
+def judge(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None, *, worst: float = float("inf")
+) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
-    they are not (a recipe may lay out every other one alike), all layers are planned.
+    they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
+    made to fit into memory.
     """
     try:
         with uncollected():
-            return _judged(problem, folded, recipes, solution)
+            return _judged(problem, folded, recipes, solution, worst)
     except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
         whole, layers = _normalized(problem), folded.remarks[-1]
         told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded)
+        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst)
 
 
-def _judged(problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None) -> Judged:
+def _judged(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float
+) -> Judged:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
-    split = split_program(gm, mode="eager")
-    program = program_of(
-        split.forward,
-        split.backward,
-        problem.mesh,
-        outputs=split.outputs,
-        gradients=split.gradients,
-        optimizer=problem.options.optimizer,
+    trial = Settling(problem, folded.repeats, gm, worst).settle()
+    PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    return Judged(
+        folded,
+        recipes,
+        recorder.facts,
+        recorder.graphs,
+        tuple(ctx.remarks),
+        tuple(ctx.edges),
+        trial.timeline,
+        trial.recomputation,
     )
-    timeline = run_step(unroll(program, folded.repeats), problem.options)
-    return Judged(folded, recipes, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges), timeline)
 
 
 def passes_of(
     problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
 ) -> tuple[Pass, ...]:
-    """What makes the program of a candidate of `gm`, which is normalized."""
+    """What makes the program of a candidate of `gm`, which is normalized, but for what is computed again in it."""
     place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place, bucket_bytes=0)[1:]
+    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:-1]
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
@@ -201,7 +207,7 @@ class Recorder(Observer):
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         last = [one for one in self.passes if one.gives is pass_.gives][-1]
-        if pass_ is last and pass_.gives is not Stage.CAPTURED:
+        if (pass_ is last or pass_.name == Checkpoint.name) and pass_.gives is not Stage.CAPTURED:
             self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
         if pass_.gives is Stage.COLLECTIVE:
             self.facts.update(
@@ -211,3 +217,5 @@ class Recorder(Observer):
                 layouts=layouts_by_name(gm),
                 collectives=collectives_of(gm, ctx.mesh),
             )
+        if pass_.name == Checkpoint.name and changed:
+            self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

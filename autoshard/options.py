@@ -65,21 +65,34 @@ class Options:
     """As for FSDP2: parameters are stored as they are, cast to `param_dtype` before they are gathered, and their
     gradients reduced in `reduce_dtype`. Fewer bytes and faster products for fewer digits."""
 
-    reshard_after_forward: bool = True
-    """Whether `fsdp` frees gathered parameters after the forward and gathers them again in the backward: less
-    memory for one more gather. `False` is what `zero2` does."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one more
+    gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
+    search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
+
+    checkpoint: Literal["auto", "none", "block"] = "auto"
+    """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
+    nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
+    lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
+    `memory_limit`, else what costs least time of what makes it fit, collectives included."""
 
     loss: Literal["mean", "sum"] = "mean"
     """For a loss that is computed outside of the model, from this rank's part of an output: whether the loss of the
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """How many bytes one collective of parameters, or of gradients, may bring to a rank: fewer messages for more
-    memory. 0: one collective per parameter."""
+    """How many bytes one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined, in
+    the size for which a step is predicted to be fastest, where it is faster at all; on devices whose figures are not
+    known, up to a sixteenth of this. 0, or without `overlap`: one collective per parameter."""
 
     overlap: bool = True
     """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as
     `memory_limit` allows. `False`: each is awaited where it is issued, for less memory and slower steps."""
+
+    split_matmuls: bool = True
+    """With `overlap`: cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that
+    are computed and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may
+    add up a smaller product in another order. `False`: each product and message is whole."""
 
     unknown_ops: Literal["replicate", "error"] = "replicate"
     """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
@@ -103,6 +116,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
+            ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
+            ("checkpoint", self.checkpoint, ("auto", "none", "block")),
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),
@@ -114,6 +129,11 @@ class Options:
         if self.time_limit is not None and not _is_seconds(self.time_limit):
             raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
         self.memory_bytes(0)
+
+    @property
+    def keeps_gathered(self) -> bool | None:
+        """Whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
+        return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
         """The memory limit in bytes, on a device that has `available`."""

@@ -13,6 +13,7 @@ from autoshard.compile import Mode, Split
 from autoshard.options import Options
 from autoshard.pipeline import overlap_pipeline
 from passes.base import PassContext, Remark
+from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.from_graph import OPTIMIZER_STATES
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh
@@ -26,6 +27,8 @@ class Overlap:
     mesh: Mesh
     memory_limit: int | None  # bytes at the peak of a step; None: the device's memory is not known, nor a limit given
     optimizer: str | None
+    bucket_bytes: int = BUCKET_BYTES  # that one collective of parameters or gradients may bring
+    split_matmuls: bool = True
 
     @staticmethod
     def of(options: Options, mesh: Mesh) -> Overlap | None:
@@ -34,15 +37,20 @@ class Overlap:
             return None
         is_known = mesh.hardware is not None or options.memory_limit is not None
         available = 0 if mesh.hardware is None else mesh.hardware.memory_bytes
-        return Overlap(mesh, options.memory_bytes(available) if is_known else None, options.optimizer)
+        memory = options.memory_bytes(available) if is_known else None
+        return Overlap(mesh, memory, options.optimizer, options.bucket_bytes, options.split_matmuls)
 
     def apply(self, split: Split, *, mode: Mode) -> tuple[Remark, ...]:
-        """Order both graphs of `split`, in place."""
+        """Cut and join messages of both graphs of `split`, and order them, in place."""
         ctx = PassContext(self.mesh)
         for gm in (split.forward, split.backward):
             if gm is not None:
                 limit = None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm))
-                PassManager(overlap_pipeline(memory_limit=limit, fused=mode == "inductor")).run(gm, ctx)
+                fused = mode == "inductor"
+                passes = overlap_pipeline(
+                    memory_limit=limit, bucket_bytes=self.bucket_bytes, split_matmuls=self.split_matmuls, fused=fused
+                )
+                PassManager(passes).run(gm, ctx)
         return tuple(ctx.remarks)
 
     def _beside(self, split: Split, gm: GraphModule) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from passes.base import Pass
-from passes.bucket_collectives import BUCKET_BYTES, BucketCollectives
+from passes.bucket_collectives import BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
 from passes.decompose import Decompose
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
-from passes.merge_reductions import MergeReductions
 from passes.normalize import Normalize
 from passes.propagate import Propagate
 from passes.schedule_overlap import ScheduleOverlap
@@ -22,13 +24,13 @@ def default_pipeline(
     cast: CastParameters | None = None,
     place: Pass | None = None,
     *,
-    bucket_bytes: int = BUCKET_BYTES,
+    kept: tuple[str, ...] | None = None,
 ) -> tuple[Pass, ...]:
     """The passes from a captured graph to a per-device program.
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
-    or a `Solve`), `bucket_bytes` is how much one collective of parameters or gradients may bring; to change the
-    pipeline, take this tuple apart and give it to `Options(pipeline=...)`.
+    or a `Solve`), `kept` is what blocks keep of their values (None: nothing is computed again); to change the pipeline,
+    take this tuple apart and give it to `Options(pipeline=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
@@ -36,15 +38,23 @@ def default_pipeline(
         cast or CastParameters(),  # stored, computed and reduced dtypes: behind the pins, so that casts precede gathers
         place or Propagate(),  # a layout for every value
         InsertReshards(),  # disagreements become nodes
-        MergeReductions(),  # terms of a sum are added before they are reduced
+        FuseCollectives(),  # terms of a sum are added before they are reduced, what is cast moves in its narrower dtype
         CancelReshards(),  # as few reshards as will do: behind the above, which wants them next to their sums
         LowerReshards(),  # each as collectives
         Localize(),  # shapes of one device
-        BucketCollectives(bucket_bytes),  # one message for many parameters
         Decompose(),  # what the backend wants in pieces
+        Checkpoint(kept),  # what the backward computes again: behind all that makes or takes apart calls
     )
 
 
-def overlap_pipeline(*, memory_limit: int | None, fused: bool) -> tuple[Pass, ...]:
-    """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take."""
-    return (ScheduleOverlap(memory_limit, fused),)
+def overlap_pipeline(
+    *, memory_limit: int | None, bucket_bytes: int, split_matmuls: bool, fused: bool
+) -> tuple[Pass, ...]:
+    """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take, and that
+    one collective of parameters or gradients may bring."""
+    chunks = (DecomposeMatmuls(memory_limit, fused),) if split_matmuls else ()
+    return (
+        *chunks,  # messages of tensor parallelism beside the products that read or make them, where it pays
+        BucketCollectives(bucket_bytes, memory_limit, fused),  # one message for many parameters, where it pays
+        ScheduleOverlap(memory_limit, fused),  # behind all that makes kernels and collectives
+    )

@@ -29,7 +29,7 @@ from passes.ir.edges import Edge
 from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Search, Value
+from passes.ir.plan import Collective, Cost, Recomputation, Search, Value
 from passes.ir.repeats import Run
 from passes.search.solution import Solution
 
@@ -43,7 +43,7 @@ class ShardingPlan:
     CPU, where that was named. There is a `search` where there was one. A solved plan has a `solution`: the layouts of every
     node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
     it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
-    graphs from "PLACED" on leave out.
+    graphs from "PLACED" on leave out. `recomputation` is what the backward computes again, if anything.
     """
 
     mesh: Mesh
@@ -62,6 +62,7 @@ class ShardingPlan:
     timeline: Timeline | None = None
     repeats: tuple[Run, ...] = ()
     edges: tuple[Edge, ...] = ()
+    recomputation: Recomputation | None = None
     basis: Basis | None = field(default=None, compare=False, repr=False, metadata=UNSAVED)
 
     @property

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from autoshard.basis import Basis
 from autoshard.capture import Captured
+from autoshard.checkpointing import fits_surely
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
 from autoshard.dumping import Dump, dump_of
 from autoshard.fit import check_model
@@ -28,11 +29,12 @@ from autoshard.settings import settings_of
 from autoshard.topology import equipped, hardware_of
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Search
+from passes.ir.plan import Collective, Cost, Recomputation, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
@@ -105,7 +107,9 @@ def plan_problem(
         made = _assembled(problem, folded.text, decision.judged, decision)
         if (dump := dump_of(problem.options)) is not None:
             _dump(problem, folded, decision, dump)
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, QUICK if quick else Goal.gap))
+    freed = (made.recomputation.freed or 0) if made.recomputation else 0
+    gap = QUICK if quick else Goal.gap
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, freed=freed, gap=gap))
 
 
 def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
@@ -159,12 +163,21 @@ def make_plan(
     folded = fold(problem, whole=True)
     if plan is None:
         decision = _decide(problem, folded, progress)
-        decision = _predicted(problem, folded, decision) if is_named else decision
+        if is_named:
+            decision = _predicted(problem, folded, decision)
+        elif decision.judged is None and _may_need_memory(problem):
+            decision = replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
     else:
         plan = plan if isinstance(plan, ShardingPlan) else plan()
         check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
         decision = _Decision(
-            plan.recipes, plan.solution, plan.search, plan.cost, plan.timeline, collectives=plan.collectives
+            plan.recipes,
+            plan.solution,
+            plan.search,
+            plan.cost,
+            plan.timeline,
+            recomputation=plan.recomputation,
+            collectives=plan.collectives,
         )
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
@@ -179,6 +192,7 @@ class _Decision:
     cost: Cost | None = None
     timeline: Timeline | None = None
     judged: Judged | None = None
+    recomputation: Recomputation | None = None
     collectives: tuple[Collective, ...] = ()  # with their times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
@@ -190,10 +204,10 @@ def _decide(
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
-        return _Decision(recipes)
+        return _Decision(recipes, recomputation=_recomputation(problem))
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
-        return _Decision(recipes, remarks=(_not_searched(problem),))
+        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
     choice = search(problem, folded, progress, every=every, quick=quick)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
@@ -207,9 +221,21 @@ def _decide(
         judged.cost,
         judged.timeline,
         judged,
+        judged.recomputation,
         timed(judged.facts["collectives"], judged.timeline),
         prepared=choice.prepared,
     )
+
+
+def _may_need_memory(problem: Problem) -> bool:
+    """Whether a step has to be simulated to know what is to be computed again."""
+    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
+
+
+def _recomputation(problem: Problem) -> Recomputation | None:
+    """What is computed again where nothing is simulated."""
+    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
@@ -218,7 +244,14 @@ def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decisi
         return decision
     judged = judge(problem, folded, decision.recipes)
     collectives = timed(judged.facts["collectives"], judged.timeline)
-    return replace(decision, judged=judged, cost=judged.cost, timeline=judged.timeline, collectives=collectives)
+    return replace(
+        decision,
+        judged=judged,
+        cost=judged.cost,
+        timeline=judged.timeline,
+        recomputation=judged.recomputation,
+        collectives=collectives,
+    )
 
 
 def _not_searched(problem: Problem) -> Remark:
@@ -238,8 +271,9 @@ def _programmed(
     options, gm = problem.options, problem.captured.graph_module
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.pipeline or default_pipeline(place=place, bucket_bytes=options.bucket_bytes)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast)
+    pipeline = options.pipeline or default_pipeline(place=place)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
     PassManager(passes, observers).run(gm, ctx)
@@ -255,6 +289,7 @@ def _programmed(
         solution=decision.solution,
         timeline=decision.timeline,
         edges=tuple(ctx.edges),
+        recomputation=decision.recomputation,
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -267,14 +302,17 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> 
     if solution is not None and judged.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
     gm = copy_graph(judged.graph)
-    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution))
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
     PassManager(passes, (dump.dumper,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
 
 
-def _configured(passes: tuple[Pass, ...], seed: Seed, cast: CastParameters) -> tuple[Pass, ...]:
+def _configured(
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+) -> tuple[Pass, ...]:
     """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters) else one for one in passes)
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
 
 
 def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
@@ -299,6 +337,7 @@ def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decis
         timeline=judged.timeline,
         repeats=folded.repeats.runs,
         edges=judged.edges,
+        recomputation=judged.recomputation,
     )
 
 

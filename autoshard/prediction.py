@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.options import Options
+from passes.cost.bucket import sizes
 from passes.cost.program import Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import Timeline
@@ -15,9 +16,9 @@ from passes.ir.plan import Collective, Cost, Memory
 
 
 def run_step(program: Program, options: Options) -> Timeline:
-    """One step, in buckets and in the best order found for it that fits in memory."""
+    """One step, with or without buckets, in the best order found for it that fits in memory."""
     limit = options.memory_bytes(memory_of(program.mesh))
-    return schedule(program, memory_limit=limit, buckets=(options.bucket_bytes,)).timeline
+    return schedule(program, memory_limit=limit, buckets=sizes(options.bucket_bytes)).timeline
 
 
 def memory_of(mesh: Mesh) -> int:

@@ -52,15 +52,19 @@ class Problem:
             for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
             if output.role is OutputRole.OUTPUT and isinstance(value, Node)
         }
-        if not self.options.reshard_after_forward:
-            recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
         return Seed(
-            recipes,
+            self.resharding(recipes),
             tuple(one for one in self.insisted_parameters() if one.name in parameters),
             (*insisted(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
             insisted(self.options.outputs, "outputs", outputs, self.mesh),
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
+
+    def resharding(self, recipes: Recipes) -> Recipes:
+        """`recipes` with `Options(reshard_after_forward=...)`: where one is like another but for that, the other."""
+        keeps = self.options.keeps_gathered
+        like = {None: {}, True: {"fsdp": "zero2"}, False: {"zero2": "fsdp"}}[keeps]
+        return tuple(like.get(recipe, recipe) if recipe else recipe for recipe in recipes)
 
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Insisted, ...]:
         """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""

@@ -14,12 +14,11 @@ from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
 from passes.base import PassContext
 from passes.errors import InputError, MemoryLimitError, RecipeError
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
-from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
-from passes.merge_reductions import MergeReductions
 from passes.propagate import Propagate
 from passes.search.find import Goal, Prepared, prepare
 from passes.search.solution import Solution
@@ -27,6 +26,7 @@ from passes.seed import Seed
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
+AGAIN = "layers computed again in the backward"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
@@ -61,6 +61,7 @@ def search(
     progress(SOLVED)
     contest.solve()
     contest.try_recipes(progress, every=every)
+    contest.solve_again(progress)
     if contest.best is None:
         contest.try_least()
     if contest.best is None:
@@ -119,6 +120,10 @@ class _Contest:
     def _unpinned(self) -> Recipes:
         return (None,) * self.problem.mesh.ndim
 
+    @property
+    def _keep(self) -> bool | None:
+        return self.problem.options.keeps_gathered
+
     def solve(self) -> None:
         """The solved placement, as far as there is time for it."""
         if self.left <= 0 or not self.prepare(time.perf_counter() + self.left):
@@ -141,19 +146,20 @@ class _Contest:
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask(self, *, gap: float = Goal.gap) -> None:
-        """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
+    def ask(self, *, gap: float = Goal.gap, beside: int = 0) -> None:
+        """Solve for less memory, while the simulator finds a higher peak than the solver estimated. It counts all that the
+        backward needs as kept: `beside` the limit is what computing it again frees.
 
         By as much as the peak was too high; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
         assert self.prepared is not None
-        none, some, asked = 0.0, float(self.limit), float(self.limit)
+        none, some, asked = 0.0, float(self.limit + beside), float(self.limit + beside)
         for attempt in range(TRIES):
             left = self.left * SHARE
             if attempt > 0 and left <= 0:
                 break
-            found = self.prepared.solutions(Goal(asked, gap, None if left == float("inf") else left))
+            found = self.prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep))
             try:
                 solution = next(found)
             except MemoryLimitError:
@@ -186,17 +192,17 @@ class _Contest:
         if self.best is not None:
             return
         assert self.prepared is not None
-        for solution in self.prepared.least():
+        for solution in self.prepared.least(keep=self._keep):
             if self.enter_solved(solution):
                 break
 
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
         """The experts', those that look best first; for a quick answer no more than it needs."""
         if self.is_answered:
-            self.declined += [_not_needed(name) for name, _ in _experts(self.problem.mesh)]
+            self.declined += [_not_needed(name) for name, _ in _experts(self.problem)]
             return
         estimates = {}
-        for name, recipes in _experts(self.problem.mesh):
+        for name, recipes in _experts(self.problem):
             try:
                 self.problem.check_batch(recipes)
             except InputError as error:
@@ -213,7 +219,32 @@ class _Contest:
                 self.declined.append(Candidate(name, None, fits=False, note=note))
             else:
                 progress(name)
-                self.enter(name, judge(self.problem, self.folded, recipes))
+                worst = float("inf") if every else self.best_time
+                self.enter(name, judge(self.problem, self.folded, recipes, worst=worst))
+
+    def solve_again(self, progress: Progress) -> None:
+        """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""
+        reached = self.judged[self.best] if self.best is not None else self.least
+        again = reached.recomputation if reached is not None else None
+        if again is None or not again.freed or self.prepared is None or self.left <= 0:
+            return
+        progress(SOLVED)
+        held = self.solution, self.judged.pop(SOLVED, None)
+        self.best = self._fastest()
+        self.ask(beside=again.freed)
+        before, now = held[1], self.judged.get(SOLVED)
+        if before is not None and (now is None or self._rank(before) <= self._rank(now)):
+            self.solution, self.judged[SOLVED] = held[0], before
+        self.best = self._fastest()
+
+    def _fastest(self) -> str | None:
+        """Of those that fit."""
+        fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
+        return min(fitting, key=lambda name: self.judged[name].cost.step_time, default=None)
+
+    def _rank(self, judged: Judged) -> tuple[float, float]:
+        cost = judged.cost
+        return (0.0, cost.step_time) if cost.peak_memory <= self.limit else (float(cost.peak_memory), 0.0)
 
     @property
     def is_answered(self) -> bool:
@@ -233,7 +264,7 @@ class _Contest:
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
             gm = seeded(self.problem, self.folded, recipes)
-            passes = (Propagate(), InsertReshards(), MergeReductions())
+            passes = (Propagate(), InsertReshards(), FuseCollectives())
             PassManager(passes).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.prepared.price(self.folded.placed[seed]) or 0.0
@@ -241,7 +272,10 @@ class _Contest:
     def choice(self) -> Choice:
         assert self.best is not None
         entered = [(name, judged.cost) for name, judged in self.judged.items()]
-        candidates = [Candidate(name, cost, fits=cost.peak_memory <= self.limit) for name, cost in entered]
+        again = {name: AGAIN for name, judged in self.judged.items() if judged.recomputation is not None}
+        candidates = [
+            Candidate(name, cost, fits=cost.peak_memory <= self.limit, note=again.get(name, "")) for name, cost in entered
+        ]
         return Choice(
             self.judged[self.best],
             self.solution if self.best == SOLVED else None,
@@ -257,16 +291,16 @@ class _Contest:
         )
 
 
-def _experts(mesh: Mesh) -> Iterator[tuple[str, Recipes]]:
-    """The recipes that go with `mesh`, by name."""
+def _experts(problem: Problem) -> Iterator[tuple[str, Recipes]]:
+    """The recipes that go with the mesh, by name."""
     seen: set[Recipes] = set()
     for name in EXPERTS:
         try:
-            recipes = recipes_of(name, mesh)
+            recipes = recipes_of(name, problem.mesh)
         except RecipeError:
             continue
-        if recipes not in seen:
-            seen.add(recipes)
+        if (alike := problem.resharding(recipes)) not in seen:
+            seen.add(alike)
             yield name, recipes
 
 

@@ -32,6 +32,7 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
         "outputs": _placements(options.outputs),
         "mixed_precision": None if policy is None else _policy(policy),
         "reshard_after_forward": options.reshard_after_forward,
+        "checkpoint": options.checkpoint,
         "loss": options.loss,
         "bucket_bytes": options.bucket_bytes,
         "pipeline": None if options.pipeline is None else [one.name for one in options.pipeline],

@@ -1,16 +1,16 @@
 """How much communication is exposed as lowered and behind each pass: `python -m benchmarks.overlap`.
 
 For each case, planned on meta and simulated: exposed communication of a step and its peak memory with every wait behind
-its collective, with collectives in buckets, and in the scheduled order; what no order could hide; the ratio of the last
-two; and seconds of the passes. With `--graph`, the seconds that schedule_overlap takes for the graphs of all layers, and
-what is predicted of these. Nothing runs on devices.
+its collective, with collectives in buckets, and in the scheduled order, which may take a twentieth more memory; what no
+order could hide; the ratio of the last two; and seconds that it took. With `--graph`, the seconds of the passes for the
+graphs of all layers, and what is predicted of these; `--layers` makes a case that deep. Nothing runs on devices.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,33 +22,29 @@ from autoshard import Mesh, Options
 from autoshard.compile import split_program
 from autoshard.constraints import recipes_of
 from autoshard.judge import fold
-from autoshard.options import USABLE_MEMORY
 from autoshard.overlap import Overlap
 from autoshard.pipeline import default_pipeline
 from autoshard.planner import make_plan
 from autoshard.problem import captured_problem
-from examples.gpt import gpt2
-from examples.llama import llama3_8b, llama3_70b
+from examples import gpt, llama
 from passes.base import PassContext
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.bound import exposed_bound
-from passes.cost.bucket import bucket
+from passes.cost.bucket import bucket, sizes
 from passes.cost.from_graph import program_of, program_of_graph
 from passes.cost.program import COMPUTE, Program, Task
-from passes.cost.schedule import schedule
+from passes.cost.schedule import MORE_MEMORY, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.graph import copy_graph
 from passes.manager import PassManager
-
-MORE_MEMORY = 1.05  # than unscheduled, where that is more than the device has
 
 
 @dataclass(frozen=True)
 class Case:
     """A model, its mesh and recipe, and the samples of its global batch."""
 
-    build: Callable[..., tuple[nn.Module, tuple[Any, ...]]]
+    config: llama.Config | gpt.Config
     mesh: str
     recipe: str | Mapping[str, str]
     batch: int
@@ -56,12 +52,12 @@ class Case:
 
 
 CASES = {
-    "8b-fsdp": Case(llama3_8b, "dp=64", "fsdp", 64),
-    "8b-fsdp-tp": Case(llama3_8b, "dp=32,tp=8", "fsdp+megatron", 64),
-    "70b-fsdp-tp": Case(llama3_70b, "dp=32,tp=8", "fsdp+megatron", 32),
-    "8b-hsdp": Case(llama3_8b, "replicate=100,shard=8", "hsdp", 800),
-    "8b-tp": Case(llama3_8b, "tp=8", "megatron", 2),
-    "gpt2-pcie": Case(gpt2, "dp=8", "fsdp", 64, "a100-pcie"),
+    "8b-fsdp": Case(llama.LLAMA3_8B, "dp=64", "fsdp", 64),
+    "8b-fsdp-tp": Case(llama.LLAMA3_8B, "dp=32,tp=8", "fsdp+megatron", 64),
+    "70b-fsdp-tp": Case(llama.LLAMA3_70B, "dp=32,tp=8", "fsdp+megatron", 32),
+    "8b-hsdp": Case(llama.LLAMA3_8B, "replicate=100,shard=8", "hsdp", 800),
+    "8b-tp": Case(llama.LLAMA3_8B, "tp=8", "megatron", 2),
+    "gpt2-pcie": Case(gpt.GPT2, "dp=8", "fsdp", 64, "a100-pcie"),
 }
 
 
@@ -69,55 +65,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--graph", action="store_true")
     given = parser.parse_args()
     for name in given.cases or CASES:
+        case = CASES[name]
+        case = replace(case, config=replace(case.config, layers=given.layers or case.config.layers))
         if given.graph:
-            measure_graph(name, CASES[name])
+            measure_graph(name, case)
         else:
-            measure(name, CASES[name], given.bucket_bytes)
+            measure(name, case, given.bucket_bytes)
 
 
 def measure(name: str, case: Case, bucket_bytes: int) -> None:
     """Print one case."""
     lowered = lowered_program(case)
-    assert lowered.mesh.hardware is not None
-    started = time.process_time()
-    joined = bucket(lowered, bucket_bytes)
-    bucketed = time.process_time()
-    peak = simulate(joined).peak_memory
-    limit = max(int(USABLE_MEMORY * lowered.mesh.hardware.memory_bytes), int(MORE_MEMORY * peak))
+    limit = int(MORE_MEMORY * simulate(lowered).peak_memory)
     clock = time.process_time()
-    best = schedule(joined, memory_limit=limit).timeline
-    scheduled = time.process_time()
+    best = schedule(lowered, memory_limit=limit, buckets=sizes(bucket_bytes))
+    seconds = time.process_time() - clock
+    joined = bucket(lowered, best.bucket_bytes) if best.bucket_bytes else lowered
     print(f"{name}: {case.mesh} {case.hardware}, batch {case.batch}, {len(lowered.tasks)} tasks")
     for what, timeline in (
         ("as lowered", simulate(awaited_at_once(lowered))),
-        ("bucket_collectives", simulate(awaited_at_once(joined))),
-        ("schedule_overlap", best),
+        (f"buckets of {best.bucket_bytes >> 20} MiB", simulate(awaited_at_once(joined))),
+        ("schedule_overlap", best.timeline),
     ):
         print(f"  {what:20} {_format(timeline)}")
-    bound = exposed_bound(joined)
-    ratio = best.exposed / bound if bound else float("inf")
-    excess = (best.exposed - bound) / best.step_time
+    exposed, bound = best.timeline.exposed, exposed_bound(joined)
+    ratio = exposed / bound if bound else float("inf")
+    excess = (exposed - bound) / best.timeline.step_time
     print(
         f"  {'no order below':20} {'':18} exposed {bound * 1e3:8.2f} ms: ratio {ratio:.3f}, {excess:.2%} of the step above"
     )
-    print(f"  seconds: buckets {bucketed - started:.2f}, order {scheduled - clock:.2f}", flush=True)
+    print(f"  seconds: {seconds:.2f} for sizes of buckets and orders", flush=True)
 
 
 def measure_graph(name: str, case: Case) -> None:
     """Print what the pass takes, and gives, for the graphs of one case, with buckets as they are made in graphs."""
-    mesh, options, (model, args) = _asked(case)
+    mesh, options, (model, args) = asked(case)
     split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
     before = [simulate(awaited_at_once(program_of_graph(gm, mesh))) for gm in graphs]
     overlap = Overlap.of(options, mesh)
     assert overlap is not None
+    nodes = sum(len(gm.graph.nodes) for gm in graphs)
     started = time.process_time()
     remarks = overlap.apply(split, mode="inductor")
     seconds = time.process_time() - started
-    print(f"{name}: {sum(len(gm.graph.nodes) for gm in graphs)} nodes, schedule_overlap {seconds:.2f} s", *remarks)
+    each = f"{1e3 * seconds / nodes:.2f} ms a node"
+    print(f"{name}, {case.config.layers} layers: {nodes} nodes, passes {seconds:.2f} s, {each}", *remarks)
     for half, gm, one in zip(("forward", "backward"), graphs, before, strict=False):
         print(f"  {half:9} before  {_format(one)}")
         print(f"  {half:9} behind  {_format(simulate(program_of_graph(gm, mesh)))}", flush=True)
@@ -132,22 +129,29 @@ def _format(timeline: Timeline) -> str:
 
 def lowered_program(case: Case) -> Program:
     """The step of the whole model, as it is without buckets and in no better order."""
-    mesh, options, (model, args) = _asked(case)
+    mesh, options, (model, args) = asked(case)
     problem = captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
     folded = fold(problem)
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
     seed = problem.seed(gm, recipes_of(case.recipe, mesh))
-    PassManager(default_pipeline(seed, problem.cast, bucket_bytes=0)[1:]).run(gm, ctx)
+    PassManager(default_pipeline(seed, problem.cast)[1:]).run(gm, ctx)
     split = split_program(gm, mode="eager")
     facts = {"outputs": split.outputs, "gradients": split.gradients}
     return unroll(program_of(split.forward, split.backward, mesh, **facts), folded.repeats)
 
 
-def _asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]:
+def asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]:
+    """What a case asks for; the model is on meta."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    config = case.config
     with torch.device("meta"):
-        built = case.build(batch=case.batch)
-    return Mesh(case.mesh, hardware=case.hardware), Options(recipe=case.recipe, mixed_precision=policy), built
+        tokens = torch.zeros(case.batch, config.seq, dtype=torch.long)
+        model = gpt.GPT(config) if isinstance(config, gpt.Config) else llama.Llama(config)
+    return (
+        Mesh(case.mesh, hardware=case.hardware),
+        Options(recipe=case.recipe, mixed_precision=policy),
+        (model, (tokens, tokens)),
+    )
 
 
 def awaited_at_once(program: Program) -> Program:

@@ -1,75 +1,117 @@
 """What overlap gains where links are slow, on real ranks: `python -m benchmarks.overlap_gloo`.
 
-Two gloo processes train a Llama of three layers (fsdp, float32, one thread each) over a loopback of 1 Gbit/s in a network
-namespace of their own (`unshare`, `ip` and `tc` of Linux). The program as it is lowered and the scheduled one take turns;
-prints the median of each one's steps, of their ratios within a round, and what the simulator said of both.
+Two gloo processes (`--ranks 4`: four) train a Llama of three layers (fsdp, float32, one thread each) over a loopback of
+1 Gbit/s in a network namespace of their own (`unshare`, `ip` and `tc` of Linux). Three programs take turns: as it is lowered;
+as our passes order it; as Inductor's own bucketing and overlap scheduling do, with or without buckets, whichever is predicted
+to be faster. All have the same seconds to go by. Prints medians of each one's steps and of their ratios within a round, what
+the simulator said, and how much of the seconds that it promised were gained. `--trace FOLDER` writes one step of each, as the
+first rank ran it, for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
 
-from autoshard import Mesh, Options, autoshard
-from autoshard.compile import split_program
+from autoshard import Mesh, Options, ShardedModule, autoshard
+from autoshard.compile import Mode, Split, split_program
 from autoshard.overlap import Overlap
 from autoshard.planner import make_plan
 from benchmarks.overlap import awaited_at_once
+from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
+from passes._torch import is_group_registered, register_group, unregister_group
+from passes.base import Remark
 from passes.cost.from_graph import program_of_graph
+from passes.cost.program import Program
 from passes.cost.simulate import simulate
 from passes.ir.hardware import Hardware, Link, hardware_named
 
-RATE = 1e9 / 8  # bytes/s of the loopback, for both ranks together
+RATE = 1e9 / 8  # bytes/s of the loopback, for all ranks together
 NAMESPACE = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 512kb latency 500ms && exec "
-LAYERS, DIM, BATCH, SEQ = 3, 512, 8, 256
+LAYERS, DIM, BATCH, SEQ = 3, 512, 16, 256  # communication is about 80 % of compute
+VARIANTS = ("as lowered", "ours", "Inductor")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--compile", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--trace", type=Path)
     given = parser.parse_args()
     if "RANK" in os.environ:
-        measure(given.rounds, given.compile)
+        measure(given.rounds, given.compile, given.trace)
         return
-    torchrun = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 -m benchmarks.overlap_gloo"
-    command = f"{torchrun} --rounds {given.rounds} --compile {given.compile}"
+    launch = f"torch.distributed.run --nproc-per-node {given.ranks} --master-addr 127.0.0.1 -m benchmarks.overlap_gloo"
+    command = f"{sys.executable} -m {launch} " + " ".join(sys.argv[1:])
     subprocess.run(
         ["unshare", "-n", "sh", "-c", NAMESPACE + command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 
-def hardware() -> Hardware:
-    """A core, and half of the loopback: both ranks send at once."""
-    link = Link("1 Gbit/s loopback", RATE / 2, latency=1e-3, setup=1e-3)
-    return replace(hardware_named("cpu"), name="throttled", inside=link, across=link)
+def hardware(ranks: int) -> Hardware:
+    """A core, or its part of one, and its part of the loopback: all ranks send at once."""
+    link = Link("1 Gbit/s loopback", RATE / ranks, latency=1e-3, setup=1e-3)
+    cpu, share = hardware_named("cpu"), min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    flops = tuple((dtype, share * rate) for dtype, rate in cpu.flops)
+    bandwidth = share * cpu.memory_bandwidth
+    return replace(cpu, name="throttled", inside=link, across=link, flops=flops, memory_bandwidth=bandwidth)
 
 
-def measure(rounds: int, compiled: Literal["inductor", "eager"]) -> None:
-    """One rank of the two."""
+@dataclass(frozen=True)
+class _Inductors:
+    """In the place of `Overlap.apply`: Inductor orders both graphs of a program, in place."""
+
+    mesh: Mesh
+
+    def __call__(self, split: Split, *, mode: Mode) -> tuple[Remark, ...]:
+        name = self.mesh.group_name(self.mesh.names)
+        is_ours = not is_group_registered(name)
+        if is_ours:
+            register_group(name, dist.group.WORLD)
+        for gm in _graphs(split):
+            tried = [by_inductor(gm, self.mesh, our_seconds(self.mesh), buckets=on) for on in (False, True)]
+            best = min(tried, key=lambda one: simulate(_program(one, self.mesh, mode)).step_time)
+            gm.graph = best.graph
+        if is_ours:
+            unregister_group(name)
+        return ()
+
+
+def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | None) -> None:
+    """One rank."""
+    logging.disable(logging.INFO)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=3 * DIM, heads=8, kv_heads=8, seq=SEQ))
     tokens = torch.randint(TINY.vocab, (BATCH, SEQ))
-    options = Options(recipe="fsdp", hardware=hardware(), compile=compiled, bucket_bytes=4 << 20)
-    if dist.get_rank() == 0:
-        predict(model, (tokens, tokens), options)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    variants = [autoshard(model, mesh, (tokens, tokens), options=replace(options, overlap=on)) for on in (False, True)]
+    mesh = Mesh(f"dp={dist.get_world_size()}", hardware=hardware(dist.get_world_size()))
+    options = Options(recipe="fsdp", hardware=mesh.hardware, compile=compiled)
+    predicted = predict(model, (tokens, tokens), mesh, options)
+    devices = init_device_mesh("cpu", (mesh.size,), mesh_dim_names=("dp",))
+    variants = [_variant(name, model, (tokens, tokens), devices, mesh, options) for name in VARIANTS]
     batch = variants[0].shard(tokens, tokens)
-    found: list[list[float]] = [[], []]
+    found: list[list[float]] = [[] for _ in VARIANTS]
     for number in range(rounds + 1):
         for variant, seconds in zip(variants, found, strict=True):
             dist.barrier()
@@ -79,27 +121,66 @@ def measure(rounds: int, compiled: Literal["inductor", "eager"]) -> None:
             if number:
                 seconds.append(time.perf_counter() - started)
     if dist.get_rank() == 0:
-        ratio = statistics.median(after / before for before, after in zip(*found, strict=True))
-        before, after = (statistics.median(seconds) for seconds in found)
-        print(f"measured: as lowered {before:.3f} s, scheduled {after:.3f} s, ratio {ratio:.3f}", flush=True)
+        report(predicted, found)
+    if trace is not None:
+        write_traces(trace, variants, batch)
     dist.destroy_process_group()
 
 
-def predict(model: Llama, args: tuple[torch.Tensor, torch.Tensor], options: Options) -> None:
-    mesh = Mesh("dp=2", hardware=hardware())
-    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode=options.compile)
-    fused = options.compile == "inductor"
-    graphs = (split.forward, split.backward)
-    programs = [program_of_graph(gm, mesh, fused=fused) for gm in graphs if gm is not None]
-    before = [simulate(awaited_at_once(program)) for program in programs]
-    overlap = Overlap.of(options, mesh)
+def _variant(
+    name: str, model: Llama, args: tuple[Tensor, ...], devices: DeviceMesh, mesh: Mesh, options: Options
+) -> ShardedModule:
+    with ExitStack() as patches:
+        if name == "Inductor":
+            patches.enter_context(mock.patch.object(Overlap, "apply", _Inductors(mesh)))
+        return autoshard(model, devices, args, options=replace(options, overlap=name != "as lowered"))
+
+
+def predict(model: Llama, args: tuple[Tensor, Tensor], mesh: Mesh, options: Options) -> list[float]:
+    """Seconds of a step of each variant. Prints what it consists of."""
+    mode, overlap = options.compile, Overlap.of(options, mesh)
     assert overlap is not None
-    overlap.apply(split, mode=options.compile)
-    after = [simulate(program_of_graph(gm, mesh, fused=fused)) for gm in graphs if gm is not None]
-    steps = [sum(one.step_time for one in timelines) for timelines in (before, after)]
-    compute, communication = sum(one.compute for one in before), sum(one.communication for one in before)
-    print(f"predicted: as lowered {steps[0]:.3f} s, scheduled {steps[1]:.3f} s, ratio {steps[1] / steps[0]:.3f}")
-    print(f"  of which compute {compute:.3f} s, communication {communication:.3f} s", flush=True)
+    graph = make_plan(model, args, {}, mesh, options).graph
+    lowered, ours, inductors = (split_program(graph, mode=mode) for _ in VARIANTS)
+    programs = [_program(gm, mesh, mode) for gm in _graphs(lowered)]
+    overlap.apply(ours, mode=mode)
+    _Inductors(mesh)(inductors, mode=mode)
+    steps = [sum(simulate(awaited_at_once(one)).step_time for one in programs)]
+    steps += [sum(simulate(_program(gm, mesh, mode)).step_time for gm in _graphs(split)) for split in (ours, inductors)]
+    if dist.get_rank() == 0:
+        timelines = [simulate(one) for one in programs]
+        compute, communication = sum(one.compute for one in timelines), sum(one.communication for one in timelines)
+        print(f"predicted: compute {compute:.3f} s, communication {communication:.3f} s", flush=True)
+    return steps
+
+
+def report(predicted: Sequence[float], found: Sequence[Sequence[float]]) -> None:
+    for name, promised, seconds in zip(VARIANTS, predicted, found, strict=True):
+        ratio = statistics.median(after / before for before, after in zip(found[0], seconds, strict=True))
+        gain = statistics.median(before - after for before, after in zip(found[0], seconds, strict=True))
+        line = f"{name:10} predicted {promised:.3f} s ({promised / predicted[0]:.3f})"
+        line += f", measured {statistics.median(seconds):.3f} s ({ratio:.3f})"
+        if promised < predicted[0]:
+            line += f", gained {gain:.3f} of {predicted[0] - promised:.3f} s: {gain / (predicted[0] - promised):.0%}"
+        print(line, flush=True)
+
+
+def write_traces(folder: Path, variants: Sequence[ShardedModule], batch: tuple[Tensor, ...]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, variant in zip(VARIANTS, variants, strict=True):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            variant(*batch).backward()
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(str(folder / f"{name.replace(' ', '_')}.json"))
+
+
+def _graphs(split: Split) -> tuple[GraphModule, ...]:
+    return (split.forward,) if split.backward is None else (split.forward, split.backward)
+
+
+def _program(gm: GraphModule, mesh: Mesh, mode: Mode) -> Program:
+    return program_of_graph(gm, mesh, fused=mode == "inductor")
 
 
 if __name__ == "__main__":

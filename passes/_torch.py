@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -26,6 +27,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -216,21 +218,38 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 # Partition and Inductor -----------------------------------------------------------------------------------------
 
-# Above the region numbers of torch.utils.checkpoint: the partitioner saves what a higher region reads.
-_GATHER_REGION = 1 << 30
+_REGION = 0  # one for all that is tagged, as the partitioner saves what a higher region reads
+
+
+def checkpoint_of(node: Node) -> tuple[int, bool] | None:
+    """The number of the `torch.utils.checkpoint` call that a captured node is of, and whether its policy keeps the value."""
+    if "recompute" not in node.meta or "ac_graph_id" not in node.meta:
+        return None
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return int(node.meta["ac_graph_id"]), node.meta["recompute"] not in again
+
+
+def clear_checkpoint(node: Node) -> None:
+    """Take away what `checkpoint_of` reads, so that the partitioner does not."""
+    del node.meta["recompute"], node.meta["ac_graph_id"]
 
 
 def tag_recompute(node: Node) -> None:
     """Keep the partitioner from saving `node` for the backward: it is computed there again."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = _GATHER_REGION
+    node.meta["ac_graph_id"] = _REGION
+
+
+def tag_save(node: Node) -> None:
+    """Make the partitioner save `node` for the backward, if it is needed there."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def min_cut_partition(
     joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
-    with lazy_code():
+    with lazy_code(), mock.patch.object(partitioners, "has_recomputable_rng_ops", _draws_again):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             None,
@@ -238,6 +257,11 @@ def min_cut_partition(
             static_lifetime_input_indices=list(static_inputs),
         )
     return forward, backward
+
+
+def _draws_again(joint: GraphModule) -> bool:
+    """Whether the partitioner is to keep generators' states: attention counts as random for it, with dropout or without."""
+    return False
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:

@@ -10,7 +10,10 @@ from torch.fx import GraphModule, Node
 
 from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
+from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
+
+NOMINAL = "h100"  # whose figures stand for those of devices that are not known
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class PassContext:
     def remark(self, pass_: Pass, node: Node, text: str, *, routine: bool = False) -> None:
         """Record what `pass_` decided or declined for `node`."""
         self.remarks.append(Remark(pass_.name, text, origin_of(node), node.name, routine))
+
+    def priced(self, pass_: Pass, gm: GraphModule) -> Mesh:
+        """The mesh with figures of its devices; those of `NOMINAL`, with a remark, where they are not known."""
+        if self.mesh.hardware is not None:
+            return self.mesh
+        first = next(iter(gm.graph.nodes))
+        self.remark(pass_, first, f"the figures of this device are not known: ordered by those of {NOMINAL}", routine=True)
+        return self.mesh.on(hardware_named(NOMINAL))
 
 
 class Observer(abc.ABC):

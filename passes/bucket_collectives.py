@@ -10,18 +10,19 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
+from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import memory_cap, schedule
+from passes.cost.simulate import simulate
 from passes.ir.graph import (
-    InputRole,
     Stage,
     add_call,
     copy_facts,
     has_layout,
-    input_of,
     is_recompute,
     layouts_of,
     note_of,
     operands,
-    placeholders,
     set_layouts,
     set_note,
     set_recompute,
@@ -37,20 +38,25 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 MiB = 1 << 20
-BUCKET_BYTES = 25 * MiB  # what DistributedDataParallel takes by default (bucket_cap_mb)
+BUCKET_BYTES = 400 * MiB  # a sixteenth is what DistributedDataParallel takes by default (bucket_cap_mb)
 
 
 @dataclass(frozen=True)
 class BucketCollectives(Pass):
-    """Join collectives of parameters and of gradients into buckets of at most `limit` bytes (received per rank).
+    """Join collectives of parameters and of gradients of a partitioned graph into buckets of at most `limit` bytes.
 
-    1. All-gathers whose operands come from parameters alone can start at any time: a bucket stands where the
-       first of its members stood. Those that the backward uses do not share one with those that it does not.
+    1. All-gathers of what is there from the start can start at any time: a bucket stands where the first of its
+       members stood.
     2. Reduce-scatters and all-reduces whose results are only returned can end at any time: a bucket stands
        where the last of its members stood.
 
     Members are of one kind, group and dtype, neighbours in the program, and as many collectives away from the
-    parameter or the result: a bucket must not wait for itself.
+    parameter or the result: a bucket must not wait for itself. Bytes are of a collective's larger side.
+
+    Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
+    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest; none is one of them: a
+    bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket has
+    a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -88,106 +94,19 @@ class BucketCollectives(Pass):
     gives: ClassVar[Stage] = Stage.LOCAL
 
     limit: int = BUCKET_BYTES
+    memory_limit: int | None = None
+    fused: bool = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        buckets = [bucket for bucket in _buckets(gm, self.limit) if len(bucket) > 1]
-        for bucket in buckets:
-            _join(bucket)
-        return bool(buckets)
-
-
-def _buckets(gm: GraphModule, limit: int) -> list[list[Node]]:
-    """Collectives that can share a message, in program order."""
-    early, late, backward = _early(gm), _late(gm), _backward(gm)
-    levels = {"all_gather": _levels_behind(gm, early)}
-    levels["reduce_scatter"] = levels["all_reduce"] = _levels_ahead(gm, late)
-    found: list[list[Node]] = []
-    open_: dict[Any, tuple[list[Node], int]] = {}
-    for node in gm.graph.nodes:
-        transfer = transfer_of(node)
-        if transfer is None or len(node.users) != 1 or not _is_movable(node, transfer.kind, early, late):
-            continue
-        level = levels[transfer.kind][node]
-        in_backward = _is_used_in(node, backward)
-        key = (transfer, level, tensor_of(node).dtype, is_recompute(node), in_backward, str(node.args[1:]))
-        size = max(tensor.numel() for tensor in (tensor_of(node), tensor_of(operands(node)[0])))
-        size *= tensor_of(node).element_size()
-        members, filled = open_.get(key, ([], limit))
-        if filled + size > limit:
-            members, filled = [], 0
-            found.append(members)
-        members.append(node)
-        open_[key] = members, filled + size
-    return found
-
-
-def _is_movable(node: Node, kind: str, early: set[Node], late: set[Node]) -> bool:
-    if kind == "all_gather":
-        return node in early
-    return kind in ("reduce_scatter", "all_reduce") and node in late
-
-
-def _early(gm: GraphModule) -> set[Node]:
-    """Values made of parameters alone."""
-    found: set[Node] = set()
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            is_early = input_of(node).role in (InputRole.PARAMETER, InputRole.COORDINATE)
-        else:
-            is_early = node.op == "call_function" and all(value in found for value in node.all_input_nodes)
-        if is_early:
-            found.add(node)
-    return found
-
-
-def _late(gm: GraphModule) -> set[Node]:
-    """Values that become results of the program by moves, casts and collectives alone."""
-    found: set[Node] = set()
-    for node in reversed(gm.graph.nodes):
-        ends = (user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users)
-        if node.op == "call_function" and all(ends):
-            found.add(node)
-    return found
-
-
-def _levels_behind(gm: GraphModule, early: set[Node]) -> dict[Node, int]:
-    """How many collectives an early value has gone through. Buckets keep to one level: none waits for itself."""
-    found: dict[Node, int] = {}
-    for node in gm.graph.nodes:
-        if node in early:
-            found[node] = max((found[v] + (transfer_of(v) is not None) for v in node.all_input_nodes), default=0)
-    return found
-
-
-def _levels_ahead(gm: GraphModule, late: set[Node]) -> dict[Node, int]:
-    """How many collectives a late value has to go through yet."""
-    found: dict[Node, int] = {}
-    for node in reversed(gm.graph.nodes):
-        if node in late:
-            users = (user for user in node.users if user.op != "output")
-            found[node] = max((found[user] + (transfer_of(user) is not None) for user in users), default=0)
-    return found
-
-
-def _backward(gm: GraphModule) -> set[Node]:
-    found = set(placeholders(gm.graph, InputRole.TANGENT))
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and any(value in found for value in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _is_used_in(node: Node, nodes: set[Node]) -> bool:
-    """Whether a value, seen through waits, views and casts, has a user among `nodes`."""
-    queue, seen = [node], {node}
-    while queue:
-        for user in queue.pop().users:
-            if user in nodes:
-                return True
-            if len(operands(user)) == 1 and user.op == "call_function" and user not in seen:
-                seen.add(user)
-                queue.append(user)
-    return False
+        program = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
+        joined = neighbours(program, self.limit // SMALLER)
+        if ctx.mesh.hardware is not None:
+            cap = memory_cap(simulate(program), self.memory_limit)
+            joined = buckets(program, schedule(program, memory_limit=cap, buckets=sizes(self.limit)).bucket_bytes)
+        nodes = {node.name: node for node in gm.graph.nodes}
+        for members in joined:
+            _join([nodes[program.tasks[number].nodes[-1]] for number in members])
+        return bool(joined)
 
 
 def _join(members: list[Node]) -> None:
@@ -289,8 +208,9 @@ class _Bucket:
 
     def reduce_scatter(self) -> list[Node]:
         sources = [operands(member)[0] for member in self.members]
-        lengths = [tensor_of(source).shape[1] for source in sources]
-        part = self.collective(self.call(aten.cat.default, sources, 1))
+        lengths = [tensor_of(member).numel() for member in self.members]
+        tables = [self.view(s, [tensor_of(s).numel() // n, n]) for s, n in zip(sources, lengths, strict=True)]
+        part = self.collective(self.call(aten.cat.default, tables, 1))
         return self.restored(self.columns(part, lengths))
 
     def all_reduce(self) -> list[Node]:

@@ -10,14 +10,9 @@ from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import schedule
+from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import Stage
-from passes.ir.hardware import hardware_named
-from passes.ir.mesh import Mesh
-
-NOMINAL = "h100"  # whose figures order a program where those of its devices are not known
-MORE_MEMORY = 1.05  # of the peak as given, where no limit is
 
 
 @dataclass(frozen=True)
@@ -75,14 +70,13 @@ class ScheduleOverlap(Pass):
     fused: bool = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        mesh = self._priced(gm, ctx)
+        mesh = ctx.priced(self, gm)
         given = simulate(program_of_graph(gm, mesh, fused=self.fused))
         if not any(task.is_collective for task in given.program.tasks):
             return False
-        more = MORE_MEMORY if self.memory_limit is None else 1.0
-        limit = max(self.memory_limit or 0, int(more * given.peak_memory))
         before = list(gm.graph.nodes)
-        _put(gm, _issue_order(gm, schedule(given.program, memory_limit=limit).timeline))
+        best = schedule(given.program, memory_limit=memory_cap(given, self.memory_limit))
+        _put(gm, _issue_order(gm, best.timeline))
         found = simulate(program_of_graph(gm, mesh, fused=self.fused))
         if found.step_time > given.step_time:
             _put(gm, before)
@@ -93,15 +87,6 @@ class ScheduleOverlap(Pass):
                 f"left in its order: predicted to take {given.step_time:.3g} s, and {found.step_time:.3g} s in the best found",
             )
         return list(gm.graph.nodes) != before
-
-    def _priced(self, gm: GraphModule, ctx: PassContext) -> Mesh:
-        if ctx.mesh.hardware is not None:
-            return ctx.mesh
-        first = next(iter(gm.graph.nodes))
-        ctx.remark(
-            self, first, f"the figures of this device are not known: ordered by those of {NOMINAL}", routine=True
-        )
-        return ctx.mesh.on(hardware_named(NOMINAL))
 
 
 def _put(gm: GraphModule, order: list[Node]) -> None:

@@ -28,6 +28,7 @@ from passes.ir.graph import (
     origin_of,
     outputs_of,
     placeholders,
+    region_of,
     results_of,
     stage_of,
     value_of,
@@ -243,7 +244,9 @@ class Checkpointed(nn.Module):
 
 def test_checkpointed_nodes_are_marked_for_recomputation() -> None:
     captured = check(Checkpointed(), doubles(4, 3))
-    assert any("recompute" in node.meta for node in captured.graph_module.graph.nodes)
+    regions = {node: region_of(node) for node in captured.graph_module.graph.nodes if region_of(node) is not None}
+    assert {origin_of(node).fqn for node in regions} >= {"up", "down"} and set(regions.values()) == {0}
+    assert not any("recompute" in node.meta for node in captured.graph_module.graph.nodes)
 
 
 def test_dropout_stays_a_random_op() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.capture import capture
 from passes.errors import CaptureError, InputError
@@ -313,6 +314,19 @@ class IsLazy(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+def keep_products() -> Any:
+    keeps, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(lambda _, op, *args, **kwargs: keeps if "mm" in str(op) else again)
+
+
+class KeepsSome(Model):
+    """the model says by context_fn of torch.utils.checkpoint which values to keep, which cannot be followed; leave
+    context_fn out, or checkpoint() out and choose by Options(checkpoint=...) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False, context_fn=keep_products)  # <line>
 
 
 def models() -> list[type[Model]]:

@@ -54,7 +54,7 @@ def unnamed(text: str) -> str:
 
 def test_every_dump_behind_the_seeds_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
     files = sorted(path for path in dump.iterdir() if int(path.name[:2]) >= 4)
-    assert [path.name for path in files][-1] == "10_bucket_collectives.txt" and len(files) == 6
+    assert [path.name for path in files][-1] == "09_localize.txt" and len(files) == 5
     for path in files:
         folder = tmp_path / path.stem
         folder.mkdir()
@@ -71,7 +71,7 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
     path = dump / "05_insert_reshards.txt"
     assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
     out = capsys.readouterr().out
-    passes = "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose"
+    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             dump / "05_insert_reshards.txt",
             "insert",
             "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
-            "merge_reductions, cancel_reshards, lower_reshards, localize, bucket_collectives, decompose",
+            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint",
         ),
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):
@@ -198,5 +198,4 @@ insert_reshards
 cancel_reshards
 lower_reshards
 localize
-bucket_collectives
 """)

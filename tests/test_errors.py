@@ -295,6 +295,14 @@ def test_a_batch_that_the_axes_do_not_divide() -> None:
     [
         ({"compile": "jit"}, "UserError: Options(compile='jit'): choose 'inductor' or 'eager'"),
         ({"unknown_ops": "skip"}, "UserError: Options(unknown_ops='skip'): choose 'replicate' or 'error'"),
+        (
+            {"checkpoint": "all"},
+            "UserError: Options(checkpoint='all'): choose 'auto' or 'none' or 'block'",
+        ),
+        (
+            {"reshard_after_forward": "no"},
+            "UserError: Options(reshard_after_forward='no'): choose 'auto' or True or False",
+        ),
         ({"loss": "max"}, "UserError: Options(loss='max'): choose 'mean' or 'sum'"),
     ],
 )

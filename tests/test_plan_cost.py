@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.compile import split_program
+from autoshard.overlap import Overlap
 from autoshard.planner import make_plan
 from autoshard.report.table import format_plan
+from examples.llama import TINY, Llama
+from passes.cost.from_graph import program_of
+from passes.cost.simulate import simulate
 from passes.ir.plan import Candidate, Cost, Memory, Search
 
 GIB = 1 << 30
@@ -101,6 +107,24 @@ def test_a_plan_of_32_layers_is_one_screen() -> None:
     text = format_plan(made(layers=32), width=100, colour=False)
     assert len(text.splitlines()) < 50
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "recipe"), [("dp=8", "fsdp"), ("dp=4,tp=2", "fsdp+megatron")])
+def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(axes: str, recipe: str) -> None:
+    """The plan is of a folded graph, bucketed and ordered as a whole step; a run takes the halves as they are compiled."""
+    mesh, options = Mesh(axes, hardware="a100-pcie"), Options(recipe=recipe)
+    config = replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
+    with torch.device("meta"):
+        model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
+    cost = plan(model, mesh, (tokens, tokens), options=options).cost
+    split = split_program(make_plan(model, (tokens, tokens), {}, mesh, options).graph, mode="inductor")
+    overlap = Overlap.of(options, mesh)
+    assert cost is not None and overlap is not None
+    overlap.apply(split, mode="inductor")
+    run = simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
+    assert run.step_time == pytest.approx(cost.step_time, rel=0.01)
+    assert run.peak_memory == pytest.approx(cost.peak_memory, rel=0.1)
 
 
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:

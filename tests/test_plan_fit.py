@@ -116,7 +116,7 @@ def test_another_device_has_other_kernels() -> None:
         (
             "dp=2,tp=2",
             replace(RECIPE, bucket_bytes=0, reshard_after_forward=False),
-            "Options(reshard_after_forward=False), the plan has reshard_after_forward=True; "
+            "Options(reshard_after_forward=False), the plan has reshard_after_forward='auto'; "
             "Options(bucket_bytes=0), the plan has bucket_bytes={bucket}",
         ),
         (

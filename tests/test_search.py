@@ -192,7 +192,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
     costs, gathered_again, limit = [], [], None
     while True:
         try:
-            options = Options(memory_limit=limit)
+            options = Options(memory_limit=limit, checkpoint="none")
             found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=options)
         except MemoryLimitError as error:
             smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))

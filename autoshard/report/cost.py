@@ -7,11 +7,13 @@ from dataclasses import asdict
 from rich.markup import escape
 from rich.table import Table
 
-from passes.ir.plan import Candidate, Cost, Memory, Search
+from passes.ir.plan import Candidate, Cost, Memory, Recomputation, Search
 from passes.ir.units import format_bytes, format_seconds
 
+SHOWN = 4  # kinds of values that a plan lists
 
-def cost_table(cost: Cost, search: Search | None) -> Table:
+
+def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation | None) -> Table:
     """Step time and its parts, peak memory by kind, and what is proven of the plan: a row each."""
     table = Table.grid(padding=(0, 2))
     limit = f" of {format_bytes(search.memory_limit)}" if search else ""
@@ -23,6 +25,8 @@ def cost_table(cost: Cost, search: Search | None) -> Table:
     table.add_row(
         "[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {format_memory(cost.memory)}"
     )
+    if recomputation:
+        table.add_row("[bold]again[/bold]", escape(format_recomputation(recomputation)))
     if search:
         table.add_row("[bold]search[/bold]", f"{_proof(search)}; {format_seconds(search.seconds)}")
     return table
@@ -32,6 +36,19 @@ def format_memory(memory: Memory) -> str:
     """`"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
     sizes = sorted(asdict(memory).items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
+
+
+def format_recomputation(recomputation: Recomputation) -> str:
+    """What the backward computes again: `"layers but for what enters them and 2 values: compute 12.0 ms, ..."`."""
+    kept = [f"{kind}" for kind in recomputation.kept[:SHOWN]]
+    more = len(recomputation.kept) - len(kept)
+    but = ", ".join(["what enters it", *kept, *([f"{more} more"] if more else [])])
+    text = f"each layer in the backward, but for {but}"
+    if recomputation.compute is None or recomputation.communication is None:
+        return text
+    compute, communication = format_seconds(recomputation.compute), format_seconds(recomputation.communication)
+    freed = f"; {format_bytes(recomputation.freed)} less memory" if recomputation.freed else ""
+    return f"{text}: compute {compute}, communication {communication}{freed}"
 
 
 def _proof(search: Search) -> str:

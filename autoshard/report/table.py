@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.collectives import collectives_table
-from autoshard.report.cost import candidates_table, cost_table, format_declined
+from autoshard.report.cost import candidates_table, cost_table, format_declined, format_recomputation
 from autoshard.report.modules import ModuleRow, ModuleTable, module_table, read_placed
 from autoshard.report.names import fold_text
 from autoshard.report.steps import is_timed
@@ -56,9 +56,11 @@ def _print(plan: ShardingPlan, console: Console) -> None:
     hardware = f" of {plan.mesh.hardware.name}" if plan.mesh.hardware else ""
     console.print(f"[bold]plan[/bold] on {plan.mesh.size} ranks{hardware}: {recipes}", highlight=False)
     if plan.cost:
-        console.print(cost_table(plan.cost, plan.search))
+        console.print(cost_table(plan.cost, plan.search, plan.recomputation))
     else:
         console.print(_memory_line(plan), highlight=False)
+        if plan.recomputation:
+            console.print(f"computed again: {escape(format_recomputation(plan.recomputation))}", highlight=False)
     if plan.search:
         console.print(candidates_table(plan.search))
         for declined in format_declined(plan.search):

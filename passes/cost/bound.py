@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from passes.cost.program import OPTIMIZER, STREAMS, Program
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 ROWS = 1024  # of a table of tasks by tasks that are worked on at once
 
@@ -20,8 +21,9 @@ def exposed_bound(program: Program) -> float:
     Each of the streams has to run its tasks one by one, and each task waits for those that it depends on: none starts
     before all tasks of a stream that lead to it have run, nor before a collective that leads to it and then the kernels
     between the two; as much comes behind it. For any set of tasks of one stream, the earliest start of them, their sum,
-    and the least that comes behind one of them bound the call (Carlier 1982, "The one-machine sequencing problem"); what
-    that has beside its kernels' time is exposed.
+    and the least that comes behind one of them bound the call (Carlier 1982, "The one-machine sequencing problem"); so
+    does the choice of what comes before a task, see `_one_task`. What that has beside its kernels' time is
+    exposed.
     """
     return sum(_bound(program, phase) for phase in _phases(program))
 
@@ -38,10 +40,14 @@ def _bound(program: Program, phase: list[int]) -> float:
     streams = np.array([program.index.streams[number] for number in phase])
     sources = _sources(program, phase)
     shares = np.stack([np.where(streams == stream, seconds, 0.0) for stream in range(len(STREAMS))], axis=1)
-    heads, tails = _ends(seconds, shares, sources)
-    longest = max(
-        _one_stream(heads[on], seconds[on], tails[on]) for on in (shares[:, s] > 0 for s in range(len(STREAMS)))
-    )
+    before = _before(sources)
+    heads, tails = _ends(seconds, shares, before)
+    early = np.array([program.tasks[number].prefetchable for number in phase])
+    longest = 0.0
+    for on in (shares[:, stream] > 0 for stream in range(len(STREAMS))):
+        longest = max(longest, _one_stream(heads[on], seconds[on], tails[on]))
+        for some in (on, on & early, on & ~early):
+            longest = max(longest, _one_task(shares, seconds[some], before[some], before[:, some].T))
     return max(0.0, longest - float(shares[:, 0].sum()))
 
 
@@ -52,18 +58,22 @@ def _sources(program: Program, phase: list[int]) -> list[list[int]]:
     return [sorted({places[makers[b]] for b in program.index.inputs[n] if makers[b] in places}) for n in phase]
 
 
-def _ends(seconds: Floats, shares: Floats, sources: list[list[int]]) -> tuple[Floats, Floats]:
-    """Per task, the least time in front of it and behind it. `shares` are seconds by task and stream.
-
-    Between a collective and a task that depends on it, all kernels run that depend on the one and lead to the other.
-    Tasks stand behind their sources.
-    """
-    count = len(seconds)
-    before = np.zeros((count, count), dtype=bool)  # by task, those that it depends on
+def _before(sources: list[list[int]]) -> Flags:
+    """By task, those that it depends on. Tasks stand behind their sources."""
+    before = np.zeros((len(sources), len(sources)), dtype=bool)
     for task, found in enumerate(sources):
         for source in found:
             before[task] |= before[source]
             before[task, source] = True
+    return before
+
+
+def _ends(seconds: Floats, shares: Floats, before: Flags) -> tuple[Floats, Floats]:
+    """Per task, the least time in front of it and behind it. `shares` are seconds by task and stream.
+
+    Between a collective and a task that depends on it, all kernels run that depend on the one and lead to the other.
+    """
+    count = len(seconds)
     links = np.flatnonzero(shares[:, 1:].any(axis=1))
     in_front, behind = np.zeros_like(shares), np.zeros_like(shares)
     since, until = np.zeros((count, len(links))), np.zeros((len(links), count))
@@ -93,3 +103,27 @@ def _one_stream(heads: Floats, seconds: Floats, tails: Floats) -> float:
         inside = heads >= head
         best = max(best, float(head + np.max(np.cumsum(seconds[inside]) + tails[inside])))
     return best
+
+
+def _one_task(shares: Floats, seconds: Floats, leads: Flags, depends: Flags) -> float:
+    """The bound of one stream's choice among some of its tasks: each comes before a certain one, or behind it.
+
+    In front of that one, some stream runs what leads to it, and what leads to each of those before it alone; behind it
+    some stream runs what depends on it, and on each of those behind it alone. The stream itself runs those.
+    So kernels that are held back to run beside the last reduction bring the time of their own reductions behind it.
+    `seconds` are of these tasks; `leads` and `depends` say of all tasks what leads to each, and depends on it.
+    """
+    best = 0.0
+    for in_front, before_it in _sides(shares, seconds, leads):
+        for behind, behind_it in _sides(shares, seconds, depends):
+            least = np.minimum(before_it, behind_it)
+            best = max(best, float(np.max(in_front + seconds + behind + least.sum() - least, initial=0.0)))
+    return best
+
+
+def _sides(shares: Floats, seconds: Floats, beside: Flags) -> Iterator[tuple[Floats, Floats]]:
+    """By the stream that is looked at: its seconds of what is `beside` each task, and beside that task alone."""
+    yield np.zeros_like(seconds), seconds
+    alone = beside & (beside.sum(axis=0) == 1)
+    for stream in range(len(STREAMS)):
+        yield beside @ shares[:, stream], alone @ shares[:, stream]

@@ -1,6 +1,7 @@
-"""Join collectives of parameters and of gradients in a program, as `bucket_collectives` joins them in a graph.
+"""Which collectives of parameters and of gradients share a message, and a program in which they do.
 
-A folded graph is planned without buckets, so that its layers stay equal; its unrolled program gets them here.
+`bucket_collectives` joins the same in a graph. A folded graph is planned without buckets, so that its layers stay equal;
+its unrolled program gets them here.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from passes.cost.collective import collective_seconds
 from passes.cost.compute import region_seconds
 from passes.cost.program import COMPUTE, Buffer, Program, Task
 
+SMALLER = 16  # times smaller than they may be are the smaller ones of the buckets that are tried
+
+
+def sizes(limit: int) -> tuple[int, ...]:
+    """Sizes of buckets to try, in bytes: none, small ones and the largest."""
+    return (0, limit // SMALLER, limit)
+
 
 def bucket(program: Program, nbytes: int) -> Program:
-    """`program` with buckets of at most `nbytes` (of the larger side), where one collective is faster than several.
+    """`program` with its `buckets` of at most `nbytes`.
 
-    Members are of one kind, group, dtype and direction, neighbours in the program, and as many collectives away from
-    the parameter or the gradient. A bucket of gathers stands where the first of its members stood, one of reductions
-    where the last did. A kernel copies the members' operands together, another one the results apart.
+    A bucket of gathers stands where the first of its members stood, one of reductions where the last did. A kernel
+    copies the members' operands together, another one the results apart.
     """
-    buckets = [members for members in _buckets(program, nbytes) if len(members) > 1 and _is_faster(program, members)]
-    if not buckets:
+    joinable = buckets(program, nbytes)
+    if not joinable:
         return program
     places: dict[str, int] = {}
     tasks = {task.name: task for task in program.tasks}
     buffers = list(program.buffers)
-    for members in buckets:
+    for members in joinable:
         for number in members:
             del tasks[program.tasks[number].name]
         joined, more = _join(program, members)
@@ -39,7 +46,17 @@ def bucket(program: Program, nbytes: int) -> Program:
     return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
 
 
-def _buckets(program: Program, nbytes: int) -> list[list[int]]:
+def buckets(program: Program, nbytes: int) -> list[list[int]]:
+    """The `neighbours` of which one collective is faster than several, copies included."""
+    return [members for members in neighbours(program, nbytes) if _is_faster(program, members)]
+
+
+def neighbours(program: Program, nbytes: int) -> list[list[int]]:
+    """Numbers of collectives, two or more, that can share a message of at most `nbytes` (of the larger side).
+
+    Members are of one kind, group, dtype and direction, next to each other in the program, and as many collectives away
+    from the parameter or the gradient: none waits for itself.
+    """
     levels = _levels(program)
     found: list[list[int]] = []
     open_: dict[object, tuple[list[int], int]] = {}
@@ -53,7 +70,7 @@ def _buckets(program: Program, nbytes: int) -> list[list[int]]:
             found.append(members)
         members.append(number)
         open_[key] = members, filled + task.nbytes
-    return found
+    return [members for members in found if len(members) > 1]
 
 
 def _is_movable(task: Task) -> bool:

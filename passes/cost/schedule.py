@@ -8,25 +8,28 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
 3. Any other collective is on the critical path: it is issued as soon as its operand is there.
 4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
-   `LOOKAHEAD` kernels further on.
-5. With `hold`, kernels that lead to gradients alone (a weight's gradient) wait for such a gap, `HELD` of them at most.
+   `LOOKAHEAD` kernels further on, or what makes the operands of the next `LOOKAHEAD` gathers.
+5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
+   last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
+   beside it. Those whose reductions take longest go first then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from passes.cost.bucket import bucket
-from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.movable import MANY, Facts, Unit
+from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 
 LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
-WINDOWS = (1, 4, 16)  # what `schedule` tries, in largest gathers
+WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
+MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
 
 
@@ -37,7 +40,8 @@ class Schedule:
     program: Program
     timeline: Timeline
     window_bytes: int  # 0: as it was given
-    hold: bool
+    fill: bool
+    held_seconds: float
     bucket_bytes: int  # 0: no collectives joined
 
 
@@ -46,29 +50,55 @@ def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequ
 
     `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing.
     """
-    found = [_schedule(bucket(program, nbytes) if nbytes else program, nbytes, memory_limit) for nbytes in buckets]
+    found: list[Schedule] = []
+    for nbytes in buckets:
+        joined = bucket(program, nbytes) if nbytes else program
+        if joined is not program or not found:
+            found.append(_schedule(joined, nbytes, memory_limit))
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
+def memory_cap(given: Timeline, memory_limit: int | None) -> int:
+    """Bytes that an order may take: the limit, but what is over it as it is given may stay so; None: a twentieth more."""
+    if memory_limit is None:
+        return int(MORE_MEMORY * given.peak_memory)
+    return max(memory_limit, given.peak_memory)
+
+
 def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
-    facts = _Facts.of(program)
-    best = Schedule(program, simulate(program), 0, False, bucket_bytes)
-    for hold in (False, True):
-        fastest = float("inf")
-        for window in _windows(program):
-            tried = _ordered(facts, window, hold=hold)
-            timeline = simulate(tried)
-            if _is_better(timeline, best.timeline, memory_limit):
-                best = Schedule(tried, timeline, window, hold, bucket_bytes)
-            if timeline.step_time > (1 - WORTH) * fastest:
-                break
-            fastest = timeline.step_time
+    facts = Facts.of(program)
+    best = Schedule(program, simulate(program), 0, False, 0.0, bucket_bytes)
+    best = _best_window(facts, best, memory_limit, fill=False)
+    held = facts.last_seconds
+    while 0 < held < facts.slack_seconds:
+        tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held)
+        if not _is_better(tried.timeline, best.timeline, memory_limit):
+            break
+        best, held = tried, 2 * held
+    return _best_window(facts, best, memory_limit, fill=True)
+
+
+def _best_window(facts: Facts, best: Schedule, memory_limit: int | None, *, fill: bool) -> Schedule:
+    """The better of `best` and the best window."""
+    fastest = float("inf")
+    for window in _windows(facts.program):
+        tried = _tried(facts, window, best.bucket_bytes, fill=fill)
+        if _is_better(tried.timeline, best.timeline, memory_limit):
+            best = tried
+        if tried.timeline.step_time > (1 - WORTH) * fastest:
+            break
+        fastest = tried.timeline.step_time
     return best
 
 
-def prefetch(program: Program, window_bytes: int, *, hold: bool = False) -> Program:
+def _tried(facts: Facts, window: int, bucket_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Schedule:
+    program = _ordered(facts, window, fill=fill, held_seconds=held_seconds)
+    return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes)
+
+
+def prefetch(program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Program:
     """`program` in the order of the module's text, or as it is where that is not faster."""
-    ordered = _ordered(_Facts.of(program), window_bytes, hold=hold)
+    ordered = _ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds)
     return ordered if simulate(ordered).step_time < simulate(program).step_time else program
 
 
@@ -95,43 +125,8 @@ def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
     return (float(timeline.peak_memory), timeline.step_time)
 
 
-def _ordered(facts: _Facts, window_bytes: int, *, hold: bool) -> Program:
-    return facts.program.reordered(_Scheduler(facts, window_bytes, hold=hold).run())
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A gather of parameters with the kernels that make its operand."""
-
-    tasks: tuple[int, ...]
-    reads: tuple[int, ...]  # buffers that other units make
-    use: int  # the first task in program order that needs it, or a later unit
-    nbytes: int
-    stream: int
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What holds of a program however it is ordered. Lists are by task."""
-
-    program: Program
-    phases: tuple[list[int], ...]  # forward, backward and optimizer
-    units: list[_Unit]
-    missing: list[int]  # operands that tasks make
-    is_late: list[bool]
-    has_slack: list[bool]
-
-    @staticmethod
-    def of(program: Program) -> _Facts:
-        makers = program.index.makers
-        return _Facts(
-            program,
-            tuple(_phases(program.tasks)),
-            _units(program),
-            [sum([makers[b] >= 0 for b in inputs]) for inputs in program.index.inputs],
-            _late(program),
-            _slack(program),
-        )
+def _ordered(facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float) -> Program:
+    return facts.program.reordered(_Scheduler(facts, window_bytes, fill=fill, held_seconds=held_seconds).run())
 
 
 class _Queue:
@@ -164,7 +159,7 @@ class _Queue:
 class _Scheduler:
     """Issues tasks one by one, and keeps the clocks that `simulate` will find."""
 
-    def __init__(self, facts: _Facts, window_bytes: int, *, hold: bool) -> None:
+    def __init__(self, facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float) -> None:
         program = facts.program
         self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
         self.streams = program.index.streams
@@ -180,10 +175,11 @@ class _Scheduler:
         self.units, self.unit = facts.units, 0
         self.in_unit = {number for unit in self.units for number in unit.tasks}
         self.is_late = facts.is_late
-        self.is_held = facts.has_slack if hold else [False] * len(self.tasks)
+        self.fillers = set(facts.slack if fill else ())
+        self.held_last = facts.last_slack(held_seconds)
         self.urgent: list[int] = []  # collectives whose operands' makers are issued
         self.reductions: tuple[deque[int], ...] = (deque(), deque(), deque())  # by stream
-        self.late = self.held = self.path = _Queue([], self.issued)
+        self.late = self.held = self.path = self.last = _Queue([], self.issued)
         self.phase: set[int] = set()
 
     def run(self) -> list[int]:
@@ -201,8 +197,12 @@ class _Scheduler:
         waiting = [number for number in phase if number not in self.in_unit]
         kernels = [number for number in waiting if self.streams[number] == 0]
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
-        self.held = _Queue([n for n in kernels if self.is_held[n] and not self.is_late[n]], self.issued)
-        others = [n for n in waiting if not (self.is_late[n] or self.is_held[n] or self.tasks[n].deferrable)]
+        last = [n for n in self.held_last if n in self.phase]
+        self.last = _Queue(last, self.issued)
+        held = [n for n in kernels if n in self.fillers.difference(last)]
+        self.held = _Queue(held, self.issued)
+        apart = {*last, *held}
+        others = [n for n in waiting if not (self.is_late[n] or n in apart or self.tasks[n].deferrable)]
         self.path = _Queue(others, self.issued)
         for number in waiting:
             if self.missing[number] == 0:
@@ -227,7 +227,17 @@ class _Scheduler:
         if len(held) > HELD and all([self._can_start(number) for number in held]):
             return held[0]
         kernel = self._startable(self.path, LOOKAHEAD)
-        return kernel if kernel is not None else next((number for number in held if self._can_start(number)), None)
+        if kernel is None:
+            kernel = next((number for number in held if self._can_start(number)), None)
+        if kernel is None:
+            kernel = self._startable(self.last, LOOKAHEAD)
+        return self._ahead() if kernel is None else kernel
+
+    def _ahead(self) -> int | None:
+        """A kernel that makes the operand of a later gather."""
+        units = self.units[self.unit : self.unit + LOOKAHEAD]
+        numbers = (number for unit in units for number in unit.tasks[:-1] if number in self.phase)
+        return next((number for number in numbers if not self.issued[number] and self._can_start(number)), None)
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:
         """The first kernel that can start, of the first `limit` tasks that wait."""
@@ -262,7 +272,7 @@ class _Scheduler:
                 self._issue(queue.popleft())
         return len(self.order) > count
 
-    def _gather(self, unit: _Unit, until: float) -> bool:
+    def _gather(self, unit: Unit, until: float) -> bool:
         """Issue a gather, if it is time."""
         if unit.tasks[-1] not in self.phase or any(self.ready[buffer] > self.clocks[0] for buffer in unit.reads):
             return False
@@ -281,7 +291,12 @@ class _Scheduler:
 
     def _wait(self) -> bool:
         """Go on to the next time at which something can start; False where there is none."""
-        queues = (self.late.waiting(LATE), self.held.waiting(HELD + 1), self.path.waiting(LOOKAHEAD))
+        queues = (
+            self.late.waiting(LATE),
+            self.held.waiting(HELD + 1),
+            self.path.waiting(LOOKAHEAD),
+            self.last.waiting(LOOKAHEAD),
+        )
         waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
         heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]
         times = [self.turns[number] for number in (*waiting, *self.urgent, *(head for _, head in heads))]
@@ -321,71 +336,9 @@ class _Scheduler:
     def _operands_made(self, number: int) -> None:
         if self.streams[number] == 0 or number in self.in_unit or number not in self.phase:
             return
-        waiting = self.reductions[self.streams[number]] if self.tasks[number].deferrable else self.urgent
-        waiting.append(number)
-
-
-def _phases(tasks: tuple[Task, ...]) -> Iterator[list[int]]:
-    """Forward, backward and optimizer."""
-    updates = {number for number, task in enumerate(tasks) if task.kind == OPTIMIZER}
-    for backward in (False, True):
-        yield [n for n, task in enumerate(tasks) if task.backward is backward and n not in updates]
-    yield sorted(updates)
-
-
-def _units(program: Program) -> list[_Unit]:
-    """Gathers of parameters in the order of use, each with what it needs and none before it had."""
-    index, tasks = program.index, program.tasks
-    gathers = [number for number, task in enumerate(tasks) if task.prefetchable]
-    members = {*gathers, *_behind(program, gathers)}
-    uses = [len(tasks)] * len(tasks)
-    for number in sorted(members, reverse=True):
-        readers = [reader for buffer in index.outputs[number] for reader in index.readers[buffer]]
-        uses[number] = min((uses[r] if r in members else r for r in readers), default=len(tasks))
-    units, taken = [], set(gathers)
-    for number in sorted(gathers, key=lambda n: (tasks[n].backward, uses[n], n)):
-        kernels = sorted(n for n in _behind(program, [number]) if n not in taken)
-        taken.update(kernels)
-        made = {buffer for n in kernels for buffer in index.outputs[n]}
-        reads = [b for n in (*kernels, number) for b in index.inputs[n] if index.makers[b] >= 0 and b not in made]
-        nbytes = sum(program.buffers[buffer].nbytes for buffer in index.outputs[number])
-        use = min(uses[n] for n in (*kernels, number))
-        units.append(_Unit((*kernels, number), tuple(reads), use, nbytes, index.streams[number]))
-    dues = list(accumulate((unit.use for unit in reversed(units)), min))
-    return [replace(unit, use=due) for unit, due in zip(units, reversed(dues), strict=True)]
-
-
-def _behind(program: Program, numbers: list[int]) -> set[int]:
-    """Tasks of the same direction that others wait for."""
-    index = program.index
-    found: set[int] = set()
-    queue = list(numbers)
-    while queue:
-        number = queue.pop()
-        for buffer in index.inputs[number]:
-            maker = index.makers[buffer]
-            if maker >= 0 and maker not in found and program.tasks[maker].backward is program.tasks[number].backward:
-                found.add(maker)
-                queue.append(maker)
-    return found
-
-
-def _late(program: Program) -> list[bool]:
-    """Per task, whether it reads what comes of a gradient's reduction."""
-    index = program.index
-    late = [False] * len(program.tasks)
-    for number, task in enumerate(program.tasks):
-        makers = (index.makers[buffer] for buffer in index.inputs[number])
-        late[number] = task.kind != OPTIMIZER and any(late[m] or program.tasks[m].deferrable for m in makers if m >= 0)
-    return late
-
-
-def _slack(program: Program) -> list[bool]:
-    """Per task, whether nothing but gradients and the optimizer waits for it."""
-    index, tasks = program.index, program.tasks
-    slack = [False] * len(tasks)
-    for number in reversed(range(len(tasks))):
-        readers = [reader for buffer in index.outputs[number] for reader in index.readers[buffer]]
-        ends = all(slack[r] or tasks[r].deferrable or tasks[r].kind == OPTIMIZER for r in readers)
-        slack[number] = ends and bool(readers) and not tasks[number].is_collective and tasks[number].backward
-    return slack
+        if not self.tasks[number].deferrable:
+            self.urgent.append(number)
+        elif self.facts.ends[number] == MANY:
+            self.reductions[self.streams[number]].appendleft(number)
+        else:
+            self.reductions[self.streams[number]].append(number)

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -330,7 +330,7 @@ def values_in(argument: Any) -> Any:
 
 def copy_facts(source: Node, target: Node) -> None:
     """Give `target`, made from `source`, its place in the user's program."""
-    for key in ("autoshard_origin", "stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"):
+    for key in ("autoshard_origin", "autoshard_region", "stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
 
@@ -363,6 +363,30 @@ def is_recompute(node: Node) -> bool:
 
 def set_recompute(node: Node, recompute: bool) -> None:
     node.meta["autoshard_recompute"] = recompute
+
+
+Saving = Literal["saved", "remade"]
+SAVINGS: tuple[Saving, ...] = ("saved", "remade")
+
+
+def saving_of(node: Node) -> Saving | None:
+    """Whether the forward keeps a value for the backward, or the backward computes it again; None: as the partitioner says."""
+    saving: Saving | None = node.meta.get("autoshard_saving")
+    return saving
+
+
+def set_saving(node: Node, saving: Saving | None) -> None:
+    node.meta["autoshard_saving"] = saving
+
+
+def region_of(node: Node) -> int | None:
+    """Number of the `torch.utils.checkpoint` call of the user's program that a node is of."""
+    region: int | None = node.meta.get("autoshard_region")
+    return region
+
+
+def set_region(node: Node, region: int) -> None:
+    node.meta["autoshard_region"] = region
 
 
 def stands_for(node: Node) -> tuple[str, ...]:

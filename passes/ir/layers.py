@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from passes.ir.graph import InputRole, Output, OutputRole, input_of, origin_of, outputs_of, returned, value_of
+from passes.ir.graph import (
+    InputRole,
+    Output,
+    OutputRole,
+    input_of,
+    origin_of,
+    outputs_of,
+    region_of,
+    returned,
+    value_of,
+)
 
 Layer = tuple[str, int]  # FQN of the list, index in it
 
@@ -42,7 +52,9 @@ class Indexed:
         numbers = []
         for i, node in enumerate(nodes):
             found: list[int] = []
-            form = (node.target, _form((node.args, node.kwargs), place, found)) if node.op != "placeholder" else None
+            form = None
+            if node.op != "placeholder":
+                form = (node.target, region_of(node) is None, _form((node.args, node.kwargs), place, found))
             operands.append(tuple(found))
             for j in dict.fromkeys(found):
                 users[j].append(i)

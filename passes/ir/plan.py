@@ -26,7 +26,9 @@ from passes.ir.graph import (
     outputs_of,
     placeholders,
     returned,
+    saving_of,
     tensor_of,
+    transfer_of,
 )
 from passes.ir.layout import Layout, local_shape
 from passes.ir.mesh import Mesh
@@ -114,6 +116,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """What the backward computes again to save memory, beyond what costs next to nothing: all of every layer but what the
+    next one takes, and `kept`."""
+
+    kept: tuple[str, ...]  # values inside of layers: "layers.*.attention.wq mm"
+    compute: float | None = None  # seconds of it in a step; None: nothing was simulated
+    communication: float | None = None
+    freed: int | None = None  # bytes that need not be kept for it; None: nothing was simulated
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A plan that was considered: a recipe's, or the solved one."""
 
@@ -152,6 +165,13 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
         for node in gm.graph.nodes
         if is_collective(node)
     )
+
+
+def with_remade(collectives: Sequence[Collective], gm: GraphModule) -> tuple[Collective, ...]:
+    """`collectives` of a program, of which the LOCAL graph `gm` says what is computed again."""
+    remade = [transfer_of(node) for node in gm.graph.nodes if saving_of(node) == "remade"]
+    steps = {step for transfer in remade if transfer is not None for step in transfer.steps}
+    return tuple(replace(one, recomputed=one.recomputed or one.id in steps) for one in collectives)
 
 
 def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> Collective:

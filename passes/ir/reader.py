@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode
 from passes.ir.graph import (
+    SAVINGS,
     Input,
     InputRole,
     Origin,
@@ -30,6 +31,8 @@ from passes.ir.graph import (
     set_origin,
     set_outputs,
     set_recompute,
+    set_region,
+    set_saving,
     set_stage,
     set_transfer,
     set_value,
@@ -96,6 +99,8 @@ class Reader:
         value = self._value(tokens, layouts)
         pins = tuple(self._pins(tokens)) if tokens.accept("pinned") else ()
         recompute = tokens.accept("recompute")
+        region = self._region(tokens) if tokens.accept("region") else None
+        saving = next((saving for saving in SAVINGS if tokens.accept(saving)), None)
         tokens.expect("=")
         node = self._call(tokens, name.removeprefix("%"))
         tokens.expect_end()
@@ -109,8 +114,18 @@ class Reader:
             add_pin(node, pin)
         if recompute:
             set_recompute(node, True)
+        if region is not None:
+            set_region(node, region)
+        if saving is not None:
+            set_saving(node, saving)
         self._set_needs(node)
         self._comment(node, tokens.comment)
+
+    def _region(self, tokens: Tokens) -> int:
+        tokens.expect("(")
+        number = tokens.integer("the number of a checkpoint() call")
+        tokens.expect(")")
+        return number
 
     def _return(self, tokens: Tokens) -> None:
         values: list[Node | None] = []

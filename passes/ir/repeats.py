@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from passes._torch import module_of
+from passes.ir.graph import region_of, set_region
 
 T = TypeVar("T")
 
@@ -106,12 +107,22 @@ def numbered(gm: GraphModule) -> GraphModule:
         name = re.sub(r"(_\d+)+$", "", node.name)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copies[node].meta = dict(node.meta)
+    number_regions(graph)
     new = {node.name: copy.name for node, copy in copies.items() if node.op != "output"}
     removed = {name: new.get(kept, kept) for name, kept in repeats.nodes.items()}
     result = module_of(graph, gm)
     result.meta = dict(gm.meta)
     set_repeats(result, replace(repeats, nodes=new | removed))
     return result
+
+
+def number_regions(graph: Graph) -> None:
+    """Let numbers of regions be in the order of the graph, from 0."""
+    numbers: dict[int, int] = {}
+    for node in graph.nodes:
+        region = region_of(node)
+        if region is not None:
+            set_region(node, numbers.setdefault(region, len(numbers)))
 
 
 def repeats_of(gm: GraphModule) -> Repeats:

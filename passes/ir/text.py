@@ -39,8 +39,10 @@ from passes.ir.graph import (
     origin_of,
     outputs_of,
     pins_of,
+    region_of,
     results_of,
     returned,
+    saving_of,
     stage_of,
     value_of,
 )
@@ -69,6 +71,10 @@ def format_node(node: Node, mesh: Mesh) -> str:
     head = f"%{node.name}: {_format_value(node, mesh)}{_format_pins(node, mesh)}"
     if is_recompute(node):
         head += " recompute"
+    if region_of(node) is not None:
+        head += f" region({region_of(node)})"
+    if saving_of(node):
+        head += f" {saving_of(node)}"
     return f"{head} = {_format_call(node, mesh)}{_format_comment(node)}"
 
 

@@ -44,11 +44,13 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of a search. Bytes per device; seconds. The first plan is waited for beyond the time limit."""
+    """What is asked of a search. Bytes per device; seconds. The first plan is waited for beyond the time limit. `keep` says
+    of parameters that the forward gathered whether they stay for the backward; None: each as the search finds."""
 
     memory_limit: float | None = None
     gap: float = 0.005
     time_limit: float | None = None
+    keep: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +79,11 @@ class Prepared:
         plan, _ = list(search.run())[-1]
         return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
 
-    def least(self) -> Iterator[Solution]:
-        """Layouts that take little memory, whatever they cost: the quickest of those first."""
+    def least(self, *, keep: bool | None = None) -> Iterator[Solution]:
+        """Layouts that take little memory, whatever they cost: the quickest of those first. `keep` is as in a `Goal`."""
         for worth in DEAR:
             started = time.perf_counter()
-            plan = _Search(self.built.problem, self.prices, Goal()).least(worth)
+            plan = _Search(self.built.problem, self.prices, Goal(keep=keep)).least(worth)
             if plan is not None:
                 yield self._solution(plan, 0.0, started)
 
@@ -224,13 +226,26 @@ class _Search:
         self.bound = max(self.bound, dual.bound - self.paid)
         picked = dual.decode(range(len(dual.choices)))
         for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
-            plan = evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps)
+            plan = self._kept(evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps))
             if plan is None:
                 return
             self.plans.append(plan)
             self.smallest = min(self.smallest, plan.memory)
             if self.goal.memory_limit is None or plan.memory <= self.goal.memory_limit:
                 self._take(plan)
+
+    def _kept(self, plan: Plan | None) -> Plan | None:
+        """A plan of the same choices that keeps what it is told to."""
+        if plan is None or self.goal.keep is None:
+            return plan
+        keeps, byte = 0.0 if self.goal.keep else float("inf"), self.relaxation.weights.byte
+        return evaluate(self.problem, self.sides, self.prices, plan.picked, keeps=keeps, repeats=byte)
+
+    def _take_solved(self, plan: Plan | None) -> None:
+        """Take what a program found, which keeps what it likes."""
+        told = self._kept(plan)
+        if told is plan or (told is not None and told.memory <= (self.goal.memory_limit or float("inf"))):
+            self._take(told)
 
     def _take(self, plan: Plan | None) -> None:
         if plan is not None and (self.best is None or plan.objective < self.best.objective):
@@ -261,7 +276,7 @@ class _Search:
             self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
             plan, _ = self._model(left).solve(self.goal.gap / 2, self._left(), nodes=1)
-            self._take(plan)
+            self._take_solved(plan)
 
     def _near(self, relaxation: Relaxation) -> Left:
         """The choices near the bound, and those of the plans seen: fewer, where that makes a large program."""
@@ -293,7 +308,7 @@ class _Search:
                 return
             model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
             plan, bound = model.solve(self.goal.gap / 2, self._left())
-            self._take(plan)
+            self._take_solved(plan)
             least = min(worst, bound)
         self.bound = max(self.bound, least)
 

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Callable[[], Case], str, str]] = {  # model, mesh, recipe
         "auto",
     ),
 }
-LOOSE = {"conv_net": 0.1, "experts": 0.02}  # what a convolution, or a batched product, takes for itself is estimated
+LOOSE = {"conv_net": 0.1, "experts": 0.03}  # what a convolution, or a batched product, takes for itself is estimated
 MEASURED = pytest.mark.parametrize("name", CASES)
 
 

@@ -78,12 +78,33 @@ def test_an_independent_kernel_fills_the_gap_of_a_collective_on_the_path() -> No
 
 def test_gradients_of_weights_can_wait_for_a_gap() -> None:
     tasks = [kernel("dy", 1), kernel("dw", 3, "dy"), kernel("dx", 1, "dy"), gather("c", 3, "dx"), kernel("dz", 1, "c")]
-    given = program(*(replace(task, backward=True) for task in tasks), kinds={"dw": "gradient"})
+    kinds = {"dw": "gradient", "dz": "gradient"}
+    given = program(*(replace(task, backward=True) for task in tasks), kinds=kinds)
     update = Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)
     given = replace(given, tasks=(*given.tasks, update))
-    held = prefetch(given, 0, hold=True)
+    held = prefetch(given, 0, fill=True)
     assert _names(held) == ["dy", "dx", "c", "dw", "dz", "update"]
     assert schedule(given).program == held
+
+
+def _reduced(name: str, compute: float, link: float, *reads: str) -> list[Task]:
+    """A gradient and its reduction."""
+    made = [kernel(name, compute, *reads), gather(f"r.{name}", link, name, deferrable=True)]
+    return [replace(task, backward=True) for task in made]
+
+
+def test_gradients_of_weights_run_beside_the_reduction_that_ends_last() -> None:
+    tasks: list[Task] = []
+    for n in range(6):
+        tasks += [replace(kernel(f"dx{n}", 4, *([f"dx{n - 1}"] if n else [])), backward=True)]
+        tasks += _reduced(f"dw{n}", 4, 1 + (n == 4), f"dx{n}")
+    given = program(*tasks, *_reduced("embedding", 1, 10, "dx5"))
+    best = schedule(given)
+    assert prefetch(given, 0) == given and simulate(given).exposed == 10
+    assert _names(best.program)[-11:] == [
+        "r.embedding", "dw4", "dw1", "r.dw4", "r.dw1", "dw2", "r.dw2", "dw3", "r.dw3", "dw5", "r.dw5",
+    ]  # fmt: skip
+    assert best.timeline.exposed == 1 and not best.fill
 
 
 def test_the_backward_does_not_start_before_the_forward_has_ended() -> None:
@@ -125,16 +146,16 @@ def marked(draw: st.DrawFn) -> Program:
 
 
 @LAW
-@given(marked(), st.sampled_from((0, 3, 100)), st.booleans())
-def test_an_order_keeps_dependencies_and_is_never_worse(given: Program, window: int, hold: bool) -> None:
-    ordered = prefetch(given, window, hold=hold)
+@given(marked(), st.sampled_from((0, 3, 100)), st.booleans(), st.sampled_from((0.0, 5.0, 50.0)))
+def test_an_order_keeps_dependencies_and_is_never_worse(given: Program, window: int, fill: bool, held: float) -> None:
+    ordered = prefetch(given, window, fill=fill, held_seconds=held)
     assert sorted(_names(ordered)) == sorted(_names(given))
     made: set[str] = {"w"}
     for task in ordered.tasks:
         assert made.issuperset(task.inputs), task.name
         made.update(task.outputs)
     assert simulate(ordered).step_time <= simulate(given).step_time
-    assert prefetch(given, window, hold=hold) == ordered
+    assert prefetch(given, window, fill=fill, held_seconds=held) == ordered
 
 
 @LAW
@@ -166,9 +187,10 @@ def test_more_memory_has_to_be_worth_it() -> None:
         gather("c", 1, "dx"),
         kernel("dz", 1, "c"),
     ]
-    given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds={"dw": "gradient"})
+    kinds = {"dw": "gradient", "dz": "gradient"}
+    given = program(*(replace(task, backward=True) for task in first), sizes={"dy": 50}, kinds=kinds)
     given = replace(given, tasks=(*given.tasks, Task("update", OPTIMIZER, "compute", 1, ("dw",), backward=True)))
-    held = prefetch(given, 0, hold=True)
+    held = prefetch(given, 0, fill=True)
     assert simulate(held).step_time < simulate(given).step_time
     assert simulate(held).peak_memory > simulate(given).peak_memory
     assert schedule(given).program == given

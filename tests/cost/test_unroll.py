@@ -149,7 +149,7 @@ def test_a_folded_llama_unrolls_to_the_whole_one() -> None:
 
 def planned(case: models.Case, recipes: tuple[str, ...], *fold: Pass) -> tuple[Program, Repeats]:
     gm = capture(case.model.float(), case.args, case.kwargs, training=True).graph_module
-    normalize, *others = default_pipeline(Seed(recipes), bucket_bytes=0)
+    normalize, *others = default_pipeline(Seed(recipes))
     PassManager((normalize, *fold, *others)).run(gm, PassContext(MESH))
     split = split_program(gm, mode="inductor")
     program = program_of(split.forward, split.backward, MESH, outputs=split.outputs, gradients=split.gradients)

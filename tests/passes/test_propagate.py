@@ -8,13 +8,13 @@ from torch.fx import GraphModule
 import passes.rules  # registers the rules
 from passes.base import PassContext
 from passes.cancel_reshards import CancelReshards
+from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
 from passes.ir.graph import is_reshard, layout_of, needs_of
 from passes.ir.layout import Shard
 from passes.ir.text import parse_graph
 from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
-from passes.merge_reductions import MergeReductions
 from passes.observers import Verifier
 from passes.propagate import Propagate
 from passes.seed import Insisted, Seed
@@ -93,7 +93,7 @@ return output("output") %add
 
 
 def test_megatron_mlp_needs_one_gather_and_one_reduce_scatter() -> None:
-    gm, _ = place(MLP.lstrip(), InsertReshards(), MergeReductions(), CancelReshards(), LowerReshards())
+    gm, _ = place(MLP.lstrip(), InsertReshards(), FuseCollectives(), CancelReshards(), LowerReshards())
     steps = [
         n.target.__name__ for n in gm.graph.nodes if callable(n.target) and n.target.__module__.endswith("collective")
     ]

@@ -105,7 +105,7 @@ def test_an_order_that_is_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
     def worse(program: Program, *, memory_limit: int) -> Schedule:
         names = [task.nodes[-1] for task in program.tasks]
         order = [names.index(name) for name in ("gather", "b", "c", "d", "a", "reduce", "reduce_1")]
-        return Schedule(program, simulate(program.reordered(order)), 0, False, 0)
+        return Schedule(program, simulate(program.reordered(order)), 0, False, 0.0, 0)
 
     monkeypatch.setattr(passes.schedule_overlap, "schedule", worse)
     ctx = _run(gm)

@@ -1,27 +1,32 @@
-"""Inductor's code runs collectives, waits and kernels in the order of the graph."""
+"""Inductor's code runs collectives, waits and kernels in the order of the graph, and so does a profile of it."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.exc import InductorError
 from torch._inductor.graph import GraphLowering
 from torch.fx import GraphModule
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.compile import Split, split_program
+from autoshard.compile import Split, compile_split, split_program
 from autoshard.groups import axes_used
 from autoshard.options import Options
 from autoshard.overlap import Overlap
 from passes._torch import inductor_compile, register_group, unregister_group
+from passes.ir import chunks
+from passes.ir.chunks import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
+from tests.cost.measured import one_of
 from tests.models import build
 from tests.spmd.oracle import plan_ranks
 
@@ -127,11 +132,46 @@ def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
     ]  # fmt: skip
 
 
+_EVENT = re.compile(r"_c10d_functional::(\w+)|aten::((?:add)?b?mm)|aten::(_scaled_dot\w+)")
+
+
+def _in_profile(run: Callable[[], object]) -> list[str]:
+    """Collectives, waits and products in the order in which they start, as the profiler saw them."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    found = (_EVENT.fullmatch(event.name()) for event in events)
+    return [next(filter(None, match.groups())) for match in found if match]
+
+
 @pytest.mark.slow
-def test_the_order_of_a_model_is_that_of_its_code(ranks: None) -> None:
+def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
+    mesh = Mesh("dp=2", hardware="h100")
+    split = split_program(parse_graph(TRAINING.strip())[0], mode="inductor")
+    Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
+    with one_of(mesh, split):
+        program = compile_split(split, mode="inductor")
+        values = [torch.ones(value.shape) for value in split.input_values]
+        saved = program.forward(list(values))[2]
+        tangents = [torch.ones(value.shape) for value in split.tangent_values]
+        forward = _in_profile(lambda: program.forward(list(values)))
+        backward = _in_profile(lambda: program.backward(list(saved), list(tangents)))
+    assert split.backward is not None
+    assert forward == _in_graph(split.forward) and backward == _in_graph(split.backward)
+
+
+@pytest.mark.slow
+def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None:
     mesh = Mesh("dp=2,tp=2", hardware="h100")
     planned = plan_ranks(build("gpt"), mesh, Options(recipe="fsdp+megatron", bucket_bytes=10_000)).planned
     split = split_program(planned.graph, mode="inductor")
+    for gm in (split.forward, split.backward):
+        assert gm is not None
+        for site in sites_in(gm):
+            cut = site.cut(2)
+            assert cut is not None
+            chunks.split(site, cut, "decompose_matmuls")
     Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     for gm, code in zip((split.forward, split.backward), _codes(split, mesh), strict=True):
         assert _in_code(code) == _in_graph(gm)

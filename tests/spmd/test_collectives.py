@@ -100,11 +100,14 @@ def test_zero2_keeps_what_it_gathered(name: str) -> None:
     }
 
 
-def test_reshard_after_forward_can_be_turned_off() -> None:
+def test_reshard_after_forward_holds_for_recipes() -> None:
     case = build("mlp")
     kept = plan(case.model, Mesh("dp=2"), case.args, options=Options(recipe="fsdp", reshard_after_forward=False))
     zero2 = plan(case.model, Mesh("dp=2"), case.args, options=Options(recipe="zero2"))
     assert _counts(kept) == _counts(zero2)
+    freed = plan(case.model, Mesh("dp=2"), case.args, options=Options(recipe="zero2", reshard_after_forward=True))
+    fsdp = plan(case.model, Mesh("dp=2"), case.args, options=Options(recipe="fsdp"))
+    assert _counts(freed) == _counts(fsdp) != _counts(kept)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])

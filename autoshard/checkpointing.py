@@ -1,0 +1,144 @@
+"""What of the forward is computed again in the backward: as options say, or what makes a step fit in the least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import GraphModule
+
+from autoshard.compile import Split, split_program
+from autoshard.prediction import memory_of, run_step
+from autoshard.problem import Problem
+from passes.base import PassContext
+from passes.checkpoint import Checkpoint
+from passes.cost.from_graph import program_of
+from passes.cost.program import Program
+from passes.cost.simulate import Timeline
+from passes.cost.unroll import unroll
+from passes.ir.blocks import Blocks
+from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
+from passes.ir.plan import Recomputation
+from passes.ir.repeats import Repeats
+from passes.manager import PassManager
+from passes.search.keep import Keep
+
+Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
+TRIES = 4  # of what to keep, until a step fits
+FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A per-device program with something kept, and how its step runs."""
+
+    kept: Kept
+    split: Split
+    program: Program
+    timeline: Timeline
+    freed: int | None = None  # bytes that are not kept; None: all that the partitioner would keep is
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What the backward computes again, for the plan."""
+        if self.kept is None or self.split.backward is None:
+            return None
+        graph = self.split.backward.graph
+        remade = {node.name for node in graph.nodes if node.op == "call_function" and saving_of(node) == "remade"}
+        tasks = [task for task in self.program.tasks if task.backward and task.nodes and remade.issuperset(task.nodes)]
+        return Recomputation(
+            self.kept,
+            sum(task.seconds for task in tasks if not task.is_collective),
+            sum(task.seconds for task in tasks if task.is_collective),
+            self.freed,
+        )
+
+
+@dataclass(frozen=True)
+class Settling:
+    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(checkpoint=...)` asks for."""
+
+    problem: Problem
+    repeats: Repeats
+    graph: GraphModule
+    worst: float = float("inf")  # seconds: a step that is slower whatever hides need not be made to fit
+
+    def settle(self) -> Trial:
+        """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
+        checkpoint = self.problem.options.checkpoint
+        if checkpoint == "block" and self.problem.training:
+            trial = self.trial(())
+            whole = split_program(self.graph, mode=self.problem.options.compile)
+            return replace(trial, freed=self._saved(whole) - self._saved(trial.split))
+        usual = self.trial(None)
+        if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
+            return usual
+        timeline = usual.timeline
+        is_slow = max(timeline.compute, timeline.communication) >= self.worst
+        return usual if is_slow else self._fitted(usual)
+
+    @property
+    def limit(self) -> int:
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.timeline.peak_memory <= self.limit
+
+    def _fitted(self, usual: Trial) -> Trial:
+        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
+        less leaves memory in which communication hides, so half of it and nothing are tried as well."""
+        keep = Keep.of(self.graph.graph, self.repeats, usual.program)
+        if not keep.seconds:  # no blocks, or none of which more than its border is kept
+            return usual
+        room, tried = self._saved(usual.split), {usual.kept: usual}
+        last = usual
+        for _ in range(TRIES):
+            room -= last.timeline.peak_memory - self.limit
+            kept = keep.within(room)
+            last = tried[kept] = self.trial(kept)
+            if self._fits(last) or not kept:
+                break
+            room = keep.size(kept)
+        for kept in dict.fromkeys((keep.within(keep.size(last.kept or ()) / 2), ())):
+            if kept not in tried:
+                tried[kept] = self.trial(kept)
+        best = min(tried.values(), key=self._rank)
+        return replace(best, freed=usual.timeline.peak_memory - best.timeline.peak_memory)
+
+    def _rank(self, trial: Trial) -> tuple[float, float]:
+        timeline = trial.timeline
+        return (0.0, timeline.step_time) if self._fits(trial) else (float(timeline.peak_memory), 0.0)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.graph.graph)
+
+    def _saved(self, split: Split) -> int:
+        """Bytes that all blocks keep for the backward."""
+        assert split.backward is not None
+        counts = {node.name: self.repeats.count(block) for node, block in self.blocks.block.items()}
+        nodes = placeholders(split.backward.graph, InputRole.SAVED)
+        return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
+
+    def trial(self, kept: Kept) -> Trial:
+        """Simulate a step of all layers; the graph is left as it is."""
+        problem, gm = self.problem, copy_graph(self.graph)
+        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        split = split_program(gm, mode=problem.options.compile)
+        program = program_of(
+            split.forward,
+            split.backward,
+            problem.mesh,
+            outputs=split.outputs,
+            gradients=split.gradients,
+            optimizer=problem.options.optimizer,
+        )
+        program = unroll(program, self.repeats)
+        return Trial(kept, split, program, run_step(program, problem.options))
+
+
+def fits_surely(problem: Problem) -> bool:
+    """Whether a step takes so little that it need not be simulated to know that it fits."""
+    nodes = problem.captured.graph_module.graph.nodes
+    total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
+    return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

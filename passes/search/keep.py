@@ -1,0 +1,88 @@
+"""Which values of a model's blocks to keep for the backward, where not all of them fit: a mixed-integer program.
+
+A value that the backward needs is kept, or made again from values that are, each priced by itself: what can be fused by
+its part of the kernel that it is in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+from passes.cost.program import Program
+from passes.cost.regions import is_alias
+from passes.cost.savings import nbytes_of, savings
+from passes.ir.blocks import Blocks
+from passes.ir.graph import transfer_of
+from passes.ir.repeats import Repeats
+from passes.search import milp
+
+GAP = 1e-4  # of the seconds that are computed again
+IDLE = 1e-3  # of the seconds of all: what all the bytes are worth, so that nothing is kept for nothing
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The kinds of values in the blocks of a LOCAL graph that need not be kept: bytes of them in all blocks, seconds to make
+    them again, and of which others they are made."""
+
+    nbytes: Mapping[str, int]  # of those that can be kept
+    seconds: Mapping[str, float]
+    sources: Mapping[str, tuple[str, ...]]
+    needed: tuple[str, ...]  # by the backward itself
+
+    @staticmethod
+    def of(graph: Graph, repeats: Repeats, program: Program) -> Keep:
+        """`program` is of the partitioned graph: what its forward computes has the nodes' names."""
+        blocks = Blocks.of(graph)
+        remade = [node for node, saving in savings(blocks, frozenset()).items() if saving == "remade"]
+        price = {
+            name: task.seconds / len(task.nodes) for task in program.tasks if not task.backward for name in task.nodes
+        }
+        nbytes: dict[str, int] = defaultdict(int)
+        seconds: dict[str, float] = defaultdict(float)
+        sources: dict[str, dict[str, None]] = defaultdict(dict)
+        needed: dict[str, None] = {}
+        for node in remade:
+            kind, count = blocks.kind[node], repeats.count(blocks.block[node])
+            seconds[kind] += count * price.get(node.name, 0.0)
+            sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
+            if not is_alias(node) and transfer_of(node) is None:
+                nbytes[kind] += count * nbytes_of(node)
+            if any(user not in blocks.forward and user.op != "output" for user in node.users):
+                needed[kind] = None
+        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed))
+
+    def size(self, kept: Sequence[str]) -> int:
+        """Bytes of all blocks."""
+        return sum(self.nbytes[kind] for kind in kept)
+
+    def within(self, limit: float) -> tuple[str, ...]:
+        """The kinds to keep in so many bytes, for the least time."""
+        program, worth = milp.Program(), IDLE * sum(self.seconds.values()) / max(limit, 1.0)
+        kept = {
+            kind: program.column(cost=worth * count, integer=True)
+            for kind, count in self.nbytes.items()
+            if 0 < count <= limit
+        }
+        again = {kind: program.column(cost=seconds) for kind, seconds in self.seconds.items()}
+
+        def is_there(kind: str, user: str | None = None) -> None:
+            """A kind is kept or made again; for a user's sake, only if that is made again."""
+            columns = [again[kind], *([kept[kind]] if kind in kept else []), *([again[user]] if user else [])]
+            entries = [1.0] * (len(columns) - 1) + [-1.0 if user else 1.0]
+            program.row(columns, entries, 0.0 if user else 1.0, float("inf"))
+
+        for kind in self.needed:
+            is_there(kind)
+        for user, sources in self.sources.items():
+            for kind in sources:
+                if kind in again and kind != user:
+                    is_there(kind, user)
+        program.row(list(kept.values()), [self.nbytes[kind] / max(limit, 1.0) for kind in kept], 0.0, 1.0)
+        answer = program.minimise(gap=GAP, time_limit=None)
+        assert answer.values is not None, "keeping nothing is always possible"
+        return tuple(kind for kind, column in kept.items() if answer.values[column] > 0.5)
