@@ -26,7 +26,7 @@ from autoshard.problem import Problem, Recipes, captured_problem
 from autoshard.progress import Progress, silent
 from autoshard.search import QUICK, search
 from autoshard.settings import settings_of
-from autoshard.topology import equipped
+from autoshard.topology import equipped, hardware_of
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
 from passes.checkpoint import Checkpoint
@@ -139,8 +139,8 @@ def make_plan(
     hardware is known, but not of a recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
-    is_named = device != "cpu" or mesh.hardware is not None or options.hardware != "auto"
     mesh = equipped(mesh, options.hardware, device)
+    is_named = options.hardware != "auto" or mesh.hardware != hardware_of("cpu")
     check_options(options, mesh)
     timer = Timer()
     started = time.perf_counter()

@@ -77,7 +77,7 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
     found = replay(dump / "01_normalize.txt", recipe="fsdp+megatron")
-    assert unnamed(found.text) == unnamed((dump / "09_localize.txt").read_text())
+    assert unnamed(found.text) == unnamed(max(dump.iterdir()).read_text())
 
 
 def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
