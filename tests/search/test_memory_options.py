@@ -40,33 +40,33 @@ def searched(dim: int, batch: int, mesh: str) -> ShardingPlan:
     return plan(model, Mesh(mesh, hardware="h100"), (x,))
 
 
-def told(found: ShardingPlan, limit: int, checkpoint: str) -> int:
+def told(found: ShardingPlan, limit: int) -> int:
     """The smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
-        found.with_(memory_limit=limit, checkpoint=checkpoint)
+        found.with_(memory_limit=limit, checkpoint="none")
     match = re.search(r"takes least has a peak of .* \(.*\). Give memory_limit=(\d+),", str(raised.value))
     assert match is not None, raised.value
     return int(match[1])
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_offered_with_layers_computed_again() -> None:
     roomy = searched(64, 16384, "dp=2,tp=2")
     assert roomy.cost is not None and roomy.recomputation is None
     limit = int(0.6 * roomy.cost.peak_memory)
     found = roomy.with_(memory_limit=limit)
     assert found.cost is not None and found.search is not None and found.recomputation is not None
-    assert found.cost.peak_memory <= limit < told(roomy, limit, "none")
+    assert found.cost.peak_memory <= limit < told(roomy, limit)
     assert roomy.cost.step_time < found.cost.step_time < roomy.cost.step_time + 2 * found.recomputation.compute
     notes = {one.name: one.note for one in found.search.candidates}
     assert notes[found.search.chosen] == "layers computed again in the backward"
-    assert told(roomy, 4_000_000, "auto") < limit
 
 
 def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     roomy = searched(512, 4096, "dp=8")
     assert roomy.cost is not None
     found, freed, kept = (
-        roomy.with_(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one)
+        roomy.with_(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
         for one in ("auto", True, False)
     )
     for one, again in ((freed, True), (kept, False)):
@@ -74,4 +74,4 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
         assert gathers and all(gather.recomputed is again for gather in gathers)
         assert one.solution is None or bool(one.solution.kept) is not again
-    assert freed.cost.step_time > kept.cost.step_time
+    assert freed.cost.communication > kept.cost.communication and freed.cost.peak_memory < kept.cost.peak_memory
