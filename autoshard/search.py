@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autoshard.constraints import recipes_of
+from autoshard.garbage import uncollected
 from autoshard.judge import Folded, Judged, judge, seeded
 from autoshard.prediction import memory_of
 from autoshard.problem import Problem, Recipes
@@ -135,9 +136,10 @@ class _Contest:
         """State the problem, unless it is past the deadline."""
         key = self._seed(self._unpinned), self.problem.mesh
         if key not in self.folded.prepared:
-            gm = seeded(self.problem, self.folded, self._unpinned)
             try:
-                self.folded.prepared[key] = prepare(gm, self.problem.mesh, deadline=deadline)
+                with uncollected():
+                    gm = seeded(self.problem, self.folded, self._unpinned)
+                    self.folded.prepared[key] = prepare(gm, self.problem.mesh, deadline=deadline)
             except TimeoutError:
                 return False
         self.prepared = self.folded.prepared[key]
@@ -263,9 +265,10 @@ class _Contest:
             return 0.0
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
-            gm = seeded(self.problem, self.folded, recipes)
-            passes = (Propagate(), InsertReshards(), FuseCollectives())
-            PassManager(passes).run(gm, PassContext(self.problem.mesh))
+            with uncollected():
+                gm = seeded(self.problem, self.folded, recipes)
+                passes = (Propagate(), InsertReshards(), FuseCollectives())
+                PassManager(passes).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.prepared.price(self.folded.placed[seed]) or 0.0
 
