@@ -37,7 +37,7 @@ SWEEPS = 30  # of dual ascent; it stops before where the bound stays
 DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least memory is asked for
 LARGE = 5_000  # moves of a program that takes seconds
 PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
-PROOF = 0.0095  # of the step: where no program proves more, that no plan is shorter by this is tried to be proven
+PROOF = 0.01  # of the step: where no program proves more, that no plan is shorter by this is tried to be proven
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 

@@ -19,7 +19,7 @@ from passes.search.problem import Ints, Problem, Variable
 
 LARGE = 0.002  # of the bound: variables whose computation takes as much are probed
 CLASSES = 12  # of a variable, at most
-PROBES = 400  # then it is given up
+PROBES = 600  # then it is given up
 SWEEPS = 3  # of dual ascent, per probe
 TOLERANCE = 1e-3
 
