@@ -196,7 +196,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
             assert found.cost is not None
             costs.append(found.cost)
             gathered_again.append(sum(one.recomputed for one in found.collectives))
-            limit = int(found.cost.peak_memory * 0.7)
+            limit = int(found.cost.peak_memory * 0.85)
             found = found.with_(memory_limit=limit, prove=True)
             assert found.cost is not None and found.cost.peak_memory <= limit
     except MemoryLimitError as error:
