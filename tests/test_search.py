@@ -196,18 +196,18 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
     config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
-    costs, gathered_again, limit = [], [], None
-    while True:
-        try:
-            options = Options(memory_limit=limit, checkpoint="none")
-            found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=options)
-        except MemoryLimitError as error:
-            smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
-            break
-        assert found.cost is not None and (limit is None or found.cost.peak_memory <= limit)
-        costs.append(found.cost)
-        gathered_again.append(sum(one.recomputed for one in found.collectives))
-        limit = int(found.cost.peak_memory * 0.85)
+    found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(checkpoint="none"))
+    costs, gathered_again, limit = [], [], 0
+    try:
+        while True:
+            assert found.cost is not None
+            costs.append(found.cost)
+            gathered_again.append(sum(one.recomputed for one in found.collectives))
+            limit = int(found.cost.peak_memory * 0.85)
+            found = found.with_(memory_limit=limit, prove=True)
+            assert found.cost is not None and found.cost.peak_memory <= limit
+    except MemoryLimitError as error:
+        smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
     assert smallest is not None and limit < int(smallest[1]) <= costs[-1].peak_memory
     assert len(costs) > 1
     assert all(one.step_time >= before.step_time * 0.999 for before, one in pairwise(costs))
