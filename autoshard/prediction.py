@@ -15,10 +15,16 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
 
 
-def run_step(program: Program, options: Options) -> Timeline:
-    """One step, with or without buckets, in the best order found for it that fits in memory."""
-    limit = options.memory_bytes(memory_of(program.mesh))
-    return schedule(program, memory_limit=limit, buckets=sizes(options.bucket_bytes)).timeline
+QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
+
+
+def run_step(program: Program, options: Options, *, quick: bool = False) -> Timeline:
+    """One step, with or without buckets, in the best order found for it that fits in memory; for a `quick` answer, of a
+    fifth of the orders."""
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)
+    if quick:
+        return schedule(program, memory_limit=limit, buckets=buckets[::2], windows=QUICK_WINDOWS).timeline
+    return schedule(program, memory_limit=limit, buckets=buckets).timeline
 
 
 def memory_of(mesh: Mesh) -> int:

@@ -45,16 +45,23 @@ class Schedule:
     bucket_bytes: int  # 0: no collectives joined
 
 
-def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequence[int] = (0,)) -> Schedule:
+def schedule(
+    program: Program,
+    *,
+    memory_limit: int | None = None,
+    buckets: Sequence[int] = (0,),
+    windows: Sequence[int] = WINDOWS,
+) -> Schedule:
     """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
 
-    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing.
+    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
+    gathers.
     """
     found: list[Schedule] = []
     for nbytes in buckets:
         joined = bucket(program, nbytes) if nbytes else program
         if joined is not program or not found:
-            found.append(_schedule(joined, nbytes, memory_limit))
+            found.append(_schedule(joined, nbytes, memory_limit, windows))
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
@@ -65,23 +72,25 @@ def memory_cap(given: Timeline, memory_limit: int | None) -> int:
     return max(memory_limit, given.peak_memory)
 
 
-def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
-    facts = Facts.of(program)
+def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
+    facts, windows = Facts.of(program), _windows(program, counts)
     best = Schedule(program, simulate(program), 0, False, 0.0, bucket_bytes)
-    best = _best_window(facts, best, memory_limit, fill=False)
+    best = _best_window(facts, best, memory_limit, windows, fill=False)
     held = facts.last_seconds
     while 0 < held < facts.slack_seconds:
         tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held)
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
-    return _best_window(facts, best, memory_limit, fill=True)
+    return _best_window(facts, best, memory_limit, windows, fill=True)
 
 
-def _best_window(facts: Facts, best: Schedule, memory_limit: int | None, *, fill: bool) -> Schedule:
+def _best_window(
+    facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
+) -> Schedule:
     """The better of `best` and the best window."""
     fastest = float("inf")
-    for window in _windows(facts.program):
+    for window in windows:
         tried = _tried(facts, window, best.bucket_bytes, fill=fill)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
@@ -102,10 +111,10 @@ def prefetch(program: Program, window_bytes: int, *, fill: bool = False, held_se
     return ordered if simulate(ordered).step_time < simulate(program).step_time else program
 
 
-def _windows(program: Program) -> tuple[int, ...]:
+def _windows(program: Program, counts: Sequence[int]) -> tuple[int, ...]:
     sizes = {buffer.name: buffer.nbytes for buffer in program.buffers}
     largest = max((sizes[name] for task in program.tasks if task.prefetchable for name in task.outputs), default=0)
-    return tuple(largest * count for count in WINDOWS) if largest else (0,)
+    return tuple(largest * count for count in counts) if largest else (0,)
 
 
 def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:
@@ -173,6 +182,7 @@ class _Scheduler:
         self.ahead = 0  # bytes gathered and not read yet
         self.unread = [False] * len(self.sizes)
         self.units, self.unit = facts.units, 0
+        self.leading = [deque(unit.tasks[:-1]) for unit in facts.units]  # kernels in front of gathers, to be issued
         self.in_unit = {number for unit in self.units for number in unit.tasks}
         self.is_late = facts.is_late
         self.fillers = set(facts.slack if fill else ())
@@ -235,9 +245,13 @@ class _Scheduler:
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
-        units = self.units[self.unit : self.unit + LOOKAHEAD]
-        numbers = (number for unit in units for number in unit.tasks[:-1] if number in self.phase)
-        return next((number for number in numbers if not self.issued[number] and self._can_start(number)), None)
+        for leading in self.leading[self.unit : self.unit + LOOKAHEAD]:
+            while leading and self.issued[leading[0]]:
+                leading.popleft()
+            for number in leading:
+                if number in self.phase and not self.issued[number] and self._can_start(number):
+                    return number
+        return None
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:
         """The first kernel that can start, of the first `limit` tasks that wait."""
