@@ -14,7 +14,6 @@ from passes.errors import UserError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
 
-
 QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
 
 

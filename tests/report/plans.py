@@ -57,7 +57,7 @@ def tiny_llama() -> ShardingPlan:
 def llama_70b() -> ShardingPlan:
     with torch.device("meta"):
         model, args = llama3_70b()
-    return plan(model, Mesh("dp=32,tp=8", hardware="h100"), args, options=Options(recipe="fsdp+megatron"))
+    return plan(model, Mesh("dp=32,tp=8", hardware="h100"), args, options=Options(recipe="fsdp+megatron", checkpoint="none"))
 
 
 @cache
