@@ -63,7 +63,7 @@ exposed_ms=0.01: it is 0.06368
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
   %all_reduce: all_reduce over dp, 4 B, forward, exposed 9.60 us
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
-  %all_gather: all_gather over dp, 8.0 KiB, forward and again in the backward, exposed 8.73 us
+  %all_gather: all_gather over dp, 8.0 KiB, forward, exposed 8.73 us
     seed: fsdp: gathered for use      # test_assertions.py:25 up
   %reduce_scatter_2: reduce_scatter over dp, 8.0 KiB, backward, exposed 8.73 us
     insert_reshards: gradient needs {dp:S(0/2), tp:S(0)}      # test_assertions.py:25 up
