@@ -39,8 +39,8 @@ def failure(**expected: Any) -> str:
 
 
 def test_a_plan_as_expected() -> None:
-    assert_plan(planned(), all_gathers=5, reduce_scatters=3, all_reduces=2, all_to_alls=0, fallbacks=0)
-    assert_plan(planned(), all_gathers=4, axis="dp")
+    assert_plan(planned(), all_gathers=4, reduce_scatters=3, all_reduces=2, all_to_alls=0, fallbacks=0)
+    assert_plan(planned(), all_gathers=3, axis="dp")
     assert_plan(planned(), step_ms=10, exposed_ms=10, peak_gb=1)
 
 
