@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
-from examples.llama import TINY, Llama, llama3_70b, step_of
+from examples.llama import TINY, Llama, step_of
 from tests.models import build
 
 
@@ -51,13 +51,6 @@ def tiny_llama() -> ShardingPlan:
         model, args = step_of(TINY, batch=8, seq=32)
     assert isinstance(model, Llama)
     return plan(model, Mesh("dp=2,tp=2", hardware="h100"), args, options=Options(recipe="fsdp+megatron"))
-
-
-@cache
-def llama_70b() -> ShardingPlan:
-    with torch.device("meta"):
-        model, args = llama3_70b()
-    return plan(model, Mesh("dp=32,tp=8", hardware="h100"), args, options=Options(recipe="fsdp+megatron", checkpoint="none"))
 
 
 @cache
