@@ -1,8 +1,8 @@
 """Frozen dataclasses as JSON values and back, by the types that they declare.
 
-A dataclass is an object, a tuple a list, a layout text (`"S(0) R"`, one placement per axis), a mesh its axes. What
-is read is checked against the declared types: nothing of another type comes in. A field that is declared `UNSAVED` is
-not written, and has its default when read.
+A dataclass is an object, a tuple a list, a layout text (`"S(0) R"`, one placement per axis), a mesh its axes; a placement
+and a dtype are text as in a graph. What is read is checked against the declared types: nothing of another type comes in.
+A field that is declared `UNSAVED` is not written, and has its default when read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from passes.errors import PlanError, UserError
 from passes.ir.hardware import Hardware
-from passes.ir.layout import Layout, parse_placement
+from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, parse_placement
 from passes.ir.mesh import Mesh
+from passes.ir.tokens import DTYPE_NAMES, DTYPES
 
 T = TypeVar("T")
 
@@ -29,6 +32,10 @@ def encode(value: object) -> Any:
     """A value of declared types as what `json` writes."""
     if isinstance(value, Layout):
         return " ".join(map(str, value.placements))
+    if isinstance(value, Replicate | Shard | Partial):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES[value]
     if isinstance(value, Mesh):
         ranks = None if value.ranks == tuple(range(value.size)) else list(value.ranks)
         return {"axes": str(value), "ranks": ranks, "hardware": encode(value.hardware)}
@@ -65,6 +72,10 @@ def _decoder(kind: Any) -> Callable[[Any, str], Any]:
         return lambda data, where: _scalar(kind, data, where)
     if kind is Layout:
         return _layout
+    if kind == Placement:
+        return _placement
+    if kind is torch.dtype:
+        return _dtype
     if kind is Mesh:
         return _mesh
     if get_origin(kind) in (Union, types.UnionType):
@@ -95,6 +106,19 @@ def _layout(data: Any, where: str) -> Layout:
         return _read_layout(_scalar(str, data, where))
     except UserError as error:
         raise _wrong(where, "a layout such as 'S(0) R'", data) from error
+
+
+def _placement(data: Any, where: str) -> Placement:
+    try:
+        return parse_placement(_scalar(str, data, where))
+    except UserError as error:
+        raise _wrong(where, "a placement such as 'S(0)'", data) from error
+
+
+def _dtype(data: Any, where: str) -> torch.dtype:
+    if data not in DTYPES:
+        raise _wrong(where, "a dtype such as 'bf16'", data)
+    return DTYPES[data]
 
 
 @cache

@@ -29,8 +29,7 @@ from passes.ir.graph import (
     copy_graph,
     has_input,
     input_of,
-    is_recompute,
-    operands,
+    made_again,
     outputs_of,
     placeholders,
     returned,
@@ -164,18 +163,10 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
 
 
 def _tag_gathers(graph: Graph) -> None:
-    static: set[Node] = set()  # what parameters alone give
+    again = made_again(graph)
     for node in graph.nodes:
-        if node.op == "placeholder":
-            static |= {node} if input_of(node).role is InputRole.PARAMETER else set()
-            continue
-        sources = operands(node)
-        if sources and all(source in static for source in sources):
-            static.add(node)
-        if not is_recompute(node) and any(is_recompute(s) for s in sources):
-            follows = node in static and all(is_recompute(s) or s.op == "placeholder" for s in sources)
-            set_recompute(node, node.op != "output" and (follows or len(sources) == 1))
-        if is_recompute(node):
+        if node in again:
+            set_recompute(node, True)
             tag_recompute(node)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from autoshard.dump_header import Header, format_header
 from autoshard.options import Options
 from passes._torch import is_traced, trace_artifact
+from passes.base import Pass
 from passes.observers import Dumper
 
 _FROM_ENVIRONMENT = {"dump": "AUTOSHARD_DUMP", "dump_mode": "AUTOSHARD_DUMP_MODE", "dump_ranks": "AUTOSHARD_DUMP_RANKS"}
@@ -22,6 +25,10 @@ class Dump:
     """What is written where; by a rank that writes nothing, only to PyTorch's structured trace, where that is on."""
 
     dumper: Dumper
+
+    def of(self, passes: Sequence[Pass], options: Options) -> Dumper:
+        """Writes what each of these passes makes of a graph, so that it can be replayed."""
+        return replace(self.dumper, header=format_header(Header.of(passes, options.unknown_ops)))
 
     def compiled(self, name: str, gm: GraphModule) -> None:
         """Write a graph as it is given to the backend, as code: `compiled_forward.txt`."""

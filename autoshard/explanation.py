@@ -7,18 +7,19 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from autoshard.history import History, Touch
+from autoshard.history import History, Touch, lines_of, touches_between
 from autoshard.judge import passes_of
 from autoshard.report.names import fold_names, fold_text
 from autoshard.subject import Subject, subject_of
 from passes.base import PassContext, Remark
 from passes.cost.regions import is_fusible
 from passes.ir.edges import Edge, chain_of
-from passes.ir.graph import InputRole, copy_graph, input_of, is_tensor, origin_of, tensor_of
+from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective
@@ -29,6 +30,7 @@ from passes.manager import PassManager
 from passes.search.pinned import Alternative, alternatives
 
 if TYPE_CHECKING:
+    from autoshard.basis import Basis
     from autoshard.plan import ShardingPlan
 
 SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
@@ -138,25 +140,35 @@ def _pins(plan: ShardingPlan) -> dict[str, tuple[str, ...]]:
 
 
 def _touches(plan: ShardingPlan, subject: Subject) -> Iterator[Touch]:
-    """What passes did to the subject's values, and to the moves of them."""
-    if plan.basis is None:
-        return
-    problem, gm = plan.basis.problem, copy_graph(plan.basis.folded.graph)
-    passes, history = passes_of(problem, gm, plan.recipes, plan.solution), History()
-    upto = next(i for i, one in enumerate(passes) if one.gives > one.takes and one.gives.name == "COLLECTIVE") + 1
-    PassManager(passes[:upto], (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+    """What passes did to the subject's values, and to the moves of them; of a plan from a file, what each stage did."""
     names = {node.name for node in subject.nodes} | {one.id.partition("@")[0] for one in subject.collectives}
-    for touch in history.touches:
+    for touch in _touches_of_stages(plan) if plan.basis is None else _touches_of_passes(plan, plan.basis):
         source = re.search(r"= \w+\(%(\w+)", touch.line)
         if touch.node in names or (touch.what == "added" and source is not None and source[1] in names):
             yield touch
 
 
+def _touches_of_stages(plan: ShardingPlan) -> Iterator[Touch]:
+    """From the texts of the program that the plan holds, as far as these are of whole tensors."""
+    texts = [(stage, plan.graphs[stage.name]) for stage in Stage if stage <= Stage.COLLECTIVE and stage.name in plan.graphs]
+    for (_, old), (stage, new) in pairwise(texts):
+        yield from touches_between(f"until {stage.name}", lines_of(old), lines_of(new))
+
+
+def _touches_of_passes(plan: ShardingPlan, basis: Basis) -> Iterator[Touch]:
+    problem, gm = basis.problem, copy_graph(basis.folded.graph)
+    passes, history = passes_of(problem, gm, plan.recipes, plan.solution), History()
+    upto = next(i for i, one in enumerate(passes) if one.gives > one.takes and one.gives.name == "COLLECTIVE") + 1
+    PassManager(passes[:upto], (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+    yield from history.touches
+
+
 def _notes(plan: ShardingPlan) -> Iterator[str]:
     if plan.basis is None:
         yield (
-            "alternatives and passes need the model, which a loaded plan does not hold: make it again with "
-            "autoshard.plan(...), or ask `python -m autoshard explain file.py:function ...`"
+            "a plan from a file does not hold its model: it knows stages, not the passes between them, and not what other "
+            "layouts would cost; for these make it again with autoshard.plan(...), or ask "
+            "`python -m autoshard explain file.py:function ...`"
         )
     elif plan.mesh.hardware is None:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"

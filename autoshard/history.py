@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
@@ -13,9 +14,9 @@ from passes.ir.text import GAP, format_node
 
 @dataclass(frozen=True)
 class Touch:
-    """A pass made, changed or removed the node of this name."""
+    """A pass made, changed or removed the node of this name; or what led to a stage, where passes are not known."""
 
-    pass_name: str
+    pass_name: str  # or the stage's
     what: str  # "added", "changed" or "removed"
     node: str
     line: str  # of the graph's text behind the pass; in front of it, for what was removed
@@ -37,14 +38,25 @@ class History(Observer):
         if not changed or pass_.gives > Stage.COLLECTIVE:
             return
         new = _lines(gm, ctx)
-        for name, line in new.items():
-            if name not in self.lines:
-                self.touches.append(Touch(pass_.name, "added", name, line))
-            elif line != self.lines[name]:
-                self.touches.append(Touch(pass_.name, "changed", name, line))
-        self.touches.extend(Touch(pass_.name, "removed", n, line) for n, line in self.lines.items() if n not in new)
+        self.touches.extend(touches_between(pass_.name, self.lines, new))
         self.lines.clear()
         self.lines.update(new)
+
+
+def touches_between(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Touch]:
+    """What `name` did, from the lines by node in front of it and behind it."""
+    for node, line in new.items():
+        if node not in old:
+            yield Touch(name, "added", node, line)
+        elif line != old[node]:
+            yield Touch(name, "changed", node, line)
+    yield from (Touch(name, "removed", node, line) for node, line in old.items() if node not in new)
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """The lines of a graph's text by node, without comments."""
+    lines = (line.partition(GAP)[0] for line in text.splitlines() if line.startswith("%"))
+    return {line.partition(":")[0].removeprefix("%"): line for line in lines}
 
 
 def _lines(gm: GraphModule, ctx: PassContext) -> dict[str, str]:

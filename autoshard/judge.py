@@ -140,32 +140,38 @@ class Judged:
 
 
 def judge(
-    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None, *, worst: float = float("inf")
+    problem: Problem,
+    folded: Folded,
+    recipes: Recipes,
+    solution: Solution | None = None,
+    *,
+    worst: float = float("inf"),
+    quick: bool = False,
 ) -> Judged:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
     they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
-    made to fit into memory, and where it is much slower, not all orders are tried.
+    made to fit into memory, and where it is much slower, not all orders are tried; a `quick` answer is of few orders.
     """
     try:
         with uncollected():
-            return _judged(problem, folded, recipes, solution, worst)
+            return _judged(problem, folded, recipes, solution, worst, quick=quick)
     except UnlikeLayersError as error:
         expanded = None if solution is None else solution.expanded(folded.repeats)
         whole, layers = _normalized(problem), folded.remarks[-1]
         told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst)
+        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
 
 
 def _judged(
-    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float, *, quick: bool
 ) -> Judged:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     passes = passes_of(problem, gm, recipes, solution)
     recorder = Recorder(passes)
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
-    trial = Settling(problem, folded.repeats, gm, worst).settle()
+    trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
     return Judged(
         folded,

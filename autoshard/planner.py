@@ -299,7 +299,9 @@ def _programmed(
     checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)
-    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching, *((dump.dumper,) if dump else ()))
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
+    if dump is not None:
+        observers = (*observers, dump.of(passes, options))
     PassManager(passes, observers).run(gm, ctx)
     recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
     plan = ShardingPlan(
@@ -328,7 +330,8 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> 
     gm = copy_graph(judged.graph)
     checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
     passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
-    PassManager(passes, (dump.dumper,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+    ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
+    PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
 
 
 def _configured(

@@ -21,12 +21,16 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
 from passes.ir.repeats import Repeats
 
+QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
 
-def run_step(program: Program, options: Options, worst: float = float("inf")) -> Timeline:
+
+def run_step(program: Program, options: Options, worst: float = float("inf"), *, quick: bool = False) -> Timeline:
     """One step, with or without buckets, in the best order found for it that fits in memory; of one that is much slower than
-    `worst` seconds, in a good order."""
-    limit = options.memory_bytes(memory_of(program.mesh))
-    return schedule(program, memory_limit=limit, buckets=sizes(options.bucket_bytes), worst=worst).timeline
+    `worst` seconds, in a good order; for a `quick` answer, of a fifth of the orders."""
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)
+    if quick:
+        return schedule(program, memory_limit=limit, buckets=buckets[::2], windows=QUICK_WINDOWS, worst=worst).timeline
+    return schedule(program, memory_limit=limit, buckets=buckets, worst=worst).timeline
 
 
 def memory_of(mesh: Mesh) -> int:

@@ -6,16 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.constraints import recipes_of
-from autoshard.pipeline import default_pipeline
-from passes.base import Pass, PassContext, Remark
+from autoshard.dump_header import PLACING, format_header, parse_header
+from passes.base import PassContext, Remark
 from passes.errors import UserError
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Dumper, Verifier
-from passes.seed import Seed
-
-CONFIGURED = ("seed", "cast_parameters")  # passes that a text cannot tell how they were set
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,10 @@ class Replayed:
 def replay(
     path: Path, *, behind: str | None = None, folder: Path | None = None, recipe: str | None = None
 ) -> Replayed:
-    """Read the graph in `path` and run the default pipeline from behind the pass `behind` on: by default the one that the
-    file is named after. `folder` is where to write what each pass makes of it, named as in the dump. With a `recipe`, a
-    dump from in front of the seeds does as well: placed by that recipe, without constraints and mixed precision.
+    """Read the graph in `path` and run the pipeline from behind the pass `behind` on: by default the one that the file is
+    named after. Passes are set as the dump's header says; a text without one is run by the default pipeline. `folder` is
+    where to write what each pass makes of it, named as in the dump. With a `recipe` it is placed by that, without
+    constraints: where the dump is from in front of a search, or lacks a header.
 
     Raises UserError for a pass that there is not, or from in front of which a text is not enough; GraphTextError for text
     that is no graph.
@@ -41,22 +38,24 @@ def replay(
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"the dump {path} cannot be read: {error.strerror}") from error
-    passes = default_pipeline()
+    header = parse_header(text)
     behind = _named(path) if behind is None else behind
-    start = _place(passes, behind) + 1
-    configured = [one.name for one in passes[start:] if one.name in CONFIGURED]
-    if configured and recipe is None:
-        raise UserError(
-            f"a graph from behind {behind!r} is not enough to run {' and '.join(configured)}: recipes, constraints and "
-            "precision are not in the text; give a recipe to place it by, replay a later dump, or plan the model again"
-        )
+    start = _place([name for name, _ in header.passes], behind) + 1
     gm, mesh = parse_graph(text)
     if recipe is not None:
-        passes = default_pipeline(Seed(recipes_of(recipe, mesh)))
-    ctx, dumper = PassContext(mesh), Dumper(folder)
+        header = header.placed_by(recipe, mesh)
+    unknown = [name for name, one in header.passes[start:] if one is None]
+    if unknown:
+        raise UserError(
+            f"a graph from behind {behind!r} is not enough to run {' and '.join(unknown)}: what the user set, what a search "
+            "found and passes of your own are not in the file; give a recipe to place it by, replay a later dump, or plan "
+            "the model again"
+        )
+    passes = tuple(one for _, one in header.passes[start:] if one is not None)
+    ctx, dumper = PassContext(mesh, unknown_ops=header.unknown_ops), Dumper(folder, header=format_header(header))
     dumper.dumped.extend([""] * (start + 1))  # so that files are numbered as in the dump that it comes from
-    PassManager(passes[start:], (Verifier(), dumper)).run(gm, ctx)
-    return Replayed(tuple(one.name for one in passes[start:]), format_graph(gm, mesh), tuple(ctx.remarks))
+    PassManager(passes, (Verifier(), dumper)).run(gm, ctx)
+    return Replayed(tuple(one.name for one in passes), format_graph(gm, mesh), tuple(ctx.remarks))
 
 
 def _named(path: Path) -> str:
@@ -67,11 +66,11 @@ def _named(path: Path) -> str:
     return match[1]
 
 
-def _place(passes: tuple[Pass, ...], name: str) -> int:
-    """The place of a pass in the pipeline; of what was captured, in front of it; of a search, that of the placement."""
-    names = ["propagate" if one.name == "solve" else one.name for one in passes]
+def _place(names: list[str], name: str) -> int:
+    """The place of a pass in the pipeline; of what was captured, in front of it."""
     if name == "capture":
         return -1
-    if name not in (*names, "solve"):
+    place = next((place for place, one in enumerate(names) if one == name or {one, name} == set(PLACING)), None)
+    if place is None:
         raise UserError(f"there is no pass {name!r}; passes are {', '.join(names)}")
-    return names.index("propagate" if name == "solve" else name)
+    return place

@@ -118,7 +118,7 @@ class _Contest:
 
     def enter_solved(self, solution: Solution) -> bool:
         self.solution = solution
-        return self.enter(SOLVED, judge(self.problem, self.folded, self._unpinned, solution))
+        return self.enter(SOLVED, judge(self.problem, self.folded, self._unpinned, solution, quick=self.quick))
 
     @property
     def _unpinned(self) -> Recipes:
@@ -231,7 +231,7 @@ class _Contest:
             else:
                 progress(name)
                 worst = float("inf") if every else self.best_time
-                self.enter(name, judge(self.problem, self.folded, recipes, worst=worst))
+                self.enter(name, judge(self.problem, self.folded, recipes, worst=worst, quick=self.quick))
 
     def solve_again(self, progress: Progress) -> None:
         """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""

@@ -45,12 +45,14 @@ class Dumper(Observer):
 
     The number is the pass's place in the pipeline, so a missing one is a pass that changed nothing. With
     `mode="diff"`, files behind the first hold what changed since the last one. With `rank`, files go into the
-    folder `rank<n>`. The same text goes to PyTorch's structured trace. `folder=None` writes to that alone.
+    folder `rank<n>`. The same text goes to PyTorch's structured trace. `folder=None` writes to that alone. `header` stands in
+    front of every graph that is written whole.
     """
 
     folder: Path | None
     mode: Literal["full", "diff"] = "full"
     rank: int | None = None
+    header: str = ""
     dumped: list[str] = field(default_factory=list)  # the text after each pass so far
 
     @property
@@ -70,7 +72,7 @@ class Dumper(Observer):
 
     def _dump(self, name: str, text: str) -> None:
         file = f"{len(self.dumped):02d}_{name}"
-        content = text
+        content = self.header + text
         if self.mode == "diff" and self.dumped:
             content = _diff(self.dumped[-1], text)
         self.dumped.append(text)

@@ -95,10 +95,10 @@ class _Check:
         self.is_readable = False  # whether nodes have what it takes to write them
         self.made: dict[str, str] = {}  # what a call gives, by the call: layers repeat
 
-    def fail(self, node: Node, what: str) -> NoReturn:
+    def fail(self, node: Node, what: str, *, is_readable: bool = True) -> NoReturn:
         origin = origin_of(node)
         lines = [f"at stage {self.stage.name}, %{node.name} is not valid: {what}"]
-        lines += [f"    {format_node(node, self.mesh)}"] if self.is_readable else []
+        lines += [f"    {format_node(node, self.mesh)}"] if self.is_readable and is_readable else []
         lines += [f"    {origin.source.strip()}"] if origin.source.strip() else []
         raise VerifyError("\n".join(lines))
 
@@ -210,7 +210,8 @@ class _Check:
 
     def _fits(self, node: Node, layout: Layout, tensor: torch.Tensor, *, padded: bool) -> None:
         if len(layout.placements) != self.mesh.ndim:
-            self.fail(node, f"a layout has {len(layout.placements)} placements, the mesh {self.mesh.ndim} axes")
+            what = f"a layout has {len(layout.placements)} placements, the mesh {self.mesh.ndim} axes"
+            self.fail(node, what, is_readable=False)
         if is_even(layout, tensor.shape, self.mesh):
             return
         if not padded or not is_storable(layout, tensor.shape, self.mesh):

@@ -1,4 +1,5 @@
-"""A world of one process, for what needs a mesh but no second rank."""
+"""What every test runs in: no collective of any plan is anonymous. And a world of one process, for what needs a mesh but no
+second rank."""
 
 from __future__ import annotations
 
@@ -7,6 +8,24 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+
+from autoshard import judge
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Collective, collectives_of
+from tests.named import check_named
+
+
+@pytest.fixture(autouse=True)
+def named_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective of each plan that a test makes, of candidates that are not chosen too, says where it comes from."""
+
+    def checked(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
+        found = collectives_of(gm, mesh)
+        check_named(found, gm)
+        return found
+
+    monkeypatch.setattr(judge, "collectives_of", checked)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 import tests.test_checking
@@ -27,6 +28,7 @@ from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
 from passes.ir.mesh import Mesh
 from passes.seed import Seed
+from passes.solve import Solve
 
 
 class Model(nn.Module):
@@ -38,11 +40,19 @@ class Model(nn.Module):
         return self.down(torch.relu(self.up(x))).sum()
 
 
+OPTIONS = Options(  # of what a graph's text does not say: recipes, a constraint, dtypes, a policy for ops, what is kept
+    recipe="fsdp+megatron",
+    params={"down.weight": {"dp": "R"}},
+    mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    unknown_ops="error",
+    checkpoint="block",
+)
+
+
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dump")
-    options = Options(recipe="fsdp+megatron", dump=folder)
-    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2"), options)
+    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2"), replace(OPTIONS, dump=folder))
     return folder
 
 
@@ -52,19 +62,50 @@ def unnamed(text: str) -> str:
     return re.sub(r"%\w+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
 
 
-def test_every_dump_behind_the_seeds_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
-    files = sorted(path for path in dump.iterdir() if int(path.name[:2]) >= 4)
-    assert [path.name for path in files][-1] == "09_localize.txt" and len(files) == 5
+def replayed_as_it_was(files: list[Path], folder: Path) -> None:
+    """Each file, run again, gives all those behind it, headers included."""
     for path in files:
-        folder = tmp_path / path.stem
-        folder.mkdir()
-        replayed = replay(path, folder=folder)
+        place = folder / path.stem
+        place.mkdir()
+        replayed = replay(path, folder=place)
         later = [one for one in files if one.name > path.name]
-        assert [one.name for one in sorted(folder.iterdir())] == [one.name for one in later]
+        assert [one.name for one in sorted(place.iterdir())] == [one.name for one in later]
         for one in later:
-            assert unnamed((folder / one.name).read_text()) == unnamed(one.read_text()), f"{path.name} -> {one.name}"
+            assert unnamed((place / one.name).read_text()) == unnamed(one.read_text()), f"{path.name} -> {one.name}"
         if later:
-            assert unnamed(replayed.text) == unnamed(later[-1].read_text())
+            assert unnamed(later[-1].read_text()).endswith(unnamed(replayed.text))
+
+
+def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
+    files = sorted(dump.iterdir())
+    assert files[0].name == "00_capture.txt" and files[-1].name == "11_checkpoint.txt" and len(files) == 10
+    replayed_as_it_was(files, tmp_path)
+    header = files[0].read_text().partition("mesh ")[0]
+    assert_expected_inline(header, """\
+# unknown_ops error
+# pass normalize
+# pass seed {"recipes": ["fsdp", "megatron"], "params": [{"name": "down.weight", "axis": "dp", "placement": "R"}]}
+# pass cast_parameters {"stored": [["up.weight", "f32"], ["down.weight", "f32"]], "inputs": [["x", "f32"]], "reduce": "f32"}
+# pass propagate
+# pass insert_reshards
+# pass fuse_collectives
+# pass cancel_reshards
+# pass lower_reshards
+# pass localize
+# pass decompose
+# pass checkpoint {"kept": []}
+""")
+
+
+def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
+    options = Options(pipeline=default_pipeline(place=Solve()), dump=tmp_path / "dump", checkpoint="block")
+    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options)
+    files = sorted((tmp_path / "dump").iterdir())
+    first = next(place for place, path in enumerate(files) if path.name == "04_solve.txt")
+    replayed_as_it_was(files[first:], tmp_path)
+    with pytest.raises(UserError, match="'seed' is not enough to run solve: what the user set, what a search found"):
+        replay(files[first - 1])
+    assert replay(files[first - 1], recipe="fsdp+megatron").ran[1] == "propagate"
 
 
 def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +118,12 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
     found = replay(dump / "01_normalize.txt", recipe="fsdp+megatron")
-    assert unnamed(found.text) == unnamed(max(dump.iterdir()).read_text())
+    pinned = 'pinned(tp:S(1) "megatron: row-parallel", dp:S(0) "fsdp: stored sharded") = parameter("down.weight")'
+    assert pinned in found.text and pinned not in max(dump.iterdir()).read_text()
 
 
 def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
-    options = Options(recipe="fsdp+megatron", dump=tmp_path, bucket_bytes=0)
+    options = replace(OPTIONS, dump=tmp_path, bucket_bytes=0)
     plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)
     for path in sorted(tmp_path.iterdir())[1:]:
         assert unnamed(path.read_text()) == unnamed((dump / path.name).read_text()), path.name
@@ -98,13 +140,24 @@ def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.Mo
 
 def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
     (tmp_path / "graph.txt").touch()
+    captured = (dump / "01_normalize.txt").read_text()
+    (tmp_path / "01_normalize.txt").write_text(captured[captured.index("mesh ") :])
+    (tmp_path / "02_seed.txt").write_text('# pass seed {"recipes": }\n')
+    (tmp_path / "03_cast_parameters.txt").write_text('# pass cast_parameters {"reduce": "f31"}\n')
     for path, behind, expected in (
         (
-            dump / "01_normalize.txt",
+            tmp_path / "01_normalize.txt",
             None,
-            "a graph from behind 'normalize' is not enough to run seed and cast_parameters: recipes, constraints and precision "
-            "are not in the text; give a recipe to place it by, replay a later dump, or plan the model again",
+            "a graph from behind 'normalize' is not enough to run seed and cast_parameters: what the user set, what a search "
+            "found and passes of your own are not in the file; give a recipe to place it by, replay a later dump, or plan "
+            "the model again",
         ),
+        (
+            tmp_path / "02_seed.txt",
+            None,
+            "the dump's line '# pass seed {\"recipes\": }' cannot be read: Expecting value; replay a file as it was written",
+        ),
+        (tmp_path / "03_cast_parameters.txt", None, "cast_parameters.reduce is 'f31', not a dtype such as 'bf16'"),
         (
             tmp_path / "graph.txt",
             None,

@@ -24,7 +24,9 @@ from autoshard.bisection import bisect
 from autoshard.calibrate import calibrate
 from autoshard.capture_errors import _message
 from autoshard.cli.main import main
+from autoshard.codec import decode
 from autoshard.compile import Program, Split
+from autoshard.constraints import insisted
 from autoshard.execution import Slot
 from autoshard.flat_call import _check_read
 from autoshard.parameters import lay_out, place_of
@@ -40,10 +42,12 @@ from passes.ir.layout import Partial as Term
 from passes.ir.steps import plan_steps
 from passes.ir.text import _format_argument, _format_call, format_target
 from passes.ranks import _callable
+from passes.seed import Insisted
 from passes.solve import Solve
 from passes.verify import verify
 
 ROOT = Path(__file__).parents[1]
+LONG = 12  # characters of a text that has to be compared
 ERRORS = {name for name, kind in vars(passes.errors).items() if isinstance(kind, type)}
 @cache
 def sources() -> dict[str, ast.Module]:
@@ -76,8 +80,9 @@ def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
     """The texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
     functions = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
     constants = {ast.unparse(one.targets[0]): one.value for one in module.body if isinstance(one, ast.Assign)}
+    patterns = {id(one.args[0]) for one in ast.walk(node) if isinstance(one, ast.Call) and ast.unparse(one.func) == "re.search"}
     for part in ast.walk(node):
-        if isinstance(part, ast.JoinedStr | ast.Constant):
+        if isinstance(part, ast.JoinedStr | ast.Constant) and id(part) not in patterns:
             yield _text(part)
         elif isinstance(part, ast.Name) and part.id in constants:
             yield _text(constants[part.id])
@@ -86,13 +91,28 @@ def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
                 yield from _strings(statement, ast.Module([], []))
 
 
+@cache
+def _makers() -> set[str]:
+    """Functions that give or raise an error with a text that they are given."""
+    functions = (one for module in sources().values() for one in ast.walk(module) if isinstance(one, ast.FunctionDef))
+    return {one.name for one in functions if one.returns is not None and ast.unparse(one.returns) in ERRORS | {"NoReturn"}}
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+
+
 def _raised() -> Iterator[tuple[str, str]]:
-    """Where an error is made, and the longest text of its message that nothing is filled into."""
+    """Where an error is made, and each text of its message between what is filled in; of short ones the longest."""
     for path, module in sources().items():
         for node in ast.walk(module):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
-                parts = [part for text in _strings(node.args[0], module) for part in text.split("\0")]
-                yield f"{path}:{node.lineno}", max(map(_plain, parts), key=len, default="").strip()
+            if isinstance(node, ast.Call) and node.args and _called(node) in ERRORS | _makers():
+                given = node.args[:1] if _called(node) in ERRORS else node.args
+                texts = (text for one in given for text in _strings(one, module))
+                parts = [_plain(part).strip() for text in texts for part in text.split("\0")]
+                for part in dict.fromkeys(parts):
+                    if len(part) >= LONG or part == max(parts, key=len):
+                        yield f"{path}:{node.lineno}", part
 
 
 def test_every_message_is_compared_with_its_text() -> None:
@@ -165,6 +185,22 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
         (
             lambda: Hardware.from_json(hardware_named("h100").to_json().replace('"launch"', '"lunch"'), where="mine.json"),
             "UserError: mine.json lacks 'launch'; calibrate anew",
+        ),
+        (
+            lambda: Hardware.from_json(
+                hardware_named("h100").to_json().replace('"launch": ', '"launch": "x", "was": '), where="mine.json"
+            ),
+            "UserError: mine.json holds a figure that cannot be: could not convert string to float: 'x'; correct it or calibrate "
+            "anew",
+        ),
+        (
+            lambda: insisted({"*": {}}, "inputs", {}, MESH),
+            "ConstraintError: Options(inputs=...): '*' matches none of the 0 inputs of the model; names look like nothing: there "
+            "are none",
+        ),
+        (
+            lambda: decode(Insisted, {"name": "w", "axis": "tp", "placement": "half"}),
+            "PlanError: placement is 'half', not a placement such as 'S(0)'",
         ),
         (
             lambda: memory_of(MESH),

@@ -175,7 +175,7 @@ def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
         assert exact <= one.step * (1 + 1e-6) and one.step <= exact * 1.05, one
 
 
-def test_a_loaded_plan_knows_all_but_prices_and_passes() -> None:
+def test_a_loaded_plan_knows_stages_but_no_prices_and_passes() -> None:
     loaded = ShardingPlan.from_json(propagated().to_json())
     assert_expected_inline(str(loaded.explain("%mm_1")), """\
 value %mm_1
@@ -190,8 +190,15 @@ collectives
     insert_reshards: output needs {tp:R}      # test_explanation.py:39
   %all_gather: all_gather over tp, 24.0 MiB, backward, exposed 93.7 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
-note: alternatives and passes need the model, which a loaded plan does not hold: make it again with
-    autoshard.plan(...), or ask `python -m autoshard explain file.py:function ...`""")
+passes
+  until PLACED changed %mm_1: f32[8192, 1024] {tp:P(sum)} = mm(%relu, %permute_1)
+  until PLACED added %reshard: f32[8192, 1024] {tp:S(0)} pinned(tp:S(0) "megatron: row-parall ...
+  until COLLECTIVE added %reduce_scatter: f32[8192, 1024] {tp:S(0)} = reduce_scatter(%mm_1, ["tp"])
+  until COLLECTIVE added %all_reduce: f32[] {tp:R} = all_reduce(%div, ["tp"])
+  until COLLECTIVE added %all_gather: f32[8192, 1024] {tp:R} = all_gather(%mul_1, ["tp"])
+note: a plan from a file does not hold its model: it knows stages, not the passes between them, and
+    not what other layouts would cost; for these make it again with autoshard.plan(...), or ask
+    `python -m autoshard explain file.py:function ...`""")
     chains = [[choice.chains for choice in one.explain("%mm_1").choices] for one in (loaded, propagated())]
     assert chains[0] == chains[1]
 

@@ -1,6 +1,6 @@
 """No collective is anonymous: each names its module, its line, what it moves, and the pass that made it with the reason.
 
-So do those of every plan that is run on simulated ranks: `tests/spmd/oracle.py` walks them.
+So do those of every plan that any test makes: `tests/conftest.py` walks them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Options, ShardingPlan
+from autoshard.compile import split_program
 from autoshard.pipeline import default_pipeline
-from autoshard.planner import make_plan, plan_ahead
+from autoshard.planner import Planned, make_plan, plan_ahead
+from passes.ir.graph import transfer_of
 from passes.ir.mesh import Mesh
+from passes.ir.plan import collectives_of
+from passes.ir.text import parse_graph
 from passes.solve import Solve
 from tests.models import Case, build
-from tests.spmd.oracle import check_named
+
+PASSES = {*(one.name for one in default_pipeline()), "solve"}
 
 
 def check_names(plan: ShardingPlan, model: nn.Module) -> None:
     """Modules are the model's; what is in none is of a line of its own forward."""
     assert plan.collectives
-    check_named(plan)
+    assert {one.reason.partition(": ")[0] for one in plan.collectives} <= PASSES
     modules = {name for name, _ in model.named_modules() if name}
     lines, first = inspect.getsourcelines(type(model).forward)
     for one in plan.collectives:
         in_root = first <= one.origin.line < first + len(lines)
         assert one.origin.fqn in modules or (one.origin.fqn == "" and in_root), one
+
+
+def check_sent(planned: Planned) -> None:
+    """The halves of the program send what the plan says: in the forward, in the backward, or the same in both."""
+    split = split_program(planned.graph, mode="eager")
+    assert split.backward is not None
+    for half, said in (
+        (split.forward, [one.id for one in planned.plan.collectives if not one.backward]),
+        (split.backward, [one.id for one in planned.plan.collectives if one.backward or one.recomputed]),
+    ):
+        transfers = [transfer for node in half.graph.nodes if (transfer := transfer_of(node)) is not None]
+        assert sorted(step for transfer in transfers for step in transfer.steps) == sorted(said)
 
 
 @pytest.mark.parametrize("recipe", ["fsdp+megatron", {"dp": "ddp", "tp": "megatron"}])
@@ -53,5 +70,43 @@ def test_a_searched_plan() -> None:
     with torch.device("meta"):
         case = Case(Searched(), (torch.empty(8192, 4096), torch.empty(8192, 4096)), {})
     mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(pipeline=default_pipeline(place=Solve()))
-    plan = make_plan(case.model, case.args, case.kwargs, mesh, options).plan
-    check_names(plan, case.model)
+    planned = make_plan(case.model, case.args, case.kwargs, mesh, options)
+    check_names(planned.plan, case.model)
+    check_sent(planned)
+
+
+@pytest.mark.parametrize("recipe", ["fsdp+megatron", "zero2+megatron"])
+def test_what_is_sent_again_is_what_the_backward_sends(recipe: str) -> None:
+    case = build("llama", dtype=torch.float32)
+    options = Options(recipe=recipe, checkpoint="block" if recipe.startswith("zero2") else "none")
+    check_sent(make_plan(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2"), options))
+
+
+def test_a_backward_that_gathers_in_another_layout_sends_a_message_of_its_own() -> None:
+    gm, mesh = parse_graph("""
+mesh tp=2
+stage COLLECTIVE
+%w: f32[8, 6] {tp:S(0)} = parameter("w")
+%v: f32[6, 6] {tp:S(0)} = parameter("v")
+%x: f32[4, 8] {tp:R} = input("x")
+%t: f32[4, 6] {tp:R} = tangent("output")
+%all_gather: f32[8, 6] {tp:R} recompute = all_gather(%w, ["tp"])
+%mm: f32[4, 6] {tp:R} = mm(%x, %all_gather)
+%all_gather_1: f32[6, 6] {tp:R} recompute = all_gather(%v, ["tp"])
+%mm_1: f32[4, 6] {tp:R} = mm(%mm, %all_gather_1)
+%permute: f32[6, 6]<1, 6> {tp:R} = permute(%all_gather_1, [1, 0])
+%mm_2: f32[4, 6] {tp:R} = mm(%t, %permute)
+%all_to_all: f32[8, 6] {tp:S(1)} recompute = all_to_all(%w, ["tp"])
+%permute_1: f32[6, 8]<1, 6> {tp:S(0)} = permute(%all_to_all, [1, 0])
+%take_part: f32[4, 6] {tp:S(1)} = take_part(%mm_2, ["tp"])
+%mm_3: f32[4, 8] {tp:P(sum)} = mm(%take_part, %permute_1)
+%all_reduce: f32[4, 8] {tp:R} = all_reduce(%mm_3, ["tp"])
+return output("output") %mm_1, gradient("input:x") %all_reduce
+""")
+    found = [(one.id, one.backward, one.recomputed) for one in collectives_of(gm, mesh)]
+    assert found == [
+        ("all_gather", False, False),
+        ("all_gather_1", False, True),
+        ("all_to_all", True, False),
+        ("all_reduce", True, False),
+    ]

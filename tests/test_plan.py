@@ -62,7 +62,7 @@ collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
 all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
 reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient
-all_gather      dp      6    6     816 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
+all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
 all_reduce      dp      1    -       4 B  1.00 ms  test_plan.py:34 output
 reduce_scatter  tp      -    1     192 B   998 us  test_plan.py:33 add.Tensor
 all_reduce      tp      1    -       4 B   992 us  test_plan.py:34 output""",

@@ -48,18 +48,23 @@ class Schedule:
 
 
 def schedule(
-    program: Program, *, memory_limit: int | None = None, buckets: Sequence[int] = (0,), worst: float = float("inf")
+    program: Program,
+    *,
+    memory_limit: int | None = None,
+    buckets: Sequence[int] = (0,),
+    windows: Sequence[int] = WINDOWS,
+    worst: float = float("inf"),
 ) -> Schedule:
     """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
 
-    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. Of a program that the first makes much slower than
-    `worst` seconds, no other is tried.
+    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
+    gathers. Of a program that the first buckets make much slower than `worst` seconds, no others are tried.
     """
     found: list[Schedule] = []
     for nbytes in buckets:
         joined = bucket(program, nbytes) if nbytes else program
         if joined is not program or not found:
-            found.append(_schedule(joined, nbytes, memory_limit))
+            found.append(_schedule(joined, nbytes, memory_limit, windows))
             if found[0].timeline.step_time > worst * (1 + HOPE):
                 break
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
@@ -72,23 +77,25 @@ def memory_cap(given: Timeline, memory_limit: int | None) -> int:
     return max(memory_limit, given.peak_memory)
 
 
-def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None) -> Schedule:
-    facts = Facts.of(program)
+def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
+    facts, windows = Facts.of(program), _windows(program, counts)
     best = Schedule(program, simulate(program), 0, False, 0.0, bucket_bytes)
-    best = _best_window(facts, best, memory_limit, fill=False)
+    best = _best_window(facts, best, memory_limit, windows, fill=False)
     held = facts.last_seconds
     while 0 < held < facts.slack_seconds:
         tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held)
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
-    return _best_window(facts, best, memory_limit, fill=True)
+    return _best_window(facts, best, memory_limit, windows, fill=True)
 
 
-def _best_window(facts: Facts, best: Schedule, memory_limit: int | None, *, fill: bool) -> Schedule:
+def _best_window(
+    facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
+) -> Schedule:
     """The better of `best` and the best window."""
     fastest = float("inf")
-    for window in _windows(facts.program):
+    for window in windows:
         tried = _tried(facts, window, best.bucket_bytes, fill=fill)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
@@ -109,10 +116,10 @@ def prefetch(program: Program, window_bytes: int, *, fill: bool = False, held_se
     return ordered if simulate(ordered).step_time < simulate(program).step_time else program
 
 
-def _windows(program: Program) -> tuple[int, ...]:
+def _windows(program: Program, counts: Sequence[int]) -> tuple[int, ...]:
     sizes = {buffer.name: buffer.nbytes for buffer in program.buffers}
     largest = max((sizes[name] for task in program.tasks if task.prefetchable for name in task.outputs), default=0)
-    return tuple(largest * count for count in WINDOWS) if largest else (0,)
+    return tuple(largest * count for count in counts) if largest else (0,)
 
 
 def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:

@@ -76,8 +76,7 @@ class Layout:
 
     def axes_on(self, dim: int) -> tuple[int, ...]:
         """Axes that shard `dim`, outermost digit first."""
-        found = [(p.outer, a) for a, p in enumerate(self.placements) if isinstance(p, Shard) and p.dim == dim]
-        return tuple(axis for _, axis in sorted(found))
+        return _axes_on(self.placements, dim)
 
     @property
     def is_replicated(self) -> bool:
@@ -90,6 +89,12 @@ class Layout:
     def format(self, mesh: Mesh) -> str:
         """`{dp:S(0), tp:R}`."""
         return _format(self.placements, mesh.names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _axes_on(placements: tuple[Placement, ...], dim: int) -> tuple[int, ...]:
+    found = [(p.outer, a) for a, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+    return tuple(axis for _, axis in sorted(found))
 
 
 @lru_cache(maxsize=1 << 14)

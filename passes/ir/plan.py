@@ -15,9 +15,9 @@ from passes.ir.graph import (
     OutputRole,
     has_layout,
     input_of,
-    is_recompute,
     is_tensor,
     layout_of,
+    made_again,
     needs_of,
     note_of,
     operands,
@@ -56,7 +56,7 @@ class Collective:
     axes: tuple[str, ...]
     bytes: int  # received per rank, by the bandwidth-optimal (ring) algorithm
     backward: bool
-    recomputed: bool  # runs once more in the backward, for a value that is not kept
+    recomputed: bool  # of the forward: the same message is sent once more in the backward, for a value that is not kept
     origin: Origin  # the line of the user's code that needed it
     reason: str
     what: str = ""  # what it moves: "parameter layers.0.wq.weight", "gradient ...", "output loss", or a value: "%mm_1"
@@ -157,21 +157,40 @@ class Search:
 
 def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
     """The collectives of a COLLECTIVE graph, in program order."""
-    behind = _depends_on_tangents(gm)
+    behind, again = _depends_on_tangents(gm), made_again(gm.graph)
+    ahead, later = _uses(gm, behind, again)
     return tuple(
         _collective(
-            node, mesh, backward=node in behind, recomputed=is_recompute(node) and node not in behind and bool(behind)
+            node,
+            mesh,
+            backward=node in behind or (node in again and node in later and node not in ahead),
+            recomputed=node in again and node in later and node in ahead and node not in behind,
         )
         for node in gm.graph.nodes
         if is_collective(node)
     )
 
 
+def _uses(gm: GraphModule, behind: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:
+    """What the forward needs, and what the backward does, as far as it makes it `again`."""
+    ahead, later = set[Node](), set[Node]()
+    for node in reversed(gm.graph.nodes):
+        for user in node.users:
+            if user.op != "output" and user in behind:
+                later.add(node)
+            elif user not in again:
+                ahead.add(node)
+            else:
+                ahead.update({node} if user in ahead else ())
+                later.update({node} if user in later else ())
+    return ahead, later
+
+
 def with_remade(collectives: Sequence[Collective], gm: GraphModule) -> tuple[Collective, ...]:
     """`collectives` of a program, of which the LOCAL graph `gm` says what is computed again."""
     remade = [transfer_of(node) for node in gm.graph.nodes if saving_of(node) == "remade"]
     steps = {step for transfer in remade if transfer is not None for step in transfer.steps}
-    return tuple(replace(one, recomputed=one.recomputed or one.id in steps) for one in collectives)
+    return tuple(replace(one, recomputed=one.recomputed or (one.id in steps and not one.backward)) for one in collectives)
 
 
 def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> Collective:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations
 
 import torch
@@ -48,7 +48,7 @@ def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mes
         if layout in done:
             continue
         done.add(layout)
-        for step in _next_steps(layout, source, target, shape, mesh):
+        for step in _next_steps(layout, target, shape, mesh):
             pushed += 1
             sends = int(step.kind not in (take_part, take_term))
             entry = (received + step.received, collectives + sends, pushed, step.layout, (*steps, step))
@@ -56,7 +56,9 @@ def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mes
     raise CompilerError(f"no way from {source.format(mesh)} to {target.format(mesh)} for a tensor of shape {shape}")
 
 
-def _next_steps(layout: Layout, source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
+@lru_cache(maxsize=1 << 16)
+def _next_steps(layout: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
+    found: list[Step] = []
     moves: dict[Kind, list[tuple[int, Placement]]] = {}
     for axis in range(mesh.ndim):
         for to in dict.fromkeys((target.on(axis), R)):
@@ -69,7 +71,8 @@ def _next_steps(layout: Layout, source: Layout, target: Layout, shape: tuple[int
             for group in combinations(single, count):
                 step = _step(kind, group, layout, shape, mesh)
                 if step is not None:
-                    yield step
+                    found.append(step)
+    return tuple(found)
 
 
 def _kind(have: Placement, to: Placement) -> Kind | None:

@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
 
 from passes.errors import VerifyError
-from passes.ir.graph import Origin, Output, OutputRole, Stage, set_origin, set_outputs, set_stage
+from passes.ir.graph import Origin, Output, OutputRole, Stage, set_layouts, set_origin, set_outputs, set_stage
+from passes.ir.layout import Layout, R
 from passes.ir.text import parse_graph
 from passes.verify import verify
 
@@ -112,7 +113,7 @@ at stage EXPLICIT, %mm is not valid: on tp it runs as S(1), S(0) -> R, but its r
         (lambda gm: node_of(gm, "x").meta.pop("val"), "%x is not valid: it has no value"),
         (lambda gm: node_of(gm, "w").meta.pop("autoshard_input"), "%w is not valid: a placeholder without a role"),
         (lambda gm: node_of(gm, "w").append(node_of(gm, "relu")), "the graph is broken: "),
-        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand in front"),
+        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand in front of all calls"),
         (lambda gm: setattr(node_of(gm, "relu"), "target", torch.relu), "which is neither an op nor in passes/ir/tok"),
         (lambda gm: set_outputs(gm.graph, ()), "the outputs are not valid: 4 values have 0 descriptions"),
         (lambda gm: gm.graph.output_node().meta.clear(), "the outputs are not valid: they are not described"),
@@ -143,7 +144,7 @@ def test_ends_that_do_not_belong_together_are_refused(old: str, new: str, expect
     ("old", "new", "expected"),
     [
         ("%mm: f32[4, 6] {dp:S(0), tp:P(sum)}", "%mm: f32[4, 6]", "%mm is not valid: it has 1 results and 0 layouts"),
-        ("%x: f32[4, 8] {dp:S(0), tp:R}", "%x: f32[4, 8] {dp:P(sum), tp:R}", "%x is not valid: an input is never par"),
+        ("%x: f32[4, 8] {dp:S(0), tp:R}", "%x: f32[4, 8] {dp:P(sum), tp:R}", "%x is not valid: an input is never partial"),
         ("%mm: f32[4, 6] {dp:S(0)", "%mm: f32[4, 6] {dp:S(0/3)", "{dp:S(0/3), tp:P(sum)} does not split f32[4, 6]"),
         ("%mm: f32[4, 6] {dp:S(0)", "%mm: f32[4, 6] {dp:S(2)", "{dp:S(2), tp:P(sum)} does not split f32[4, 6]"),
         ("%x{dp:S(0), tp:S(1)}", "%x{dp:S(0), tp:S(1/8)}", "{dp:S(0), tp:S(1/8)} does not split f32[4, 8]"),
@@ -152,6 +153,22 @@ def test_ends_that_do_not_belong_together_are_refused(old: str, new: str, expect
 )
 def test_layouts_that_do_not_fit_are_refused(old: str, new: str, expected: str) -> None:
     assert expected in refused(PLACED.replace(old, new))
+
+
+def test_a_layout_of_another_mesh_is_refused() -> None:
+    def change(gm: GraphModule) -> None:
+        set_layouts(node_of(gm, "x"), Layout((R,)))
+
+    assert "%x is not valid: a layout has 1 placements, the mesh 2 axes" in refused(PLACED, change)
+
+
+def test_steps_are_gone_at_local() -> None:
+    def later(gm: GraphModule) -> None:
+        set_stage(gm, Stage.LOCAL)
+
+    text = 'mesh tp=2\nstage COLLECTIVE\n%x: f32[4] {tp:R} = input("x")\n%all_reduce: f32[4] {tp:R} = all_reduce(%x, ["tp"])\n'
+    expected = "%all_reduce is not valid: steps are functional collectives by now"
+    assert expected in refused(f'{text}return output("0") %all_reduce\n', later)
 
 
 def test_a_call_without_needs_is_refused() -> None:

@@ -69,9 +69,12 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         roomy.with_(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
         for one in ("auto", True, False)
     )
+    layers = range(len({name.split(".")[1] for name in roomy.parameters}))
+    weights = {f"parameter layers.{layer}.{name}.weight" for layer in layers for name in ("up", "down")}
+    read_again = weights - {"parameter layers.0.up.weight"}  # no backward needs a bias, nor the weight that the input meets
     for one, again in ((freed, True), (kept, False)):
         assert one.cost is not None and found.cost is not None and one.cost.step_time >= found.cost.step_time
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
-        assert gathers and all(gather.recomputed is again for gather in gathers)
+        assert gathers and {gather.what for gather in gathers if gather.recomputed} == (read_again if again else set())
         assert one.solution is None or bool(one.solution.kept) is not again
     assert freed.cost.communication > kept.cost.communication and freed.cost.peak_memory < kept.cost.peak_memory
