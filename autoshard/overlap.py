@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autoshard.compile import Mode, Split
+from autoshard.garbage import uncollected
 from autoshard.options import Options
 from autoshard.pipeline import overlap_pipeline
 from passes.base import PassContext, Remark
@@ -50,7 +51,8 @@ class Overlap:
                 passes = overlap_pipeline(
                     memory_limit=limit, bucket_bytes=self.bucket_bytes, split_matmuls=self.split_matmuls, fused=fused
                 )
-                PassManager(passes).run(gm, ctx)
+                with uncollected():
+                    PassManager(passes).run(gm, ctx)
         return tuple(ctx.remarks)
 
     def _beside(self, split: Split, gm: GraphModule) -> int:

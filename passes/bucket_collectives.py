@@ -14,6 +14,7 @@ from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import simulate
+from passes.ir.fake import fake_call
 from passes.ir.graph import (
     Stage,
     add_call,
@@ -31,7 +32,6 @@ from passes.ir.graph import (
     tensor_of,
     transfer_of,
     value_of,
-    values_in,
 )
 
 aten = torch.ops.aten
@@ -177,8 +177,7 @@ class _Bucket:
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             new = add_call(self.graph, op, args, kwargs)
-        with self.fake_mode:
-            set_value(new, op(*values_in(args), **values_in(kwargs)))
+        set_value(new, fake_call(self.fake_mode, op, args, kwargs))
         copy_facts(self.members[0], new)
         set_note(new, note_of(self.members[0]))
         set_recompute(new, is_recompute(self.members[0]))

@@ -235,9 +235,13 @@ class _Scheduler:
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
-        units = self.units[self.unit : self.unit + LOOKAHEAD]
-        numbers = (number for unit in units for number in unit.tasks[:-1] if number in self.phase)
-        return next((number for number in numbers if not self.issued[number] and self._can_start(number)), None)
+        issued, streams, missing, turns, now = self.issued, self.streams, self.missing, self.turns, self.clocks[0]
+        for unit in self.units[self.unit : self.unit + LOOKAHEAD]:
+            for number in unit.tasks[:-1]:
+                is_ready = not issued[number] and streams[number] == 0 and missing[number] == 0 and turns[number] <= now
+                if is_ready and number in self.phase:
+                    return number
+        return None
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:
         """The first kernel that can start, of the first `limit` tasks that wait."""
