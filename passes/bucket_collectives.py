@@ -12,7 +12,7 @@ from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import memory_cap, schedule
+from passes.cost.schedule import bucket_sizes, memory_cap
 from passes.cost.simulate import simulate
 from passes.ir.fake import fake_call
 from passes.ir.graph import (
@@ -54,9 +54,9 @@ class BucketCollectives(Pass):
     parameter or the result: a bucket must not wait for itself. Bytes are of a collective's larger side.
 
     Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
-    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest; none is one of them: a
-    bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket has
-    a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
+    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest, by mesh axes and dtype; none
+    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket
+    has a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -102,7 +102,7 @@ class BucketCollectives(Pass):
         joined = neighbours(program, self.limit // SMALLER)
         if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
-            joined = buckets(program, schedule(program, memory_limit=cap, buckets=sizes(self.limit)).bucket_bytes)
+            joined = buckets(program, bucket_sizes(program, sizes(self.limit), memory_limit=cap))
         nodes = {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.cost.bucket import bucket
+from passes.cost.bucket import Sort, bucket, seconds_by_sort
 from passes.cost.movable import Facts, Unit
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
@@ -56,6 +56,23 @@ def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequ
         if joined is not program or not found:
             found.append(_schedule(joined, nbytes, memory_limit))
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
+
+
+def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int | None = None) -> dict[Sort, int]:
+    """The size of buckets, of those to try, for each sort of message: the best common one, then each its own where that
+    is faster."""
+    best, seconds = schedule(program, memory_limit=memory_limit, buckets=buckets), seconds_by_sort(program)
+    found = dict.fromkeys(seconds, best.bucket_bytes)
+    if len(found) == 1:
+        return found
+    for sort in seconds:
+        others = [nbytes for nbytes in buckets if nbytes != found[sort]]
+        for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
+            facts = Facts.of(bucket(program, found | {sort: nbytes}))
+            tried = _tried(facts, best.window_bytes, nbytes, fill=best.fill, held_seconds=best.held_seconds)
+            if _is_better(tried.timeline, best.timeline, memory_limit):
+                best, found[sort] = tried, nbytes
+    return found
 
 
 def memory_cap(given: Timeline, memory_limit: int | None) -> int:
