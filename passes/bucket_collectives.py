@@ -55,8 +55,8 @@ class BucketCollectives(Pass):
 
     Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
     the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest, by mesh axes and dtype; none
-    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket
-    has a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
+    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else
+    a bucket has a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -102,7 +102,7 @@ class BucketCollectives(Pass):
         joined = neighbours(program, self.limit // SMALLER)
         if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
-            joined = buckets(program, bucket_sizes(program, sizes(self.limit), memory_limit=cap))
+            joined = buckets(program, bucket_sizes(program, sizes(self.limit)[1:], memory_limit=cap))
         nodes = {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])
