@@ -2,9 +2,9 @@
 
 For each case, planned on meta and simulated: exposed communication of a step and its peak memory with every wait behind
 its collective, behind each of the passes in turn, and in the scheduled order, which may take a twentieth more memory; what
-no order of messages that are left whole could hide; the ratio of the last two; and seconds that it took. With `--graph`, the seconds of each pass for the
-graphs of all layers, and what is predicted of these; `--layers 32 64` makes a case that deep, one behind the other. Nothing
-runs on devices.
+no order of messages that are left whole could hide; the ratio of the last two; and seconds that it took. With `--graph`,
+the seconds of each pass for the graphs of all layers, and what is predicted of these; `--layers 32 64` makes a case that
+deep, one behind the other. Nothing runs on devices.
 """
 
 from __future__ import annotations
