@@ -1,0 +1,84 @@
+"""The only package that imports private parts of torch; a module per subsystem, one function per borrowed thing.
+
+Supported: torch 2.11 to the newest release; developed on the version that constraints.txt pins.
+"""
+
+from __future__ import annotations
+
+from passes._torch.dtensor import (
+    Box,
+    DTensorSpec,
+    dtensor_of_local,
+    dtensor_spec,
+    local_of_dtensor,
+    relay_dtensor,
+    shard_of,
+    strided_shard,
+    teach_checkpoints,
+)
+from passes._torch.dynamo import TracedModule, TraceFailure, trace_failure, trace_module
+from passes._torch.fake import FakeTensorMode, fake_empty, fake_mode, fake_mode_of, fake_view, is_fake, shares_memory
+from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
+from passes._torch.groups import group_timeout, is_group_registered, register_group, unregister_group
+from passes._torch.inductor import (
+    InductorCode,
+    inductor_compile,
+    low_memory_max_pool,
+    run_joint_graph_passes,
+    select_decompositions,
+)
+from passes._torch.joint import JointGraph, trace_joint
+from passes._torch.partition import checkpoint_of, clear_checkpoint, min_cut_partition, tag_recompute, tag_save
+from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
+from passes._torch.side_effects import SideEffect
+from passes._torch.structured_trace import is_traced, trace_artifact
+
+__all__ = [
+    "Box",
+    "DTensorSpec",
+    "FakeTensorMode",
+    "InductorCode",
+    "JointGraph",
+    "OpOverload",
+    "SideEffect",
+    "TraceFailure",
+    "TracedModule",
+    "TreeSpec",
+    "box",
+    "checkpoint_of",
+    "clear_checkpoint",
+    "dtensor_of_local",
+    "dtensor_spec",
+    "fake_empty",
+    "fake_mode",
+    "fake_mode_of",
+    "fake_view",
+    "flatten_pytree",
+    "group_timeout",
+    "inductor_compile",
+    "is_fake",
+    "is_group_registered",
+    "is_traced",
+    "lazy_code",
+    "local_of_dtensor",
+    "low_memory_max_pool",
+    "min_cut_partition",
+    "module_of",
+    "register_group",
+    "relay_dtensor",
+    "run_joint_graph_passes",
+    "select_decompositions",
+    "shard_of",
+    "shares_memory",
+    "strided_shard",
+    "tag_recompute",
+    "tag_save",
+    "teach_checkpoints",
+    "trace_artifact",
+    "trace_call",
+    "trace_failure",
+    "trace_joint",
+    "trace_module",
+    "unflatten_pytree",
+    "unregister_group",
+]

@@ -1,0 +1,83 @@
+"""Dynamo: a call of a module as a graph of what it does to tensors, or why there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.exc import UserError as DynamoUserError
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import GraphModule
+
+from passes._torch.side_effects import SideEffect, source_name, watch_side_effects
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A call of a module as dynamo saw it: no Python, no structure, every tensor it reads a placeholder.
+
+    `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` where the
+    call got them from; `rebuild` turns values of the graph's outputs into what the module returns.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[Any, ...]
+    sources: tuple[str, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    side_effects: tuple[SideEffect, ...]
+
+
+def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    """Trace a call with dynamo: static shapes, numbers as constants. Raises what `trace_failure` reads."""
+    config = torch._dynamo.config.patch(
+        allow_rnn=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
+        specialize_float=True,
+        specialize_int=True,
+        ignore_logging_functions=_logging_functions(),
+    )
+    with config, watch_side_effects() as effects:
+        traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    given = (*args, *kwargs.values())
+    inputs = tuple(traced._dynamo_bytecode_flatten(*given))
+    captured = traced._dynamo_bytecode_flatten.out.graph_capture_output.output_graph.export_metadata
+    sources = tuple(source_name(captured.graph_input_idx_to_local_source[number]) for number in range(len(inputs)))
+    return TracedModule(
+        traced, inputs, sources, lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given), tuple(effects)
+    )
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """What writes to a log, methods that libraries add to loggers included: no part of a program of tensors."""
+    loggers = (logging.getLogger(), *(logging.getLogger(name) for name in sorted(logging.root.manager.loggerDict)))
+    kinds = dict.fromkeys(kind for logger in loggers for kind in type(logger).__mro__[:-1])
+    methods = (value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_"))
+    return {method for method in methods if callable(method)}
+
+
+@dataclass(frozen=True)
+class TraceFailure:
+    """Why a trace failed: torch's name for the reason, its words, and the stack of the user's code."""
+
+    kind: str
+    detail: str
+    stack: str
+
+
+def trace_failure(error: Exception) -> TraceFailure:
+    """What an exception of `trace_module` or `trace_joint` says."""
+    detail = str(error)
+    if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
+        kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__
+        return TraceFailure(kind or "", detail, "".join(error.real_stack.format()))
+    kind = type(error).__name__
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        detail = str(error.func).rpartition(".")[0]
+    return TraceFailure(kind, detail, str(error))

@@ -1,0 +1,51 @@
+"""Fake tensors: shapes and shared memory without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have no data; static shapes only. A context manager."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """The fake mode that fake tensors were made in; a new one where there are none."""
+    return detect_fake_mode(list(values)) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_empty(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    stride: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """A fake tensor, contiguous without `stride`, made without a call that the mode would look into."""
+    if stride is None:
+        return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def fake_view(
+    mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A fake tensor on the memory of fake tensor `base`, made without a call that the mode would look into."""
+    with in_kernel_invocation_manager(mode):
+        view = base.as_strided(shape, stride, offset)
+    return FakeTensor(mode, view, base.device)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -1,0 +1,112 @@
+"""Inductor: its passes before the partition, its decompositions, and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import inductor_prims
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from passes._torch.inductor_order import GraphOrder
+
+
+def run_joint_graph_passes(gm: GraphModule) -> None:
+    """What Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    with _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]):
+        joint_graph_passes(gm)
+
+
+@contextmanager
+def _compiling(inputs: Sequence[Any]) -> Iterator[None]:
+    fake_mode = detect_fake_mode(inputs)
+    if fake_mode is not None and fake_mode.shape_env is None:
+        fake_mode.shape_env = ShapeEnv()  # Inductor's cache asks for one, though shapes are static
+    with (
+        V.set_fake_mode(fake_mode),
+        tracing(TracingContext(fake_mode)),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        enable_python_dispatcher(),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class InductorCode:
+    """A compiled graph: a list of tensors, which it empties, to a sequence of tensors."""
+
+    run: Callable[[list[torch.Tensor]], Sequence[Any]]
+    output_strides: tuple[tuple[int, ...] | None, ...]  # as the code returns them; None or () where as in the graph
+
+
+# Everything in Inductor that moves, merges or splits collectives and waits, off, and the graph's order behind what joins
+# kernels. Not every release has each.
+_KEEP_ORDER: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,
+    "_post_fusion_custom_pass": GraphOrder(),
+}
+
+
+def inductor_compile(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    static_inputs: Sequence[int],
+    visible_outputs: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool,
+) -> InductorCode:
+    """Compile a flat ATen graph on fake `inputs`.
+
+    `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
+    where the graph has them: by default Inductor moves each wait behind its collective.
+    """
+    options: dict[str, Any] = {"fx_graph_cache": True}
+    if keep_order:
+        options |= {key: value for key, value in _KEEP_ORDER.items() if key in inductor_config.get_config_copy()}
+    gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible_outputs)
+    with (
+        _compiling(inputs),
+        inductor_config.patch(options),
+        TracingContext.report_output_strides() as strides,
+    ):
+        code = compile_fx_inner(
+            gm, inputs, static_input_idxs=list(static_inputs), is_backward=is_backward, is_inference=is_inference
+        )
+    return InductorCode(code, tuple(_plain(stride) for stride in strides or ()))
+
+
+def _plain(stride: Sequence[Any] | None) -> tuple[int, ...] | None:
+    return None if stride is None else tuple(int(step) for step in stride)
+
+
+def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
+    """Inductor's decompositions, without those of `whole`."""
+    return {op: rule for op, rule in select_decomp_table().items() if op not in whole}
+
+
+def low_memory_max_pool() -> tuple[OpOverload, OpOverload]:
+    """Inductor's max pooling, which keeps an int8 offset per window, and its conversion to indices."""
+    return inductor_prims._low_memory_max_pool_with_offsets, inductor_prims._low_memory_max_pool_offsets_to_indices

@@ -1,0 +1,62 @@
+"""AOTAutograd: forward and backward as one graph."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A functional ATen graph of forward and backward, and what its ends are.
+
+    An end is (kind, index). Inputs: `("input", i)`, then `("tangent", i)` of output i, or `("mutation", i)`
+    for the tangent of input i's new value. Outputs: `("mutation", i)`, `("output", i)`, `("gradient", i)`
+    of input i, in the order of the graph; None for an input without gradient.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int] | None, ...]
+
+
+def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
+    """Forward and backward of `flat`; the forward alone where no output needs a gradient."""
+    with ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
+        graph_module = joint.graph_module
+    descriptions = graph_module.graph.output_node().meta["desc"]
+    inputs = tuple(_input_end(node.meta["desc"]) for node in graph_module.graph.find_nodes(op="placeholder"))
+    return JointGraph(graph_module, inputs, tuple(_output_end(description) for description in descriptions))
+
+
+def _input_end(description: Any) -> tuple[str, int]:
+    if isinstance(description, PlainAOTInput):
+        return ("input", description.idx)
+    assert isinstance(description, TangentAOTInput), description
+    end = _output_end(description.output)
+    assert end is not None
+    return ("tangent", end[1]) if end[0] == "output" else end
+
+
+def _output_end(description: Any) -> tuple[str, int] | None:
+    if description is None:
+        return None
+    if isinstance(description, PlainAOTOutput):
+        return ("output", description.idx)
+    if isinstance(description, GradAOTOutput):
+        return ("gradient", _input_end(description.grad_of)[1])
+    assert isinstance(description, InputMutationAOTOutput), description
+    return ("mutation", _input_end(description.mutated_input)[1])

@@ -1,0 +1,52 @@
+"""Pytrees: leaves with their paths, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    _get_node_type,
+    tree_flatten,
+    tree_unflatten,
+)
+from torch.utils._pytree import TreeSpec as TreeSpec
+
+
+def flatten_pytree(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """Leaves of `tree` with their paths (`"batch.labels"`, `"0"`, `""` for a bare leaf), and its structure."""
+    leaves, spec = tree_flatten(tree)
+    return list(zip(_leaf_paths(tree, ""), leaves, strict=True)), spec
+
+
+def _leaf_paths(tree: Any, path: str) -> Iterator[str]:
+    node = SUPPORTED_NODES.get(_get_node_type(tree))
+    if node is None:
+        yield path
+        return
+    children, context = node.flatten_fn(tree)
+    names = [str(number) for number in range(len(children))]
+    if node.flatten_with_keys_fn is not None:
+        names = [_key_name(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+    elif isinstance(context, list | tuple) and len(context) == len(children):
+        names = [str(name) for name in context]  # a dict-like class registered without names: Hugging Face's outputs
+    for name, child in zip(names, children, strict=True):
+        yield from _leaf_paths(child, f"{path}.{name}" if path else name)
+
+
+def _key_name(key: Any) -> str:
+    if isinstance(key, SequenceKey):
+        return str(key.idx)
+    if isinstance(key, MappingKey):
+        return str(key.key)
+    if isinstance(key, GetAttrKey):
+        return key.name
+    return str(key).strip("[].'")
+
+
+def unflatten_pytree(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    return tree_unflatten(list(leaves), spec)

@@ -1,0 +1,86 @@
+"""What a call that dynamo traces does besides its result: changes of Python objects."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import TempLocalSource
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
+
+_SIDE_EFFECTS = "While compiling, we found certain side effects"  # how dynamo's warning begins
+
+
+@dataclass(frozen=True)
+class SideEffect:
+    """A Python object that a traced call changed: where the call got it from, and the stack of a change.
+
+    `constants` are the attributes that it was given, by name, where they are constants and there is no other change.
+    """
+
+    source: str
+    stack: str
+    changed: Any = field(compare=False)
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@contextmanager
+def watch_side_effects() -> Iterator[list[SideEffect]]:
+    """Collect the changes of Python objects that dynamo warns of when it traces for export.
+
+    The warning names the objects only; the lines are read from the tracer, which is on the stack then.
+    """
+    effects: list[SideEffect] = []
+
+    def show(message: Warning | str, *place: Any, **more: Any) -> None:
+        if not str(message).startswith(_SIDE_EFFECTS):
+            report(message, *place, **more)
+            return
+        frame = sys._getframe()
+        while not isinstance(frame.f_locals.get("self"), OutputGraph):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        tracked = frame.f_locals["self"].side_effects
+        for variable in tracked._get_modified_vars():
+            if _is_restored(variable, tracked.store_attr_mutations.get(variable)):
+                continue
+            stacks = tracked.mutation_user_stacks.get(variable, ())
+            if variable.source is None or isinstance(variable.source, TempLocalSource):
+                continue
+            if isinstance(variable, TorchFunctionModeStackVariable):
+                continue  # contexts of the call itself, such as torch.no_grad
+            stored = tracked.store_attr_mutations.get(variable) or {}
+            constants = {name: new.as_python_constant() for name, new in stored.items() if new.is_python_constant()}
+            effects.append(
+                SideEffect(
+                    source_name(variable.source),
+                    "".join(stacks[0].format()) if stacks else "",
+                    vars(variable).get("value"),
+                    constants if len(constants) == len(stored) else {},
+                )
+            )
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_SIDE_EFFECTS)
+        report, warnings.showwarning = warnings.showwarning, show
+        yield effects
+
+
+def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:
+    """Whether all attributes that a call sets are constants that they were before: a flag set and reset."""
+    if not stored or "value" not in vars(variable):
+        return False
+    held = vars(variable.value) if "__dict__" in dir(variable.value) else {}
+    return all(
+        name in held and new.is_python_constant() and new.as_python_constant() is held[name]
+        for name, new in stored.items()
+    )
+
+
+def source_name(source: Any) -> str:
+    return str(source.name() if callable(source.name) else source.name)

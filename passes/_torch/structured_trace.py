@@ -1,0 +1,15 @@
+"""PyTorch's structured trace (TORCH_TRACE)."""
+
+from __future__ import annotations
+
+from torch._logging._internal import trace_log, trace_structured_artifact
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add `text` to PyTorch's structured trace (TORCH_TRACE), where `tlparse` shows it."""
+    trace_structured_artifact(name, "string", lambda: text)
+
+
+def is_traced() -> bool:
+    """Whether anybody reads PyTorch's structured trace; known once it was written to, as a capture does."""
+    return bool(trace_log.handlers)
