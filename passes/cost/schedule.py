@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from passes.cost.bucket import Sort, bucket, seconds_by_sort
 from passes.cost.movable import Facts, Unit
@@ -30,6 +31,7 @@ HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
+HOPE = 0.25  # part of a step that buckets do not save
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
 
 
@@ -45,16 +47,21 @@ class Schedule:
     bucket_bytes: int  # 0: no collectives joined
 
 
-def schedule(program: Program, *, memory_limit: int | None = None, buckets: Sequence[int] = (0,)) -> Schedule:
+def schedule(
+    program: Program, *, memory_limit: int | None = None, buckets: Sequence[int] = (0,), worst: float = float("inf")
+) -> Schedule:
     """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
 
-    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing.
+    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. Of a program that the first makes much slower than
+    `worst` seconds, no other is tried.
     """
     found: list[Schedule] = []
     for nbytes in buckets:
         joined = bucket(program, nbytes) if nbytes else program
         if joined is not program or not found:
             found.append(_schedule(joined, nbytes, memory_limit))
+            if found[0].timeline.step_time > worst * (1 + HOPE):
+                break
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
@@ -72,7 +79,7 @@ def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int 
             if _is_better(tried.timeline, best.timeline, memory_limit):
                 best, found[sort] = tried, nbytes
     is_worth = best.timeline.step_time < (1 - WORTH) * plain.timeline.step_time
-    return found if is_worth else dict.fromkeys(found, 0)
+    return found if is_worth and _is_better(best.timeline, plain.timeline, memory_limit) else dict.fromkeys(found, 0)
 
 
 def memory_cap(given: Timeline, memory_limit: int | None) -> int:
@@ -191,6 +198,8 @@ class _Scheduler:
         self.unread = [False] * len(self.sizes)
         self.units, self.unit = facts.units, 0
         self.in_unit = {number for unit in self.units for number in unit.tasks}
+        self.makers = [number for unit in self.units for number in unit.tasks[:-1]]  # of the units' operands
+        self.firsts = [0, *accumulate(len(unit.tasks) - 1 for unit in self.units)]  # per unit, in them
         self.is_late = facts.is_late
         self.fillers = set(facts.slack if fill else ())
         self.held_last = facts.last_slack(held_seconds)
@@ -216,7 +225,8 @@ class _Scheduler:
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         last = [n for n in self.held_last if n in self.phase]
         self.last = _Queue(last, self.issued)
-        held = [n for n in kernels if n in self.fillers.difference(last)]
+        fillers = self.fillers.difference(last)
+        held = [n for n in kernels if n in fillers]
         self.held = _Queue(held, self.issued)
         apart = {*last, *held}
         others = [n for n in waiting if not (self.is_late[n] or n in apart or self.tasks[n].deferrable)]
@@ -240,24 +250,22 @@ class _Scheduler:
         late = self._startable(self.late, LATE)
         if late is not None:
             return late
-        held = self.held.waiting(HELD + 1)
-        if len(held) > HELD and all([self._can_start(number) for number in held]):
-            return held[0]
+        if self.held.first() is not None:
+            held = self.held.waiting(HELD + 1)
+            if len(held) > HELD and all([self._can_start(number) for number in held]):
+                return held[0]
         kernel = self._startable(self.path, LOOKAHEAD)
         if kernel is None:
-            kernel = next((number for number in held if self._can_start(number)), None)
+            kernel = self._startable(self.held, HELD + 1)
         if kernel is None:
             kernel = self._startable(self.last, LOOKAHEAD)
         return self._ahead() if kernel is None else kernel
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
-        issued, streams, missing, turns, now = self.issued, self.streams, self.missing, self.turns, self.clocks[0]
-        for unit in self.units[self.unit : self.unit + LOOKAHEAD]:
-            for number in unit.tasks[:-1]:
-                is_ready = not issued[number] and streams[number] == 0 and missing[number] == 0 and turns[number] <= now
-                if is_ready and number in self.phase:
-                    return number
+        for number in self.makers[self.firsts[self.unit] : self.firsts[min(self.unit + LOOKAHEAD, len(self.units))]]:
+            if not self.issued[number] and number in self.phase and self._can_start(number):
+                return number
         return None
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:

@@ -103,3 +103,11 @@ def test_each_axis_gets_the_size_that_suits_it() -> None:
     assert found == {(("dp",), "f32"): 1 << 30, (("tp",), "f32"): 0}
     apart = schedule(bucket(given, found)).timeline.step_time
     assert apart < schedule(given, buckets=tried).timeline.step_time
+
+
+def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:
+    given = _gathers(*[64 * KiB] * 12)
+    sizes = (0, 128 * KiB, 1 << 20)
+    step = schedule(given).timeline.step_time
+    assert schedule(given, buckets=sizes, worst=step / 2) == schedule(given)
+    assert schedule(given, buckets=sizes, worst=step) == schedule(given, buckets=sizes) != schedule(given)
