@@ -10,9 +10,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from autoshard.compile import Mode, Split
+from autoshard.garbage import uncollected
 from autoshard.options import Options
 from autoshard.pipeline import overlap_pipeline
-from passes.base import PassContext, Remark
+from passes.base import Observer, PassContext, Remark
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.from_graph import OPTIMIZER_STATES
 from passes.ir.graph import input_of, placeholders, returned, value_of
@@ -40,7 +41,7 @@ class Overlap:
         memory = options.memory_bytes(available) if is_known else None
         return Overlap(mesh, memory, options.optimizer, options.bucket_bytes, options.split_matmuls)
 
-    def apply(self, split: Split, *, mode: Mode) -> tuple[Remark, ...]:
+    def apply(self, split: Split, *, mode: Mode, observers: tuple[Observer, ...] = ()) -> tuple[Remark, ...]:
         """Cut and join messages of both graphs of `split`, and order them, in place."""
         ctx = PassContext(self.mesh)
         for gm in (split.forward, split.backward):
@@ -50,7 +51,8 @@ class Overlap:
                 passes = overlap_pipeline(
                     memory_limit=limit, bucket_bytes=self.bucket_bytes, split_matmuls=self.split_matmuls, fused=fused
                 )
-                PassManager(passes).run(gm, ctx)
+                with uncollected():
+                    PassManager(passes, observers).run(gm, ctx)
         return tuple(ctx.remarks)
 
     def _beside(self, split: Split, gm: GraphModule) -> int:

@@ -1,9 +1,10 @@
 """How much communication is exposed as lowered and behind each pass: `python -m benchmarks.overlap`.
 
 For each case, planned on meta and simulated: exposed communication of a step and its peak memory with every wait behind
-its collective, with collectives in buckets, and in the scheduled order, which may take a twentieth more memory; what no
-order could hide; the ratio of the last two; and seconds that it took. With `--graph`, the seconds of the passes for the
-graphs of all layers, and what is predicted of these; `--layers` makes a case that deep. Nothing runs on devices.
+its collective, behind each of the passes in turn, and in the scheduled order, which may take a twentieth more memory; what
+no order of messages that are left whole could hide; the ratio of the last two; and seconds that it took. With `--graph`,
+the seconds of each pass for the graphs of all layers, and what is predicted of these; `--layers 32 64` makes a case that
+deep, one behind the other. Nothing runs on devices.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
 from autoshard.compile import split_program
@@ -25,9 +28,9 @@ from autoshard.judge import fold
 from autoshard.overlap import Overlap
 from autoshard.pipeline import default_pipeline
 from autoshard.planner import make_plan
-from autoshard.problem import captured_problem
+from autoshard.problem import Problem, captured_problem
 from examples import gpt, llama
-from passes.base import PassContext
+from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.bound import exposed_bound
 from passes.cost.bucket import bucket, sizes
@@ -36,7 +39,9 @@ from passes.cost.program import COMPUTE, Program, Task
 from passes.cost.schedule import MORE_MEMORY, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
-from passes.ir.graph import copy_graph
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.fuse_collectives import FuseCollectives
+from passes.ir.graph import Stage, copy_graph
 from passes.manager import PassManager
 
 
@@ -65,12 +70,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=int, nargs="+", default=[0])
     parser.add_argument("--graph", action="store_true")
     given = parser.parse_args()
-    for name in given.cases or CASES:
+    for name, layers in product(given.cases or CASES, given.layers):
         case = CASES[name]
-        case = replace(case, config=replace(case.config, layers=given.layers or case.config.layers))
+        case = replace(case, config=replace(case.config, layers=layers or case.config.layers))
         if given.graph:
             measure_graph(name, case)
         else:
@@ -79,45 +84,72 @@ def main() -> None:
 
 def measure(name: str, case: Case, bucket_bytes: int) -> None:
     """Print one case."""
-    lowered = lowered_program(case)
+    problem = captured_problem_of(case)
+    lowered, cut = program_of_step(case, problem), program_of_step(case, problem, DecomposeMatmuls())
+    unfused = program_of_step(case, problem, without=FuseCollectives)
     limit = int(MORE_MEMORY * simulate(lowered).peak_memory)
     clock = time.process_time()
-    best = schedule(lowered, memory_limit=limit, buckets=sizes(bucket_bytes))
+    best = schedule(cut, memory_limit=limit, buckets=sizes(bucket_bytes))
     seconds = time.process_time() - clock
-    joined = bucket(lowered, best.bucket_bytes) if best.bucket_bytes else lowered
-    print(f"{name}: {case.mesh} {case.hardware}, batch {case.batch}, {len(lowered.tasks)} tasks")
+    joined = bucket(cut, best.bucket_bytes) if best.bucket_bytes else cut
+    print(f"{name}: {case.mesh} {case.hardware}, batch {case.batch}, {len(cut.tasks)} tasks")
     for what, timeline in (
-        ("as lowered", simulate(awaited_at_once(lowered))),
+        ("as lowered", simulate(awaited_at_once(unfused))),
+        ("fuse_collectives", simulate(awaited_at_once(lowered))),
+        ("decompose_matmuls", simulate(awaited_at_once(cut))),
         (f"buckets of {best.bucket_bytes >> 20} MiB", simulate(awaited_at_once(joined))),
         ("schedule_overlap", best.timeline),
     ):
         print(f"  {what:20} {_format(timeline)}")
-    exposed, bound = best.timeline.exposed, exposed_bound(joined)
+    whole = bucket(lowered, best.bucket_bytes) if best.bucket_bytes else lowered
+    exposed, bound = best.timeline.exposed, exposed_bound(whole)
     ratio = exposed / bound if bound else float("inf")
     excess = (exposed - bound) / best.timeline.step_time
     print(
-        f"  {'no order below':20} {'':18} exposed {bound * 1e3:8.2f} ms: ratio {ratio:.3f}, {excess:.2%} of the step above"
+        f"  {'no order below, whole':21} {'':17} exposed {bound * 1e3:8.2f} ms: ratio {ratio:.3f}, {excess:.2%} of the step above"
     )
     print(f"  seconds: {seconds:.2f} for sizes of buckets and orders", flush=True)
 
 
 def measure_graph(name: str, case: Case) -> None:
-    """Print what the pass takes, and gives, for the graphs of one case, with buckets as they are made in graphs."""
+    """Print what each pass takes, and gives, for the graphs of one case, as they are compiled."""
     mesh, options, (model, args) = asked(case)
     split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
-    before = [simulate(awaited_at_once(program_of_graph(gm, mesh))) for gm in graphs]
     overlap = Overlap.of(options, mesh)
     assert overlap is not None
-    nodes = sum(len(gm.graph.nodes) for gm in graphs)
-    started = time.process_time()
-    remarks = overlap.apply(split, mode="inductor")
-    seconds = time.process_time() - started
-    each = f"{1e3 * seconds / nodes:.2f} ms a node"
-    print(f"{name}, {case.config.layers} layers: {nodes} nodes, passes {seconds:.2f} s, {each}", *remarks)
-    for half, gm, one in zip(("forward", "backward"), graphs, before, strict=False):
-        print(f"  {half:9} before  {_format(one)}")
-        print(f"  {half:9} behind  {_format(simulate(program_of_graph(gm, mesh)))}", flush=True)
+    clocks = Clocks(mesh)
+    nodes, lines = sum(len(gm.graph.nodes) for gm in graphs), [_format(_as_it_stands(gm, mesh)) for gm in graphs]
+    overlap.apply(split, mode="inductor", observers=(clocks,))
+    for half, gm, line in zip(("forward", "backward"), graphs, lines, strict=False):
+        print(f"{name}, {case.config.layers} layers, {half}\n  {'as lowered':20} {line}")
+        for pass_, seconds, behind in clocks.found[gm]:
+            print(f"  {pass_:20} {behind}, {seconds:5.2f} s of CPU")
+    total = sum(seconds for found in clocks.found.values() for _, seconds, _ in found)
+    each = f"{1e3 * total / nodes:.2f} ms a node"
+    print(f"{name}, {case.config.layers} layers: {nodes} nodes, passes {total:.2f} s, {each}", flush=True)
+
+
+@dataclass(frozen=True)
+class Clocks(Observer):
+    """Seconds of CPU of each pass, and what is predicted behind it: with waits at once, until it is ordered."""
+
+    mesh: Mesh
+    started: list[float] = field(default_factory=list)
+    found: dict[GraphModule, list[tuple[str, float, str]]] = field(default_factory=dict)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        self.started.append(time.process_time())
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        seconds = time.process_time() - self.started.pop()
+        is_ordered = pass_.gives is Stage.SCHEDULED
+        timeline = simulate(program_of_graph(gm, self.mesh)) if is_ordered else _as_it_stands(gm, self.mesh)
+        self.found.setdefault(gm, []).append((pass_.name, seconds, _format(timeline)))
+
+
+def _as_it_stands(gm: GraphModule, mesh: Mesh) -> Timeline:
+    return simulate(awaited_at_once(program_of_graph(gm, mesh)))
 
 
 def _format(timeline: Timeline) -> str:
@@ -127,15 +159,22 @@ def _format(timeline: Timeline) -> str:
     )
 
 
-def lowered_program(case: Case) -> Program:
-    """The step of the whole model, as it is without buckets and in no better order."""
+def captured_problem_of(case: Case) -> Problem:
     mesh, options, (model, args) = asked(case)
-    problem = captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
-    folded = fold(problem)
+    return captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
+
+
+def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: type[Pass] | None = None) -> Program:
+    """The step of the whole model, without buckets and in no better order; `on_halves` run on forward and backward, and
+    the passes before these are the usual, `without` one."""
+    folded, mesh = fold(problem), problem.mesh
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
-    seed = problem.seed(gm, recipes_of(case.recipe, mesh))
-    PassManager(default_pipeline(seed, problem.cast)[1:]).run(gm, ctx)
+    usual = default_pipeline(problem.seed(gm, recipes_of(case.recipe, mesh)), problem.cast)[1:]
+    PassManager(tuple(one for one in usual if without is None or not isinstance(one, without))).run(gm, ctx)
     split = split_program(gm, mode="eager")
+    for half in (split.forward, split.backward):
+        if half is not None:
+            PassManager(on_halves).run(half, ctx)
     facts = {"outputs": split.outputs, "gradients": split.gradients}
     return unroll(program_of(split.forward, split.backward, mesh, **facts), folded.repeats)
 

@@ -12,8 +12,9 @@ from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import memory_cap, schedule
+from passes.cost.schedule import bucket_sizes, memory_cap
 from passes.cost.simulate import simulate
+from passes.ir.fake import fake_call
 from passes.ir.graph import (
     Stage,
     add_call,
@@ -31,7 +32,6 @@ from passes.ir.graph import (
     tensor_of,
     transfer_of,
     value_of,
-    values_in,
 )
 
 aten = torch.ops.aten
@@ -54,9 +54,9 @@ class BucketCollectives(Pass):
     parameter or the result: a bucket must not wait for itself. Bytes are of a collective's larger side.
 
     Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
-    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest; none is one of them: a
-    bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else a bucket has
-    a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
+    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest, by mesh axes and dtype; none
+    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else
+    a bucket has a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -102,7 +102,7 @@ class BucketCollectives(Pass):
         joined = neighbours(program, self.limit // SMALLER)
         if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
-            joined = buckets(program, schedule(program, memory_limit=cap, buckets=sizes(self.limit)).bucket_bytes)
+            joined = buckets(program, bucket_sizes(program, sizes(self.limit)[1:], memory_limit=cap))
         nodes = {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])
@@ -177,8 +177,7 @@ class _Bucket:
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             new = add_call(self.graph, op, args, kwargs)
-        with self.fake_mode:
-            set_value(new, op(*values_in(args), **values_in(kwargs)))
+        set_value(new, fake_call(self.fake_mode, op, args, kwargs))
         copy_facts(self.members[0], new)
         set_note(new, note_of(self.members[0]))
         set_recompute(new, is_recompute(self.members[0]))

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from passes._torch import module_of
 from passes.base import Pass, PassContext
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.chunks import Site, sites_in, split
-from passes.ir.graph import (
-    Input,
-    InputRole,
-    Output,
-    OutputRole,
-    Stage,
-    copy_graph,
-    set_input,
-    set_outputs,
-)
+from passes.ir.excerpt import excerpt
+from passes.ir.graph import Stage, copy_graph
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # chunks that are tried
-WORTH = 0.002  # part of the graph's time that cutting one form of products must save: more kernels, more that can go wrong
+REACH = 16  # sites to either side of one that it is tried among: those of about a layer
+WORTH = 0.002  # part of the time that cutting one form of products must save: more kernels, more that can go wrong
 
 
 @dataclass(frozen=True)
@@ -41,8 +33,9 @@ class DecomposeMatmuls(Pass):
        reduced, and the results put together.
 
     Sites of one form (shapes, group, dtype) are cut alike, into the number of chunks that is fastest for one by itself,
-    and only where `simulate` of the scheduled graph says that all of them together are worth it within `memory_limit`
-    (bytes at the graph's peak; None: a twentieth more than as it is given). `fused`: as for `schedule_overlap`.
+    and only where `simulate` says that it is worth it: of the part of the graph around one of them, scheduled by itself,
+    and then of the scheduled graph with all that are cut, within `memory_limit` (bytes at the graph's peak; None: a
+    twentieth more than as it is given). `fused`: as for `schedule_overlap`.
 
     Before:
 
@@ -92,98 +85,124 @@ class DecomposeMatmuls(Pass):
         if ctx.mesh.hardware is None:
             ctx.remark(self, sites[0].collective, "left whole: the figures of this device are not known", routine=True)
             return False
-        program = program_of_graph(gm, ctx.mesh, fused=self.fused)
-        cap = memory_cap(simulate(program), self.memory_limit)
-        best, timeline = gm, schedule(program, memory_limit=cap).timeline
-        chosen: dict[object, int] = {}
-        for form, alike in _by_form(sites).items():
-            count, told = self._count(alike, timeline, ctx.mesh)
-            if count > 1:
-                tried = copy_graph(best)
-                self._split(tried, {form: count})
-                found = self._scheduled(tried, ctx.mesh, cap)
-                saved = timeline.step_time - found.step_time
-                told = f"{count} chunks save {format_seconds(max(0.0, saved))} of {format_seconds(timeline.step_time)}"
-                if found.peak_memory > cap:
-                    told = f"{count} chunks take {format_bytes(found.peak_memory)} at the peak, over {format_bytes(cap)}"
-                elif saved >= WORTH * timeline.step_time:
-                    chosen[form], best, timeline = count, tried, found
-            self._tell(alike, told, ctx, is_split=form in chosen)
-        self._split(gm, chosen)
-        return bool(chosen)
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        places = {node: place for place, node in enumerate(calls)}
+        forms = _by_form(sites)
+        found: dict[object, _Choice] = {}
+        for form, numbers in forms.items():
+            start, end = _around(numbers, sites, places)
+            found[form] = self._choice(sites[numbers[0]], calls[start:end], found, ctx.mesh)
+        chosen = {form: choice for form, choice in found.items() if choice.count > 1}
+        refused = self._apply(gm, chosen, ctx.mesh) if chosen else ""
+        for form, numbers in forms.items():
+            told = refused if form in chosen and refused else found[form].told
+            others = f", with {len(numbers) - 1} like it" if len(numbers) > 1 else ""
+            is_split = form in chosen and not refused
+            how = "split" if is_split else "left whole"
+            ctx.remark(self, sites[numbers[0]].collective, f"{how}{others}: {told}", routine=not is_split)
+        return bool(chosen) and not refused
 
-    def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
-        return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
-
-    def _count(self, alike: list[Site], timeline: Timeline, mesh: Mesh) -> tuple[int, str]:
-        """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""
-        site, exposed = alike[0], _exposed(alike, timeline)
+    def _choice(self, site: Site, calls: list[Node], found: dict[object, _Choice], mesh: Mesh) -> _Choice:
+        """What pays for the sites of a form, as one of them and the `calls` around it say, with what is chosen already."""
+        count, told = self._count(site, mesh)
+        if count == 1:
+            return _Choice(1, told)
+        part = excerpt(calls)
+        self._split(part, found)
+        timeline = self._scheduled(part, mesh)
+        exposed, around = _exposed(site.form, part, timeline), f"{format_seconds(timeline.step_time)} around it"
         if exposed < WORTH * timeline.step_time:
-            return 1, f"all but {format_seconds(exposed)} of {format_seconds(timeline.step_time)} is hidden"
+            return _Choice(1, f"all but {format_seconds(exposed)} of {around} is hidden")
+        self._split(part, {site.form: _Choice(count, "")})
+        saved = timeline.step_time - self._scheduled(part, mesh).step_time
+        told = f"{count} chunks save {format_seconds(max(0.0, saved))} of {around}"
+        return _Choice(count if saved >= WORTH * timeline.step_time else 1, told)
+
+    def _count(self, site: Site, mesh: Mesh) -> tuple[int, str]:
+        """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""
         cuts = {count: cut for count in COUNTS if (cut := site.cut(count)) is not None}
         if not cuts:
             return 1, f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}"
-        times = {1: self._scheduled(_alone(site), mesh).step_time}
+        times = {1: self._scheduled(excerpt(_calls(site)), mesh).step_time}
         for count, cut in cuts.items():
-            gm = _alone(site)
-            split(sites_in(gm)[0], cut, self.name)
-            times[count] = self._scheduled(gm, mesh).step_time
+            part = excerpt(_calls(site))
+            split(sites_in(part)[0], cut, self.name)
+            times[count] = self._scheduled(part, mesh).step_time
         best = min(times, key=lambda count: (times[count], count))
         nearest = min(cuts, key=lambda count: (times[count], count))
         return best, f"{format_seconds(times[1])} by itself, {format_seconds(times[nearest])} in {nearest} chunks"
 
-    def _split(self, gm: GraphModule, chosen: dict[object, int]) -> None:
-        for form, count in chosen.items():
-            for site in sites_in(gm):
-                if site.form == form and (cut := site.cut(count)) is not None:
+    def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], mesh: Mesh) -> str:
+        """Cut what is chosen; or leave the graph as it is, and say why."""
+        program = program_of_graph(gm, mesh, fused=self.fused)
+        cap = memory_cap(simulate(program), self.memory_limit)
+        before, whole = schedule(program, memory_limit=cap).timeline, copy_graph(gm)
+        self._split(gm, chosen)
+        behind = self._scheduled(gm, mesh, cap)
+        refused = ""
+        if behind.peak_memory > cap:
+            refused = f"{format_bytes(behind.peak_memory)} at the peak, over {format_bytes(cap)}"
+        elif behind.step_time > (1 - WORTH) * before.step_time:
+            refused = f"{format_seconds(behind.step_time)}, of {format_seconds(before.step_time)} as it is"
+        if refused:
+            gm.graph = whole.graph
+            return f"all that are worth it in chunks take {refused}"
+        return ""
+
+    def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
+        return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
+
+    def _split(self, gm: GraphModule, chosen: Mapping[object, _Choice]) -> None:
+        for form, choice in chosen.items():
+            for site in sites_in(gm) if choice.count > 1 else ():
+                if site.form == form and (cut := site.cut(choice.count)) is not None:
                     split(site, cut, self.name)
 
-    def _tell(self, alike: list[Site], told: str, ctx: PassContext, *, is_split: bool) -> None:
-        others = f", with {len(alike) - 1} like it" if len(alike) > 1 else ""
-        how = "split" if is_split else "left whole"
-        ctx.remark(self, alike[0].collective, f"{how}{others}: {told}", routine=not is_split)
+
+@dataclass(frozen=True)
+class _Choice:
+    count: int  # chunks; 1: whole
+    told: str
 
 
-def _by_form(sites: list[Site]) -> dict[object, list[Site]]:
-    found: dict[object, list[Site]] = {}
-    for site in sites:
-        found.setdefault(site.form, []).append(site)
+def _by_form(sites: list[Site]) -> dict[object, list[int]]:
+    """The numbers of the sites of each form."""
+    found: dict[object, list[int]] = {}
+    for number, site in enumerate(sites):
+        found.setdefault(site.form, []).append(number)
     return found
 
 
-def _exposed(sites: list[Site], timeline: Timeline) -> float:
-    """Seconds of a timeline in which the device waits for the collectives of `sites`."""
-    names = {site.collective.name for site in sites}
+def _around(alike: list[int], sites: list[Site], places: dict[Node, int]) -> tuple[int, int]:
+    """Of the site in the middle of those `alike`: the calls from the one before it up to the one behind it, no more than
+    `REACH` sites of any form to either side."""
+    middle = len(alike) // 2
+    here = alike[middle]
+    first = max(here - REACH, alike[middle - 1] if middle else 0)
+    last = min(here + REACH, alike[middle + 1] if middle + 1 < len(alike) else len(sites))
+    start = _place(sites[first], places) if first > 0 else 0
+    return start, _place(sites[last], places) if last < len(sites) else len(places)
+
+
+def _place(site: Site, places: dict[Node, int]) -> int:
+    return min(places[node] for node in (site.collective, *site.products))
+
+
+def _exposed(form: object, gm: GraphModule, timeline: Timeline) -> float:
+    """Seconds of a timeline in which the device waits for the collectives of the sites of a form."""
+    names = {site.collective.name for site in sites_in(gm) if site.form == form}
     return sum(seconds for task, seconds in timeline.exposed_by_task if not names.isdisjoint(task.nodes))
 
 
-def _alone(site: Site) -> GraphModule:
-    """A graph of a site and nothing else."""
+def _calls(site: Site) -> list[Node]:
+    """The calls of a site, in program order."""
     wait = next(iter(site.collective.users))
-    ends = [wait] if not site.is_gather else [*site.products, *([site.joined] if site.kept else [])]
-    inside, given = _between(site, ends)
-    graph, copies = Graph(), dict[Node, Node]()
-    for node in given:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-        set_input(copies[node], Input(InputRole.INPUT, node.name))
-    for node in inside:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[end] for end in ends))
-    set_outputs(graph, tuple(Output(OutputRole.OUTPUT, end.name) for end in ends))
-    return module_of(graph, torch.nn.Module())
-
-
-def _between(site: Site, ends: list[Node]) -> tuple[list[Node], list[Node]]:
-    """The calls of a site, and what they read of other calls, both in program order."""
-    inside, given, queue = set[Node](), set[Node](), list(ends)
+    inside, queue = set[Node](), [wait] if not site.is_gather else [*site.products, site.joined]
     while queue:
         node = queue.pop()
         inside.add(node)
-        is_first = node is site.collective if site.is_gather else node in site.products
-        sources = [value for value in node.all_input_nodes if value not in inside]
-        reads = site.is_gather and node in site.products
-        beside = [value for value in sources if is_first or (reads and value is not site.joined)]
-        given.update(beside)
-        queue += [value for value in sources if value not in beside]
-    return sorted(inside), sorted(given - inside)
+        if node is site.collective if site.is_gather else node in site.products:
+            continue
+        is_reader = site.is_gather and node in site.products
+        queue += [site.joined] if is_reader else [value for value in node.all_input_nodes if value not in inside]
+    return sorted(inside)

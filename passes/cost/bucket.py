@@ -7,13 +7,15 @@ its unrolled program gets them here.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from passes.cost.collective import collective_seconds
 from passes.cost.compute import region_seconds
 from passes.cost.program import COMPUTE, Buffer, Program, Task
 
+Sort = tuple[tuple[str, ...], str]  # the mesh axes and the dtype of messages
+Sizes = Mapping[Sort, int]  # bytes of the largest bucket of each sort; 0: none is joined
 SMALLER = 16  # times smaller than they may be are the smaller ones of the buckets that are tried
 
 
@@ -22,8 +24,8 @@ def sizes(limit: int) -> tuple[int, ...]:
     return (0, limit // SMALLER, limit)
 
 
-def bucket(program: Program, nbytes: int) -> Program:
-    """`program` with its `buckets` of at most `nbytes`.
+def bucket(program: Program, nbytes: int | Sizes) -> Program:
+    """`program` with its `buckets` of at most `nbytes`, of all sorts or each its own.
 
     A bucket of gathers stands where the first of its members stood, one of reductions where the last did. A kernel
     copies the members' operands together, another one the results apart.
@@ -46,12 +48,24 @@ def bucket(program: Program, nbytes: int) -> Program:
     return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
 
 
-def buckets(program: Program, nbytes: int) -> list[list[int]]:
+def buckets(program: Program, nbytes: int | Sizes) -> list[list[int]]:
     """The `neighbours` of which one collective is faster than several, copies included."""
     return [members for members in neighbours(program, nbytes) if _is_faster(program, members)]
 
 
-def neighbours(program: Program, nbytes: int) -> list[list[int]]:
+def seconds_by_sort(program: Program) -> dict[Sort, float]:
+    """Of the messages that could be joined."""
+    found: dict[Sort, float] = {}
+    for task in filter(_is_movable, program.tasks):
+        found[_sort(task)] = found.get(_sort(task), 0.0) + task.seconds
+    return found
+
+
+def _sort(task: Task) -> Sort:
+    return task.axes, task.dtype
+
+
+def neighbours(program: Program, nbytes: int | Sizes) -> list[list[int]]:
     """Numbers of collectives, two or more, that can share a message of at most `nbytes` (of the larger side).
 
     Members are of one kind, group, dtype and direction, next to each other in the program, and as many collectives away
@@ -64,8 +78,9 @@ def neighbours(program: Program, nbytes: int) -> list[list[int]]:
         if not _is_movable(task):
             continue
         key = (task.kind, task.axes, task.dtype, task.backward, levels[number])
-        members, filled = open_.get(key, ([], nbytes))
-        if filled + task.nbytes > nbytes:
+        most = nbytes if isinstance(nbytes, int) else nbytes[_sort(task)]
+        members, filled = open_.get(key, ([], most))
+        if filled + task.nbytes > most:
             members, filled = [], 0
             found.append(members)
         members.append(number)

@@ -11,6 +11,7 @@ import heapq
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from passes.ir.graph import operands, results_of, tensor_of
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
 
 
+@cache
 def is_fusible(op: Any) -> bool:
     """Whether Inductor generates the op's kernel itself, so that it can be one with its neighbours'."""
     if not isinstance(op, OpOverload) or op._schema.is_mutable:
@@ -30,6 +32,7 @@ def is_fusible(op: Any) -> bool:
     return torch.Tag.pointwise in op.tags or _packet(op) in _POINTWISE or is_reduction(op)
 
 
+@cache
 def is_reduction(op: Any) -> bool:
     """Whether the op reduces, or looks along, dims of its operand in one kernel."""
     return isinstance(op, OpOverload) and torch.Tag.pointwise not in op.tags and _packet(op) in _REDUCTIONS

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from passes.cost.bucket import bucket
+from passes.cost.bucket import Sort, bucket, seconds_by_sort
 from passes.cost.movable import Facts, Unit
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
@@ -68,6 +68,23 @@ def schedule(
             if found[0].timeline.step_time > worst * (1 + HOPE):
                 break
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
+
+
+def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int | None = None) -> dict[Sort, int]:
+    """The size of buckets, of those to try, for each sort of message: the best common one, then each its own where that
+    is faster. None is joined where that saves next to nothing: what copies take in a graph is not known to the last bit."""
+    plain, seconds = schedule(program, memory_limit=memory_limit), seconds_by_sort(program)
+    best = schedule(program, memory_limit=memory_limit, buckets=buckets)
+    found = dict.fromkeys(seconds, best.bucket_bytes)
+    for sort in seconds if len(seconds) > 1 else ():
+        others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
+        for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
+            facts = Facts.of(bucket(program, found | {sort: nbytes}))
+            tried = _tried(facts, best.window_bytes, nbytes, fill=best.fill, held_seconds=best.held_seconds)
+            if _is_better(tried.timeline, best.timeline, memory_limit):
+                best, found[sort] = tried, nbytes
+    is_worth = best.timeline.step_time < (1 - WORTH) * plain.timeline.step_time
+    return found if is_worth and _is_better(best.timeline, plain.timeline, memory_limit) else dict.fromkeys(found, 0)
 
 
 def memory_cap(given: Timeline, memory_limit: int | None) -> int:

@@ -9,7 +9,7 @@ import pytest
 from passes.cost.bucket import bucket
 from passes.cost.collective import collective_seconds
 from passes.cost.program import Program, Task
-from passes.cost.schedule import schedule
+from passes.cost.schedule import bucket_sizes, schedule
 from passes.cost.simulate import simulate
 from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program
@@ -82,6 +82,27 @@ def test_a_schedule_takes_the_best_size_of_buckets() -> None:
     best = schedule(given, buckets=(0, 128 * KiB, 1 << 20))
     assert best.bucket_bytes == 128 * KiB or best.timeline.step_time < schedule(given, buckets=(128 * KiB,)).timeline.step_time
     assert best.timeline.step_time < schedule(given).timeline.step_time
+
+
+def test_each_axis_gets_the_size_that_suits_it() -> None:
+    """Many small weights over one axis cost their latency; a few larger ones over another can be had one by one, in time."""
+    mesh, tasks, sizes = Mesh("dp=64,tp=8", hardware="h100"), list[Task](), dict[str, int]()
+    assert mesh.hardware is not None
+    for n in range(24):
+        for axis, nbytes, is_there in (("dp", 64 * KiB, True), ("tp", 8 << 20, n % 3 == 0)):
+            if is_there:
+                seconds = collective_seconds("all_gather", nbytes, mesh.group_shape((axis,)), mesh.hardware)
+                one = gather(f"{axis}{n}", seconds, f"{axis}_w{n}", prefetchable=True, dtype="f32", nbytes=nbytes)
+                sizes[one.name] = nbytes
+                tasks.append(replace(one, axes=(axis,), stream="across" if axis == "dp" else "inside"))
+        operands = [name for name in (f"dp{n}", f"tp{n}") if name in sizes]
+        tasks.append(kernel(f"h{n}", 1e-4, *operands, *([f"h{n - 1}"] if n else [])))
+    given = replace(program(*tasks, sizes=sizes), mesh=mesh)
+    tried = (0, 1 << 30)
+    found = bucket_sizes(given, tried[1:])
+    assert found == {(("dp",), "f32"): 1 << 30, (("tp",), "f32"): 0}
+    apart = schedule(bucket(given, found)).timeline.step_time
+    assert apart < schedule(given, buckets=tried).timeline.step_time
 
 
 def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:

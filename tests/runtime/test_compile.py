@@ -158,3 +158,28 @@ def test_a_graph_without_gradients_is_a_forward_alone(mode: Mode) -> None:
     outputs, buffers, saved = program.forward([torch.ones(8, 6), torch.ones(6), torch.ones(4, 8)])
     torch.testing.assert_close(outputs, [torch.ones(4, 6) * torch.sin(torch.tensor(8.0))])
     assert (buffers, saved) == ([], [])
+
+
+# The forward reads a weight gathered over both axes, the backward alone reads it gathered over one.
+TWO_GATHERS = """
+mesh dp=2,tp=2
+stage LOCAL
+%w: f32[2, 8] = parameter("w")
+%x: f32[16, 8] = input("x")
+%tangent: f32[16, 8] = tangent("output")
+%gather: f32[8, 8] recompute = _c10d_functional.all_gather_into_tensor(%w, 4, "autoshard:dp=2,tp=2:dp.tp")
+%whole: f32[8, 8] recompute = _c10d_functional.wait_tensor(%gather)
+%gather_1: f32[4, 8] recompute = _c10d_functional.all_gather_into_tensor(%w, 2, "autoshard:dp=2,tp=2:dp")
+%part: f32[4, 8] recompute = _c10d_functional.wait_tensor(%gather_1)
+%mm: f32[16, 8] = mm(%x, %whole)
+%permute: f32[8, 4]<1, 8> = permute(%part, [1, 0])
+%mm_1: f32[16, 4] = mm(%tangent, %permute)
+return output("output") %mm, gradient("input:x") %mm_1
+"""
+
+
+def test_what_the_backward_alone_gathers_is_not_gathered_in_the_forward() -> None:
+    split = split_program(parse_graph(TWO_GATHERS.strip())[0], mode="eager")
+    assert split.backward is not None
+    gathers = [[n.name for n in gm.graph.nodes if n.name.startswith("gather")] for gm in (split.forward, split.backward)]
+    assert gathers == [["gather"], ["gather_1"]]
