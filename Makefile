@@ -22,9 +22,8 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: lint ## lint, then all tests, the slow ones last
-	$(BIN)/python -m pytest -q -n 2 -m "not slow and not browser"
-	$(BIN)/python -m pytest -q -n 2 -m "slow and not browser"
+test: lint ## lint, then all tests; `pytest -n 2 -m "not slow"` runs those that take a few seconds at most
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser]"
@@ -52,5 +51,5 @@ clean: ## remove everything that make and the tools created
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[test,examples]"
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[test]"
 	@touch $@

@@ -61,7 +61,7 @@ class Settling:
     problem: Problem
     repeats: Repeats
     graph: GraphModule
-    worst: float = float("inf")  # seconds: a step that is slower whatever hides need not be made to fit
+    worst: float = float("inf")  # seconds: a step that is slower before anything is computed again need not be made to fit
     quick: bool = False  # few orders are tried, and what Inductor would simplify in the joint graph stays
 
     def settle(self) -> Trial:
@@ -74,9 +74,7 @@ class Settling:
         usual = self.trial(None)
         if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
-        timeline = usual.timeline
-        is_slow = max(timeline.compute, timeline.communication) >= self.worst
-        return usual if is_slow else self._fitted(usual)
+        return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
 
     @property
     def limit(self) -> int:
@@ -135,7 +133,7 @@ class Settling:
             optimizer=problem.options.optimizer,
         )
         program = unroll(program, self.repeats)
-        return Trial(kept, split, program, run_step(program, problem.options, quick=self.quick))
+        return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
 
 
 def fits_surely(problem: Problem) -> bool:

@@ -89,11 +89,6 @@ class Program:
         return list(self._backward(arguments))
 
 
-def compile_program(gm: GraphModule, *, mode: Mode) -> Program:
-    """Partition and compile a LOCAL graph; `gm` is left as it is."""
-    return compile_split(split_program(gm, mode=mode), mode=mode)
-
-
 def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     """Partition a LOCAL graph into forward and backward.
 

@@ -152,7 +152,7 @@ def judge(
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
     they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
-    made to fit into memory; a `quick` answer is of few orders.
+    made to fit into memory, and where it is much slower, not all orders are tried; a `quick` answer is of few.
     """
     try:
         with uncollected():

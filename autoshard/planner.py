@@ -99,7 +99,6 @@ def plan_problem(
     decision = _decide(problem, folded, progress, every=every, quick=quick)
     if problem.options.pipeline is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
-        problem = replace(problem, captured=replace(problem.captured))  # passes rewrote the graph: the next is traced anew
     else:
         progress("passes")
         decision = _predicted(problem, folded, decision)
@@ -140,7 +139,6 @@ def make_plan(
     Raises UserErrors for a model, mesh or options that cannot work.
     """
     mesh = equipped(mesh, options.hardware, device)
-    is_named = options.hardware != "auto" or mesh.hardware != hardware_of("cpu")
     check_options(options, mesh)
     timer = Timer()
     started = time.perf_counter()
@@ -158,27 +156,31 @@ def make_plan(
     )
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
+
+    def followed(folded: Folded) -> ShardingPlan:
+        assert plan is not None
+        found = plan if isinstance(plan, ShardingPlan) else plan()
+        check_model(found, module, folded.text, settings_of(options, training=training, device=device))
+        return found
+
+    follow = None if plan is None else followed
+    return program_problem(problem, follow=follow, progress=progress, observers=observers, timer=timer)
+
+
+def program_problem(
+    problem: Problem,
+    *,
+    follow: Callable[[Folded], ShardingPlan] | None = None,
+    progress: Progress = silent,
+    observers: tuple[Observer, ...] = (),
+    timer: Timer | None = None,
+) -> Planned:
+    """As `make_plan`, for a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
+    timer = timer or Timer()
     started = time.perf_counter()
     progress("fold")
     folded = fold(problem, whole=True)
-    if plan is None:
-        decision = _decide(problem, folded, progress)
-        if is_named:
-            decision = _predicted(problem, folded, decision)
-        elif decision.judged is None and _may_need_memory(problem):
-            decision = replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
-    else:
-        plan = plan if isinstance(plan, ShardingPlan) else plan()
-        check_model(plan, module, folded.text, settings_of(options, training=training, device=device))
-        decision = _Decision(
-            plan.recipes,
-            plan.solution,
-            plan.search,
-            plan.cost,
-            plan.timeline,
-            recomputation=plan.recomputation,
-            collectives=plan.collectives,
-        )
+    decision = _decided(problem, folded, progress) if follow is None else _followed(follow(folded))
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -227,6 +229,28 @@ def _decide(
     )
 
 
+def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+    """As `_decide`, with what a step costs where somebody named the hardware, or memory may not do."""
+    decision = _decide(problem, folded, progress)
+    if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
+        return _predicted(problem, folded, decision)
+    if decision.judged is None and _may_need_memory(problem):
+        return replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
+    return decision
+
+
+def _followed(plan: ShardingPlan) -> _Decision:
+    return _Decision(
+        plan.recipes,
+        plan.solution,
+        plan.search,
+        plan.cost,
+        plan.timeline,
+        recomputation=plan.recomputation,
+        collectives=plan.collectives,
+    )
+
+
 def _may_need_memory(problem: Problem) -> bool:
     """Whether a step has to be simulated to know what is to be computed again."""
     is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
@@ -268,7 +292,7 @@ def _programmed(
     problem: Problem, folded: Folded, decision: _Decision, timer: Timer, watching: tuple[Observer, ...] = ()
 ) -> Planned:
     """The per-device program of the whole model, and its plan."""
-    options, gm = problem.options, problem.captured.graph_module
+    options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.pipeline or default_pipeline(place=place)

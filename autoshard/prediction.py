@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from torch.fx import GraphModule
+
 from autoshard.options import Options
 from passes.cost.bucket import sizes
+from passes.cost.from_graph import OPTIMIZER_STATES
 from passes.cost.program import Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import Timeline
 from passes.errors import UserError
+from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
+from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, Cost, Memory
+from passes.ir.repeats import Repeats
 
 QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
 
 
-def run_step(program: Program, options: Options, *, quick: bool = False) -> Timeline:
-    """One step, with or without buckets, in the best order found for it that fits in memory; for a `quick` answer, of a
-    fifth of the orders."""
+def run_step(
+    program: Program, options: Options, worst: float = float("inf"), *, quick: bool = False
+) -> Timeline:
+    """One step, with or without buckets, in the best order found for it that fits in memory; of one that is much slower than
+    `worst` seconds, in a good order; for a `quick` answer, in the best of few."""
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)
     if quick:
-        return schedule(program, memory_limit=limit, buckets=buckets[::2], windows=QUICK_WINDOWS).timeline
-    return schedule(program, memory_limit=limit, buckets=buckets).timeline
+        return schedule(program, memory_limit=limit, buckets=buckets[::2], windows=QUICK_WINDOWS, worst=worst).timeline
+    return schedule(program, memory_limit=limit, buckets=buckets, worst=worst).timeline
 
 
 def memory_of(mesh: Mesh) -> int:
@@ -34,6 +43,19 @@ def memory_of(mesh: Mesh) -> int:
             "another preset, measure it with `python -m autoshard calibrate`, or choose a recipe"
         )
     return mesh.hardware.memory_bytes
+
+
+def state_of(placed: GraphModule, repeats: Repeats, mesh: Mesh, optimizer: str | None) -> int:
+    """Bytes of parameters, gradients and optimizer state on a device, as `placed` stores the parameters: the least that any
+    program of these layouts takes. Layers that `repeats` leaves out are counted."""
+    trained = {output.name for output in outputs_of(placed.graph) if output.role is OutputRole.GRADIENT}
+    total = 0
+    for node in placeholders(placed.graph, InputRole.PARAMETER):
+        tensor, fqn = tensor_of(node), input_of(node).name
+        stored = math.prod(local_shape(layout_of(node), tensor.shape, mesh)) * tensor.element_size()
+        copies = 2 + OPTIMIZER_STATES[optimizer] if fqn in trained else 1
+        total += copies * stored * repeats.count(fqn)
+    return total
 
 
 def cost_of(timeline: Timeline) -> Cost:

@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from torch.fx import GraphModule
+
 from autoshard.constraints import recipes_of
 from autoshard.garbage import uncollected
 from autoshard.judge import Folded, Judged, judge, seeded
-from autoshard.prediction import memory_of
+from autoshard.prediction import memory_of, state_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
@@ -21,13 +23,14 @@ from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.propagate import Propagate
-from passes.search.find import Goal, Prepared, prepare
+from passes.search.find import PROOF, Goal, Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
 AGAIN = "layers computed again in the backward"
+KEPT = "slower though nothing is computed again: not made to fit"
 TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
@@ -178,11 +181,13 @@ class _Contest:
             asked = max(asked - excess, (none + asked) / 2)
 
     def improve(self, found: Iterator[Solution]) -> None:
-        """Take what a longer search finds, where the simulator agrees that it is better; and what it proves."""
+        """Take what a longer search finds, if what is held is not proven by then, where the simulator agrees that it is
+        better; and what it proves."""
         for solution in found:
             held, judged = self.solution, self.judged[SOLVED]
             assert held is not None
-            is_other = replace(solution, bound=held.bound) != held
+            is_enough = held.objective * (1 - PROOF) <= solution.bound
+            is_other = not is_enough and replace(solution, bound=held.bound) != held
             if is_other and (not self.enter_solved(solution) or self.judged[SOLVED].cost.step_time > judged.cost.step_time):
                 self.solution, self.judged[SOLVED] = held, judged
             self.solution = replace(self.solution or held, bound=max(held.bound, solution.bound))
@@ -211,6 +216,10 @@ class _Contest:
                 self.declined.append(Candidate(name, None, fits=False, note=str(error)))
                 continue
             estimates[name] = self.estimate(recipes), recipes
+            if self.best is not None and not every and (state := self.state(recipes)) > self.limit:
+                note = f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated"
+                self.declined.append(Candidate(name, None, fits=False, note=note))
+                del estimates[name]
         for name, (estimate, recipes) in sorted(estimates.items(), key=lambda item: item[1][0]):
             if self.best is not None and self.left <= 0:
                 self._decline(name)
@@ -263,6 +272,14 @@ class _Contest:
         """Seconds of a step by the solver's model; 0 where it cannot tell, or not in time."""
         if self.prepared is None or self.left <= 0:
             return 0.0
+        return self.prepared.price(self._placed(recipes)) or 0.0
+
+    def state(self, recipes: Recipes) -> int:
+        """Bytes that a device holds of the model under these recipes, at least."""
+        placed, optimizer = self._placed(recipes), self.problem.options.optimizer
+        return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
+
+    def _placed(self, recipes: Recipes) -> GraphModule:
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
             with uncollected():
@@ -270,14 +287,13 @@ class _Contest:
                 passes = (Propagate(), InsertReshards(), FuseCollectives())
                 PassManager(passes).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
-        return self.prepared.price(self.folded.placed[seed]) or 0.0
+        return self.folded.placed[seed]
 
     def choice(self) -> Choice:
         assert self.best is not None
-        entered = [(name, judged.cost) for name, judged in self.judged.items()]
-        again = {name: AGAIN for name, judged in self.judged.items() if judged.recomputation is not None}
         candidates = [
-            Candidate(name, cost, fits=cost.peak_memory <= self.limit, note=again.get(name, "")) for name, cost in entered
+            Candidate(name, one.cost, fits=one.cost.peak_memory <= self.limit, note=self._note(one))
+            for name, one in self.judged.items()
         ]
         return Choice(
             self.judged[self.best],
@@ -292,6 +308,14 @@ class _Contest:
             ),
             self.prepared,
         )
+
+
+    def _note(self, judged: Judged) -> str:
+        if judged.recomputation is not None:
+            return AGAIN
+        is_auto = self.problem.options.checkpoint == "auto" and self.problem.training
+        is_slower = judged.cost.peak_memory > self.limit and judged.cost.step_time >= self.best_time
+        return KEPT if is_auto and is_slower else ""
 
 
 def _experts(problem: Problem) -> Iterator[tuple[str, Recipes]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
 from passes.ir.edges import Edge
-from passes.ir.fake import described
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -28,14 +26,13 @@ from passes.ir.graph import (
     placeholders,
     results_of,
     returned,
-    set_layouts,
-    set_needs,
     tensor_of,
 )
-from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_even
+from passes.ir.layout import Partial, Placement, R, Shard, is_even
+from passes.placed import Placed
 from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
-from passes.rules.rule import Row, Space, call_of, linear_row, replicated_row, row_giving, row_sharding, rule_of
+from passes.rules.rule import Row, Space, linear_row, replicated_row, row_giving, row_sharding, rule_of
 from passes.rules.unknown import why_whole
 
 _BY_BYTES = "the fewest bytes move"
@@ -85,79 +82,17 @@ class Propagate(Pass):
     gives: ClassVar[Stage] = Stage.PLACED
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        placed = _Placed(gm, ctx)
+        placed = Placed(gm, ctx)
         for axis in placed.order:
             _Axis(self, gm, ctx, placed, axis).run()
         placed.write()
         return True
 
 
-class _Placed:
-    """Placements decided so far, axis by axis: of each node's results and needed of its operands.
-
-    Axes that split the inputs come first: what they split, others split further.
-    """
-
-    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
-        self.gm, self.mesh = gm, ctx.mesh
-        pins = [pin for node in placeholders(gm.graph, InputRole.INPUT) for pin in pins_of(node)]
-        data = {pin.axis for pin in pins if isinstance(pin.placement, Shard)}
-        self.order = sorted(range(ctx.mesh.ndim), key=lambda axis: axis not in data)
-        self.results: dict[Node, list[tuple[Placement, ...]]] = {}
-        self.needs: dict[Node, list[tuple[Placement, ...]]] = {}
-        self.spaces: dict[Node, Space | None] = {}  # of calls, for all axes
-        self.forms: dict[Any, Space | None] = {}  # of equal calls, as repeated layers make them
-
-    def allows(self, node: Node, row: Row) -> bool:
-        """Whether `row` on the next axis fits the digits that earlier axes already use."""
-        needs, results = self.needs.get(node, []), self.results.get(node, [])
-        sides = (
-            (tuple(tensor_of(v) for v in operands(node)), needs, row.operands),
-            (results_of(node), results, row.results),
-        )
-        for tensors, earlier, new in sides:
-            for i, (tensor, placement) in enumerate(zip(tensors, new, strict=True)):
-                if isinstance(placement, Shard):
-                    before = [placements[i] for placements in earlier]
-                    if not self.is_even([*before, placement], tuple(tensor.shape)):
-                        return False
-        return True
-
-    def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
-        """Whether placements on the axes so far split `shape` evenly."""
-        return is_even(self._layout(placements), shape, self.mesh)
-
-    def _layout(self, placements: Sequence[Placement]) -> Layout:
-        found: list[Placement] = [R] * self.mesh.ndim
-        for axis, placement in zip(self.order, placements, strict=False):
-            found[axis] = placement
-        return Layout(tuple(found))
-
-    def decide(self, node: Node, needs: tuple[Placement, ...], results: tuple[Placement, ...]) -> None:
-        self.needs.setdefault(node, []).append(needs)
-        self.results.setdefault(node, []).append(results)
-
-    def so_far(self, node: Node) -> Layout:
-        """The layout of a value's first result, `R` on axes not decided yet."""
-        return self._layout([results[0] for results in self.results.get(node, [])])
-
-    def adopt(self, new: Node, source: Node) -> None:
-        """`new` is a reshard of `source` for the current axis: on earlier axes it follows."""
-        for results in self.results[source][:-1]:
-            self.decide(new, results, results)
-
-    def write(self) -> None:
-        for node in self.gm.graph.nodes:
-            if node in self.results:
-                set_layouts(node, *(self._layout(p) for p in zip(*self.results[node], strict=True)))
-            if node in self.needs and node.op != "placeholder":
-                set_needs(node, tuple(self._layout(p) for p in zip(*self.needs[node], strict=True)))
-
-
 class _Axis:
     """Propagation on one axis."""
 
-    def __init__(self, owner: Pass, gm: GraphModule, ctx: PassContext, placed: _Placed, axis: int) -> None:
+    def __init__(self, owner: Pass, gm: GraphModule, ctx: PassContext, placed: Placed, axis: int) -> None:
         self.owner, self.gm, self.ctx, self.placed, self.axis = owner, gm, ctx, placed, axis
         self.size = ctx.mesh.sizes[axis]
         self.weights = weights_of(gm.graph)
@@ -248,27 +183,12 @@ class _Axis:
     def _pinned(self, node: Node) -> Placement | None:
         return next((pin.placement for pin in pins_of(node) if pin.axis == self.axis), None)
 
-    def _space(self, node: Node) -> Space | None:
-        spaces = self.placed.spaces
-        if node not in spaces:
-            spaces[node] = self._space_of(node)
-        return spaces[node]
-
-    def _space_of(self, node: Node) -> Space | None:
-        rule = rule_of(node.target)
-        if rule is None:
-            return None
-        forms, form = self.placed.forms, (node.target, described(node.args), described(node.kwargs))
-        if form not in forms:
-            forms[form] = rule.space(call_of(node))
-        return forms[form]
-
     # --- choosing a row
 
     def _choose(self, node: Node, inputs: tuple[Node, ...], have: tuple[Placement, ...]) -> tuple[Row, str]:
         """A row, and why it is that one."""
         replicated = replicated_row(len(inputs), len(results_of(node)))
-        space = self._space(node)
+        space = self.placed.space_of(node)
         if space is None:
             self._unknown(node, have)
             return replicated, "no rule shards it"
@@ -385,7 +305,7 @@ class _Axis:
         """Whether `user` keeps a partial operand partial, as far as can be seen from here."""
         if user.op == "output":
             return True
-        space = self._space(user)
+        space = self.placed.space_of(user)
         if space is None:
             return False
         for linear in space.linear:
@@ -415,7 +335,7 @@ class _Axis:
         if is_reshard(user):
             pinned = self._pinned(user)
             return pinned if isinstance(pinned, Shard) else None
-        space = self._space(user)
+        space = self.placed.space_of(user)
         if space is None:
             return None
         inputs = operands(user)
@@ -449,7 +369,7 @@ class _Axis:
             self._want(operands(value)[0], placement, wanted)
             return
         wanted[value] = placement
-        space = self._space(value)
+        space = self.placed.space_of(value)
         everything = set(range(len(operands(value))))
         if space is None or not any(set(linear.operands) == everything for linear in space.linear):
             return

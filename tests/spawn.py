@@ -1,7 +1,8 @@
 """Run a function on real gloo ranks, one process each, and give back what each returned.
 
 The function and its arguments must be picklable (a module's own function); a rank that raises or hangs fails
-the test with every rank's report.
+the test with every rank's report. Importing torch takes a process seconds, so that ranks are forked from one that has
+done nothing else; what must not depend on the order of sets is tested on `fresh` processes, which share no seed of hashes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -36,21 +37,29 @@ class RankError(AssertionError):
     """A rank raised, died or hung."""
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+IMPORTED = ["autoshard", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]  # before ranks are forked
+
+
+def run_on_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0, fresh: bool = False
+) -> list[Any]:
     """`function(rank, *args)` on each of `ranks` gloo processes: their results, in order of rank.
 
     Raises RankError with the tracebacks where a rank raised, and where one is not done after `timeout` seconds.
     """
-    reports = reports_of_ranks(function, ranks, *args, timeout=timeout)
+    reports = reports_of_ranks(function, ranks, *args, timeout=timeout, fresh=fresh)
     failed = [f"rank {rank}: {report.traceback}" for rank, report in enumerate(reports) if isinstance(report, Failure)]
     if failed:
         raise RankError("\n".join(failed))
     return reports
 
 
-def reports_of_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+def reports_of_ranks(
+    function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0, fresh: bool = False
+) -> list[Any]:
     """As `run_on_ranks`, with a `Failure` in the place of the result of a rank that raised."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context.set_forkserver_preload(IMPORTED)
     port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
@@ -70,7 +79,7 @@ def reports_of_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeo
                 process.join()
 
 
-def _collect(processes: list[SpawnProcess], receivers: list[Connection], timeout: float) -> list[Any]:
+def _collect(processes: Sequence[BaseProcess], receivers: list[Connection], timeout: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     reports: dict[int, Any] = {}
     while len(reports) < len(receivers):
@@ -99,6 +108,7 @@ def _rank_main(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
+    dist.barrier()  # a rank that is done would close connections that another is still making
     try:
         report = function(rank, *args)
     except BaseException as error:

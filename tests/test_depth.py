@@ -25,8 +25,8 @@ def seconds_behind_capture(layers: int) -> float:
 
 
 @pytest.mark.slow
-def test_126_layers_take_at_most_twice_as_long_as_32_behind_capture() -> None:
+def test_four_times_the_layers_take_at_most_twice_as_long_behind_capture() -> None:
     torch.manual_seed(0)
     seconds_behind_capture(8)  # what is cached once is not measured
-    few, many = seconds_behind_capture(32), seconds_behind_capture(126)
+    few, many = seconds_behind_capture(16), seconds_behind_capture(64)
     assert many <= 2 * few, f"{few:.1f} s and {many:.1f} s"

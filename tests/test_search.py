@@ -15,12 +15,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard.constraints import recipes_of
+from autoshard.judge import fold, judge, seeded
 from autoshard.pipeline import default_pipeline
 from autoshard.planner import make_plan
+from autoshard.prediction import state_of
+from autoshard.problem import captured_problem
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import UnknownOpError
+from passes.insert_reshards import InsertReshards
 from passes.ir.graph import InputRole, Stage, is_reshard, layout_of, operands, placeholders, set_recompute
+from passes.manager import PassManager
+from passes.propagate import Propagate
 from tests.models import build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
@@ -189,18 +196,18 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
     config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
-    costs, gathered_again, limit = [], [], None
-    while True:
-        try:
-            options = Options(memory_limit=limit, checkpoint="none")
-            found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=options)
-        except MemoryLimitError as error:
-            smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
-            break
-        assert found.cost is not None and (limit is None or found.cost.peak_memory <= limit)
-        costs.append(found.cost)
-        gathered_again.append(sum(one.recomputed for one in found.collectives))
-        limit = int(found.cost.peak_memory * 0.85)
+    found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(checkpoint="none"))
+    costs, gathered_again, limit = [], [], 0
+    try:
+        while True:
+            assert found.cost is not None
+            costs.append(found.cost)
+            gathered_again.append(sum(one.recomputed for one in found.collectives))
+            limit = int(found.cost.peak_memory * 0.85)
+            found = found.with_(memory_limit=limit, prove=True)
+            assert found.cost is not None and found.cost.peak_memory <= limit
+    except MemoryLimitError as error:
+        smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
     assert smallest is not None and limit < int(smallest[1]) <= costs[-1].peak_memory
     assert len(costs) > 1
     assert all(one.step_time >= before.step_time * 0.999 for before, one in pairwise(costs))
@@ -238,3 +245,33 @@ def test_what_the_solver_predicts_is_what_is_simulated() -> None:
     solved = next(one.cost for one in found.search.candidates if one.name == "solved")
     assert solved is not None
     assert 0.9 <= found.search.objective / solved.step_time <= 1.1
+
+
+def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
+    """Of all layers of a model that is folded, and of a recipe that shards, copies, or splits tensors."""
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(checkpoint="none")
+    with torch.device("meta"):
+        model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
+    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    folded = fold(problem)
+    assert folded.repeats.runs
+    for name in ("fsdp", "ddp", "fsdp+megatron"):
+        recipes = recipes_of(name, mesh)
+        placed = seeded(problem, folded, recipes)
+        PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
+        timeline = judge(problem, folded, recipes).timeline
+        kinds = ("parameter", "gradient", "optimizer")
+        stored = sum(buffer.nbytes for buffer in timeline.program.buffers if buffer.kind in kinds)
+        assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
+
+
+def test_a_recipe_that_stores_too_much_is_not_simulated() -> None:
+    """Once a plan fits: what stores too much."""
+    model, args = on_meta(4096, 1 << 12, layers=6)
+    mesh = Mesh("dp=8", hardware="a100-pcie")
+    free = plan(model, mesh, args, options=Options())
+    assert free.cost is not None
+    found = plan(model, mesh, args, options=Options(memory_limit=free.cost.peak_memory))
+    assert found.search is not None
+    notes = {one.name: one.note for one in found.search.candidates}
+    assert "for parameters, gradients and optimizer: not simulated" in notes["ddp"], notes

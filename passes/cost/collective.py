@@ -103,9 +103,9 @@ def collective_formula(
         return _exchange(where)
     others = [_tree(where), *([_switch(where)] if switch else [])]
     if kind == "all_reduce" or (kind == "reduce_scatter" and scatter_sends_all):
-        return sympy.Min(ring_formula(where, sweeps=2), *others)
+        return _least(ring_formula(where, sweeps=2), *others)
     assert kind in ("all_gather", "reduce_scatter"), kind
-    return sympy.Min(ring_formula(where, sweeps=1), *others)
+    return _least(ring_formula(where, sweeps=1), *others)
 
 
 def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
@@ -114,8 +114,8 @@ def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
         return s + sweeps * (k - 1) * a + sweeps * _in_node(k) + 2 * N / c
     steps = (k - n) * a + (n - 1) * A
     # The part in the node is that of k ranks in one, so that spreading a group over nodes never makes it quicker.
-    in_node = sweeps * _in_node(sympy.Min(k, m)) + 2 * N / c
-    return S + sweeps * steps + sympy.Max(in_node, sweeps * (k - 1) / k * N / (p * B))
+    in_node = sweeps * _in_node(_least(k, m)) + 2 * N / c
+    return S + sweeps * steps + _most(in_node, sweeps * (k - 1) / k * N / (p * B))
 
 
 def _in_node(ranks: sympy.Expr) -> sympy.Expr:
@@ -125,13 +125,13 @@ def _in_node(ranks: sympy.Expr) -> sympy.Expr:
 def _tree(where: Where) -> sympy.Expr:
     if where == "inside":
         return s + 2 * _log2(k) * a + 2 * N / b + 2 * N / c
-    return S + _tree_steps() + sympy.Max(2 * N / b + 2 * N / c, _tree_network())
+    return S + _tree_steps() + _most(2 * N / b + 2 * N / c, _tree_network())
 
 
 def _switch(where: Where) -> sympy.Expr:
     if where == "inside":
         return s + 2 * _log2(k) * a + N / r
-    return S + _tree_steps() + sympy.Max(N / r, _tree_network())
+    return S + _tree_steps() + _most(N / r, _tree_network())
 
 
 def _tree_steps() -> sympy.Expr:
@@ -140,7 +140,15 @@ def _tree_steps() -> sympy.Expr:
 
 def _tree_network() -> sympy.Expr:
     """Two nodes swap their sums; of more, each passes on all bytes both ways."""
-    return sympy.Min(n - 1, 2) * N / (p * B)
+    return _least(n - 1, 2) * N / (p * B)
+
+
+def _least(*terms: sympy.Expr) -> sympy.Expr:
+    return sympy.Min(*terms, evaluate=False)  # sympy looks for seconds for terms that are never the least
+
+
+def _most(*terms: sympy.Expr) -> sympy.Expr:
+    return sympy.Max(*terms, evaluate=False)
 
 
 def _log2(x: sympy.Expr) -> sympy.Expr:
@@ -152,7 +160,7 @@ def _exchange(where: Where) -> sympy.Expr:
     if where == "inside":
         return s + 2 * (k - 1) * a + _in_node(k) + 2 * N / c
     steps = 2 * (k - n) * a + 2 * (n - 1) * A
-    return S + steps + sympy.Max(_in_node(sympy.Min(k, m)) + 2 * N / c, (k - p) / k * N / B)
+    return S + steps + _most(_in_node(_least(k, m)) + 2 * N / c, (k - p) / k * N / B)
 
 
 def sent_formula(kind: str, where: Where) -> tuple[sympy.Expr, sympy.Expr]:

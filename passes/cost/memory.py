@@ -6,15 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from passes.cost.program import PERSISTENT, STATE, Buffer, Index, Program
-
-
-def state_bytes(program: Program) -> dict[str, int]:
-    """Bytes of the model's state on one device by kind: parameters, buffers, gradients, optimizer.
-
-    It does not depend on the order of tasks, nor on the batch: what is left of a device's memory is for the rest.
-    """
-    return bytes_by_kind(buffer for buffer in program.buffers if buffer.kind in STATE)
+from passes.cost.program import PERSISTENT, Buffer, Index, Program
 
 
 def bytes_by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:

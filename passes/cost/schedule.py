@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from passes.cost.bucket import bucket
 from passes.cost.movable import Facts, Unit
@@ -30,6 +31,7 @@ HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
+HOPE = 0.25  # part of a step that buckets do not save
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
 
 
@@ -51,17 +53,20 @@ def schedule(
     memory_limit: int | None = None,
     buckets: Sequence[int] = (0,),
     windows: Sequence[int] = WINDOWS,
+    worst: float = float("inf"),
 ) -> Schedule:
     """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
 
     `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
-    gathers.
+    gathers. Of a program that the first bucket makes much slower than `worst` seconds, no other is tried.
     """
     found: list[Schedule] = []
     for nbytes in buckets:
         joined = bucket(program, nbytes) if nbytes else program
         if joined is not program or not found:
             found.append(_schedule(joined, nbytes, memory_limit, windows))
+            if found[0].timeline.step_time > worst * (1 + HOPE):
+                break
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
@@ -182,8 +187,9 @@ class _Scheduler:
         self.ahead = 0  # bytes gathered and not read yet
         self.unread = [False] * len(self.sizes)
         self.units, self.unit = facts.units, 0
-        self.leading = [deque(unit.tasks[:-1]) for unit in facts.units]  # kernels in front of gathers, to be issued
         self.in_unit = {number for unit in self.units for number in unit.tasks}
+        self.makers = [number for unit in self.units for number in unit.tasks[:-1]]  # of the units' operands
+        self.firsts = [0, *accumulate(len(unit.tasks) - 1 for unit in self.units)]  # per unit, in them
         self.is_late = facts.is_late
         self.fillers = set(facts.slack if fill else ())
         self.held_last = facts.last_slack(held_seconds)
@@ -209,7 +215,8 @@ class _Scheduler:
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         last = [n for n in self.held_last if n in self.phase]
         self.last = _Queue(last, self.issued)
-        held = [n for n in kernels if n in self.fillers.difference(last)]
+        fillers = self.fillers.difference(last)
+        held = [n for n in kernels if n in fillers]
         self.held = _Queue(held, self.issued)
         apart = {*last, *held}
         others = [n for n in waiting if not (self.is_late[n] or n in apart or self.tasks[n].deferrable)]
@@ -233,24 +240,22 @@ class _Scheduler:
         late = self._startable(self.late, LATE)
         if late is not None:
             return late
-        held = self.held.waiting(HELD + 1)
-        if len(held) > HELD and all([self._can_start(number) for number in held]):
-            return held[0]
+        if self.held.first() is not None:
+            held = self.held.waiting(HELD + 1)
+            if len(held) > HELD and all([self._can_start(number) for number in held]):
+                return held[0]
         kernel = self._startable(self.path, LOOKAHEAD)
         if kernel is None:
-            kernel = next((number for number in held if self._can_start(number)), None)
+            kernel = self._startable(self.held, HELD + 1)
         if kernel is None:
             kernel = self._startable(self.last, LOOKAHEAD)
         return self._ahead() if kernel is None else kernel
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
-        for leading in self.leading[self.unit : self.unit + LOOKAHEAD]:
-            while leading and self.issued[leading[0]]:
-                leading.popleft()
-            for number in leading:
-                if number in self.phase and not self.issued[number] and self._can_start(number):
-                    return number
+        for number in self.makers[self.firsts[self.unit] : self.firsts[min(self.unit + LOOKAHEAD, len(self.units))]]:
+            if not self.issued[number] and number in self.phase and self._can_start(number):
+                return number
         return None
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:

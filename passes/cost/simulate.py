@@ -97,11 +97,6 @@ class Timeline:
         return tuple(bytes_by_turn(self.program, self._lives))
 
     @property
-    def curve(self) -> tuple[tuple[float, int], ...]:
-        """Seconds and the bytes live from then on."""
-        return tuple(zip(self.turns, self.memory, strict=True))
-
-    @property
     def peak_memory(self) -> int:
         return max(self.memory, default=0)
 

@@ -254,13 +254,20 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
 def operands(node: Node) -> tuple[Node, ...]:
     """Tensor operands in order of appearance in args, then kwargs; a node used twice appears twice.
 
     A node whose value is a number (attention's `max_q`) is no operand.
     """
     found: list[Node] = []
-    _collect(node.args, found)
+    for value in node.args:
+        if isinstance(value, Node):
+            found.append(value)
+        elif not isinstance(value, _PLAIN):
+            _collect(value, found)
     if node.kwargs:
         _collect(node.kwargs, found)
     return tuple([value for value in found if not isinstance(value.meta.get("val"), bool | int | float)])

@@ -222,10 +222,11 @@ class _Rows:
 
     def _is_vain(self, node: Node, row: Row) -> bool:
         """Whether terms pass that had better be summed before."""
-        terms = [value for value, at in zip(operands(node), row.operands, strict=False) if isinstance(at, Partial)]
-        if node.op != "call_function" or not terms:
+        if node.op != "call_function" or not any([isinstance(at, Partial) for at in row.operands]):
             return False
-        if any(_numel(value) > 1 and value not in terms for value in operands(node)):
+        values = operands(node)
+        terms = [value for value, at in zip(values, row.operands, strict=False) if isinstance(at, Partial)]
+        if any(_numel(value) > 1 and value not in terms for value in values):
             return True
         if any(self._takes(node, position, at) for position, at in enumerate(row.results)):
             return False

@@ -38,6 +38,7 @@ DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least m
 LARGE = 5_000  # moves of a program that takes seconds
 PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 PROOF = 0.01  # of the step: where no program proves more, that no plan is shorter by this is tried to be proven
+SEEN = 0.75  # of it: how far from the bound of some choices the best of those may be; closer takes HiGHS three times as long
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
 
@@ -275,7 +276,7 @@ class _Search:
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])
         if not self._is_proven() and not self._is_late():
-            plan, _ = self._model(left).solve(self.goal.gap / 2, self._left(), nodes=1)
+            plan, _ = self._model(left).solve(max(self.goal.gap / 2, SEEN * PROOF), self._left(), nodes=1)
             self._take_solved(plan)
 
     def _near(self, relaxation: Relaxation) -> Left:

@@ -82,3 +82,11 @@ def test_a_schedule_takes_the_best_size_of_buckets() -> None:
     best = schedule(given, buckets=(0, 128 * KiB, 1 << 20))
     assert best.bucket_bytes == 128 * KiB or best.timeline.step_time < schedule(given, buckets=(128 * KiB,)).timeline.step_time
     assert best.timeline.step_time < schedule(given).timeline.step_time
+
+
+def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:
+    given = _gathers(*[64 * KiB] * 12)
+    sizes = (0, 128 * KiB, 1 << 20)
+    step = schedule(given).timeline.step_time
+    assert schedule(given, buckets=sizes, worst=step / 2) == schedule(given)
+    assert schedule(given, buckets=sizes, worst=step) == schedule(given, buckets=sizes) != schedule(given)

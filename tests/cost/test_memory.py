@@ -12,8 +12,8 @@ from autoshard.compile import Mode, Split, split_program
 from autoshard.options import Options
 from autoshard.planner import make_plan
 from passes.cost.from_graph import program_of
-from passes.cost.memory import state_bytes
-from passes.cost.program import Program
+from passes.cost.memory import bytes_by_kind
+from passes.cost.program import STATE, Program
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.mesh import Mesh
 from tests.cost.measured import measure_step
@@ -90,7 +90,7 @@ def test_predicted_memory_is_what_a_compiled_step_takes(name: str) -> None:
 
 def test_adam_keeps_two_values_per_parameter_and_a_gradient_as_large() -> None:
     split, mesh = _split("llama, long sequence", "eager")
-    state = state_bytes(_program(split, mesh, "eager"))
+    state = bytes_by_kind(buffer for buffer in _program(split, mesh, "eager").buffers if buffer.kind in STATE)
     assert state["gradient"] == state["parameter"] and state["optimizer"] == 2 * state["parameter"]
     whole = sum(p.numel() * p.element_size() for p in Llama(layers=1).parameters())
     assert whole <= 8 * state["parameter"] < 1.01 * whole, "an eighth, and the padding of a row"

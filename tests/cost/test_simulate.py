@@ -131,7 +131,7 @@ def test_memory_is_at_least_the_state_and_at_most_everything(given: Program) -> 
     everything = sum(b.nbytes for b in given.buffers)
     assert state <= timeline.peak_memory <= everything + max(task.workspace for task in given.tasks)
     assert sum(timeline.memory_by_kind.values()) == timeline.peak_memory
-    assert len(timeline.curve) == len(given.tasks) and list(timeline.turns) == sorted(timeline.turns)
+    assert len(timeline.memory) == len(timeline.turns) == len(given.tasks) and list(timeline.turns) == sorted(timeline.turns)
 
 
 @LAW

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from autoshard import compile as compiling
-from autoshard.compile import Mode, compile_program, split_program
+from autoshard.compile import Mode, compile_split, split_program
 from passes._torch import InductorCode
 from passes.ir.text import parse_graph
 
@@ -124,7 +124,7 @@ return output("output") %out, buffer("b") %new, gradient("w") %mm_1
 
 @pytest.mark.parametrize("mode", MODES)
 def test_code_gives_outputs_buffers_and_gradients(mode: Mode) -> None:
-    program = compile_program(parse_graph(LOCAL.strip())[0], mode=mode)
+    program = compile_split(split_program(parse_graph(LOCAL.strip())[0], mode=mode), mode=mode)
     generator = torch.Generator().manual_seed(0)
     w, b, x, tangent = (torch.randn(*shape, generator=generator) for shape in ((8, 6), (6,), (4, 8), (4, 6)))
     w.requires_grad_()
@@ -139,7 +139,7 @@ def test_code_gives_outputs_buffers_and_gradients(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_code_empties_the_lists_that_it_is_given(mode: Mode) -> None:
-    program = compile_program(parse_graph(LOCAL.strip())[0], mode=mode)
+    program = compile_split(split_program(parse_graph(LOCAL.strip())[0], mode=mode), mode=mode)
     inputs = [torch.ones(8, 6), torch.ones(6), torch.ones(4, 8)]
     _, _, saved = program.forward(inputs)
     program.backward(saved, [torch.ones(4, 6)])
@@ -153,7 +153,7 @@ def test_a_graph_without_gradients_is_a_forward_alone(mode: Mode) -> None:
     text = "\n".join(
         line for line in text.splitlines() if not {"tangent", "grad", "cos"} & set(re.findall(r"[a-z]+", line))
     )
-    program = compile_program(parse_graph(text.strip())[0], mode=mode)
+    program = compile_split(split_program(parse_graph(text.strip())[0], mode=mode), mode=mode)
     assert program.split.backward is None
     outputs, buffers, saved = program.forward([torch.ones(8, 6), torch.ones(6), torch.ones(4, 8)])
     torch.testing.assert_close(outputs, [torch.ones(4, 6) * torch.sin(torch.tensor(8.0))])

@@ -170,6 +170,6 @@ def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
 
 
 def test_one_rank_of_a_host_compiles_and_the_others_find_its_code(tmp_path: Path) -> None:
-    first, *others = run_on_ranks(_compile, 4, str(tmp_path))
+    first, *others = run_on_ranks(_compile, 4, str(tmp_path), fresh=True)
     assert first == (2, 0, True)
     assert others == [(0, 2, True)] * 3

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autoshard import simulation
+from autoshard.constraints import check_options
 from autoshard.options import Options
-from autoshard.planner import make_plan
+from autoshard.planner import make_plan, program_problem
+from autoshard.problem import Problem, captured_problem
 from autoshard.simulation import NOISE, SEED, Call, Ranks, Results, Step, norm_of, relative_error, tangent
+from autoshard.topology import equipped
 from passes.ir.mesh import Mesh
 from tests.models import Case
 
@@ -36,12 +40,39 @@ def run_on_one_device(case: Case, *, training: bool = True) -> Step:
     return simulation.run_on_one_device(Call(*case), training=training)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A case that was captured and run on one device once, to be compared with on many meshes."""
+
+    case: Case
+    problem: Problem
+    step: Step
+
+    @staticmethod
+    def of(case: Case) -> Reference:
+        mesh, how = Mesh("dp=1"), {"training": True, "device": "cpu"}
+        return Reference(case, captured_problem(*case, mesh, Options(), **how), run_on_one_device(case))
+
+    def plan(self, mesh: str | Mesh, options: Options | None = None) -> Ranks:
+        """As `plan_ranks`; `options` are none that the capture depends on."""
+        options = options or Options()
+        assert options.mixed_precision is None, "captured with it"
+        mesh = equipped(Mesh(mesh) if isinstance(mesh, str) else mesh, options.hardware, "cpu")
+        check_options(options, mesh)
+        planned = program_problem(replace(self.problem, mesh=mesh, options=options))
+        return Ranks.of(Call(*self.case), planned)
+
+    def check(self, mesh: str | Mesh, options: Options | None = None) -> Ranks:
+        """As `check_step`."""
+        ranks = self.plan(mesh, options)
+        dtype = next(self.case.model.parameters()).dtype
+        compare(ranks.run().step, self.step, TOLERANCE[dtype])
+        return ranks
+
+
 def check_step(case: Case, mesh: str | Mesh, options: Options | None = None) -> Ranks:
     """One step of `case` on `mesh` equals that on one device. Gives the ranks, to ask more of them."""
-    ranks = plan_ranks(case, mesh, options)
-    dtype = next(case.model.parameters()).dtype
-    compare(ranks.run().step, run_on_one_device(case), TOLERANCE[dtype])
-    return ranks
+    return Reference.of(case).check(mesh, options)
 
 
 def compare(got: Step, want: Step, tolerance: float) -> None:

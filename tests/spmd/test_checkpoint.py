@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.compile import Mode, Split, compile_program, split_program
+from autoshard.compile import Mode, Split, compile_split, split_program
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.planner import Planned, make_plan, plan_ahead
@@ -137,7 +137,7 @@ def test_compiled_code_computes_blocks_again() -> None:
     usual = plan_ranks(case, "dp=1", Options(recipe="ddp"))
     got = []
     for ranks in (usual, _with_blocks_again(usual)):
-        program = compile_program(ranks.planned.graph, mode="inductor")
+        program = compile_split(split_program(ranks.planned.graph, mode="inductor"), mode="inductor")
         (inputs,) = ranks.given(placeholders(program.split.forward.graph))
         outputs, _, saved = program.forward(list(inputs))
         got.append([*outputs, *program.backward(saved, [torch.ones(())])])

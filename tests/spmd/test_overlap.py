@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from passes.ir.graph import Input, InputRole, OutputRole, copy_graph, transfer_o
 from passes.ir.mesh import Mesh
 from tests.models import MODELS, build
 from tests.spmd.oracle import Ranks, plan_ranks
-from tests.spmd.test_numerics import DETERMINISTIC, FAST, Recipe
+from tests.spmd.test_numerics import FAST, Recipe, format_id, in_turn
 
 STEPS = 3
 CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw", 1 << 22)  # as much memory as it likes: most is moved
@@ -76,9 +75,6 @@ def test_the_forward_alone_in_another_order_is_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*DETERMINISTIC, *(name for name in MODELS if name not in DETERMINISTIC)])
-@pytest.mark.parametrize(
-    ("axes", "recipe"), FAST[::3], ids=lambda v: "+".join(map(str, v.values())) if isinstance(v, Mapping) else str(v)
-)
-def test_every_model_and_recipe_in_another_order(name: str, axes: str, recipe: Recipe) -> None:
+@pytest.mark.parametrize(("name", "axes", "recipe"), in_turn(MODELS, FAST[::3]), ids=format_id)
+def test_every_model_in_another_order(name: str, axes: str, recipe: Recipe) -> None:
     _check(name, axes, recipe, "eager")

@@ -1,0 +1,100 @@
+"""What propagation has decided so far: placements of results and operands, one axis after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from passes.base import PassContext
+from passes.ir.fake import described
+from passes.ir.graph import (
+    InputRole,
+    operands,
+    pins_of,
+    placeholders,
+    results_of,
+    set_layouts,
+    set_needs,
+    tensor_of,
+)
+from passes.ir.layout import Layout, Placement, R, Shard, is_even
+from passes.rules.rule import Row, Space, call_of, rule_of
+
+
+class Placed:
+    """Placements decided so far, axis by axis: of each node's results and needed of its operands.
+
+    Axes that split the inputs come first: what they split, others split further.
+    """
+
+    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.gm, self.mesh = gm, ctx.mesh
+        pins = [pin for node in placeholders(gm.graph, InputRole.INPUT) for pin in pins_of(node)]
+        data = {pin.axis for pin in pins if isinstance(pin.placement, Shard)}
+        self.order = sorted(range(ctx.mesh.ndim), key=lambda axis: axis not in data)
+        self.results: dict[Node, list[tuple[Placement, ...]]] = {}
+        self.needs: dict[Node, list[tuple[Placement, ...]]] = {}
+        self._spaces: dict[Node, Space | None] = {}  # of calls, for all axes
+        self._forms: dict[Any, Space | None] = {}  # of equal calls, as repeated layers make them
+
+    def allows(self, node: Node, row: Row) -> bool:
+        """Whether `row` on the next axis fits the digits that earlier axes already use."""
+        needs, results = self.needs.get(node, []), self.results.get(node, [])
+        sides = (
+            (tuple(tensor_of(v) for v in operands(node)), needs, row.operands),
+            (results_of(node), results, row.results),
+        )
+        for tensors, earlier, new in sides:
+            for i, (tensor, placement) in enumerate(zip(tensors, new, strict=True)):
+                if isinstance(placement, Shard):
+                    before = [placements[i] for placements in earlier]
+                    if not self.is_even([*before, placement], tuple(tensor.shape)):
+                        return False
+        return True
+
+    def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
+        """Whether placements on the axes so far split `shape` evenly."""
+        return is_even(self._layout(placements), shape, self.mesh)
+
+    def _layout(self, placements: Sequence[Placement]) -> Layout:
+        found: list[Placement] = [R] * self.mesh.ndim
+        for axis, placement in zip(self.order, placements, strict=False):
+            found[axis] = placement
+        return Layout(tuple(found))
+
+    def decide(self, node: Node, needs: tuple[Placement, ...], results: tuple[Placement, ...]) -> None:
+        self.needs.setdefault(node, []).append(needs)
+        self.results.setdefault(node, []).append(results)
+
+    def so_far(self, node: Node) -> Layout:
+        """The layout of a value's first result, `R` on axes not decided yet."""
+        return self._layout([results[0] for results in self.results.get(node, [])])
+
+    def adopt(self, new: Node, source: Node) -> None:
+        """`new` is a reshard of `source` for the current axis: on earlier axes it follows."""
+        for results in self.results[source][:-1]:
+            self.decide(new, results, results)
+
+    def write(self) -> None:
+        for node in self.gm.graph.nodes:
+            if node in self.results:
+                set_layouts(node, *(self._layout(p) for p in zip(*self.results[node], strict=True)))
+            if node in self.needs and node.op != "placeholder":
+                set_needs(node, tuple(self._layout(p) for p in zip(*self.needs[node], strict=True)))
+
+    def space_of(self, node: Node) -> Space | None:
+        """The index space of a call; None where no rule knows it."""
+        if node not in self._spaces:
+            self._spaces[node] = self._made_space(node)
+        return self._spaces[node]
+
+    def _made_space(self, node: Node) -> Space | None:
+        rule = rule_of(node.target)
+        if rule is None:
+            return None
+        form = (node.target, described(node.args), described(node.kwargs))
+        if form not in self._forms:
+            self._forms[form] = rule.space(call_of(node))
+        return self._forms[form]
