@@ -62,7 +62,7 @@ class Settling:
     repeats: Repeats
     graph: GraphModule
     worst: float = float("inf")  # seconds: a step that is slower before anything is computed again need not be made to fit
-    quick: bool = False  # few orders are tried, and what Inductor would simplify in the joint graph stays
+    quick: bool = False  # few orders are tried
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
@@ -123,7 +123,7 @@ class Settling:
         """Simulate a step of all layers; the graph is left as it is."""
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
-        split = split_program(gm, mode="eager" if self.quick else problem.options.compile)
+        split = split_program(gm, mode=problem.options.compile)
         program = program_of(
             split.forward,
             split.backward,
