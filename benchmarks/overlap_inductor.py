@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from autoshard.prediction import memory_of
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext
-from passes.cost.bucket import bucket, sizes
+from passes.cost.bucket import bucket, seconds_by_sort, sizes
 from passes.cost.collective import collective_seconds
 from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program, Task
@@ -120,11 +121,16 @@ def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> 
 
 
 def _ordered(gm: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
-    """What our passes would make of a graph, had they Inductor's seconds; without chunks."""
+    """What our passes would make of a graph, had they Inductor's seconds; without chunks. The best of all sizes of buckets, by
+    sort of message."""
     given = program_of_graph(gm, mesh)
-    cap = memory_cap(simulate(given), limit)
-    joined = [_inductor_priced(bucket(given, nbytes)) for nbytes in sizes(options.bucket_bytes)]
-    return min((schedule(one, memory_limit=cap).timeline for one in joined), key=lambda one: one.step_time)
+    cap, sorts = memory_cap(simulate(given), limit), tuple(seconds_by_sort(given))
+    joined: list[Program] = []
+    for tried in product(sizes(options.bucket_bytes), repeat=len(sorts)):
+        one = bucket(given, dict(zip(sorts, tried, strict=True)))
+        joined += [one] if one not in joined else []
+    found = [schedule(_inductor_priced(one), memory_limit=cap).timeline for one in joined]
+    return min(found, key=lambda one: (max(0, one.peak_memory - cap), one.step_time))
 
 
 def _inductor_priced(program: Program) -> Program:

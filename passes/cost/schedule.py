@@ -30,6 +30,7 @@ LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
+PARTS = (0.25, 0.0625, 0.0)  # of the smallest, where that takes too much memory
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 HOPE = 0.25  # part of a step that buckets do not save
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
@@ -110,15 +111,22 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, cou
 def _best_window(
     facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
 ) -> Schedule:
-    """The better of `best` and the best window."""
+    """The better of `best` and the best window: the smallest given and larger ones while that pays, or where that takes too
+    much memory, parts of it until one fits."""
     fastest = float("inf")
     for window in windows:
         tried = _tried(facts, window, best.bucket_bytes, fill=fill)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
-        if tried.timeline.step_time > (1 - WORTH) * fastest:
+        if not _fits(tried.timeline, memory_limit) or tried.timeline.step_time > (1 - WORTH) * fastest:
             break
         fastest = tried.timeline.step_time
+    for part in PARTS if windows and fastest == float("inf") else ():
+        tried = _tried(facts, int(part * windows[0]), best.bucket_bytes, fill=fill)
+        if _is_better(tried.timeline, best.timeline, memory_limit):
+            best = tried
+        if _fits(tried.timeline, memory_limit):
+            break
     return best
 
 
@@ -150,8 +158,12 @@ def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool
     return _key(one, memory_limit) < key
 
 
+def _fits(timeline: Timeline, memory_limit: int | None) -> bool:
+    return memory_limit is None or timeline.peak_memory <= memory_limit
+
+
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
-    if memory_limit is None or timeline.peak_memory <= memory_limit:
+    if _fits(timeline, memory_limit):
         return (0.0, timeline.step_time)
     return (float(timeline.peak_memory), timeline.step_time)
 
