@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.simulate import Timeline, simulate
 
 NONE, MANY = -1, -2  # ends that a task leads to
 
@@ -46,6 +47,11 @@ class Facts:
             _late(program),
             *_ends(program),
         )
+
+    @cached_property
+    def given(self) -> Timeline:
+        """As the program stands."""
+        return simulate(self.program)
 
     @cached_property
     def slack(self) -> tuple[int, ...]:

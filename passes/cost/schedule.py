@@ -30,7 +30,7 @@ LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
-PARTS = (0.25, 0.0625, 0.0)  # of the smallest, where that takes too much memory
+TRIES = 3  # of room, until a window fits
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 HOPE = 0.25  # part of a step that buckets do not save
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
@@ -46,6 +46,7 @@ class Schedule:
     fill: bool
     held_seconds: float
     bucket_bytes: int  # 0: no collectives joined
+    room_bytes: int | None = None  # that a gather ahead may bring memory to; None: all that the window allows
 
 
 def schedule(
@@ -81,7 +82,14 @@ def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int 
         others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             facts = Facts.of(bucket(program, found | {sort: nbytes}))
-            tried = _tried(facts, best.window_bytes, nbytes, fill=best.fill, held_seconds=best.held_seconds)
+            tried = _tried(
+                facts,
+                best.window_bytes,
+                nbytes,
+                fill=best.fill,
+                held_seconds=best.held_seconds,
+                room=best.room_bytes,
+            )
             if _is_better(tried.timeline, best.timeline, memory_limit):
                 best, found[sort] = tried, nbytes
     is_worth = best.timeline.step_time < (1 - WORTH) * plain.timeline.step_time
@@ -97,11 +105,11 @@ def memory_cap(given: Timeline, memory_limit: int | None) -> int:
 
 def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
     facts, windows = Facts.of(program), _windows(program, counts)
-    best = Schedule(program, simulate(program), 0, False, 0.0, bucket_bytes)
+    best = Schedule(program, facts.given, 0, False, 0.0, bucket_bytes)
     best = _best_window(facts, best, memory_limit, windows, fill=False)
     held = facts.last_seconds
     while 0 < held < facts.slack_seconds:
-        tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held)
+        tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held, room=best.room_bytes)
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
@@ -111,28 +119,43 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, cou
 def _best_window(
     facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
 ) -> Schedule:
-    """The better of `best` and the best window: the smallest given and larger ones while that pays, or where that takes too
-    much memory, parts of it until one fits."""
+    """The better of `best` and the best window; where one takes too much memory, it is as large as there is room."""
     fastest = float("inf")
     for window in windows:
         tried = _tried(facts, window, best.bucket_bytes, fill=fill)
+        if tried.timeline.step_time < best.timeline.step_time and not _fits(tried.timeline, memory_limit):
+            tried = _within(facts, tried, memory_limit)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
-        if not _fits(tried.timeline, memory_limit) or tried.timeline.step_time > (1 - WORTH) * fastest:
+        if tried.timeline.step_time > (1 - WORTH) * fastest:
             break
         fastest = tried.timeline.step_time
-    for part in PARTS if windows and fastest == float("inf") else ():
-        tried = _tried(facts, int(part * windows[0]), best.bucket_bytes, fill=fill)
-        if _is_better(tried.timeline, best.timeline, memory_limit):
-            best = tried
-        if _fits(tried.timeline, memory_limit):
-            break
     return best
 
 
-def _tried(facts: Facts, window: int, bucket_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Schedule:
-    program = _ordered(facts, window, fill=fill, held_seconds=held_seconds)
-    return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes)
+def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule:
+    """The same with less gathered ahead where memory is short: by what was over the limit, until that fits."""
+    limit = memory_cap(facts.given, memory_limit)
+    room = limit
+    for _ in range(TRIES):
+        found = _tried(facts, found.window_bytes, found.bucket_bytes, fill=found.fill, room=room)
+        if _fits(found.timeline, limit):
+            break
+        room -= found.timeline.peak_memory - limit
+    return found
+
+
+def _tried(
+    facts: Facts,
+    window: int,
+    bucket_bytes: int,
+    *,
+    fill: bool = False,
+    held_seconds: float = 0.0,
+    room: int | None = None,
+) -> Schedule:
+    program = _ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room)
+    return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes, room)
 
 
 def prefetch(program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Program:
@@ -168,8 +191,29 @@ def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
     return (float(timeline.peak_memory), timeline.step_time)
 
 
-def _ordered(facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float) -> Program:
-    return facts.program.reordered(_Scheduler(facts, window_bytes, fill=fill, held_seconds=held_seconds).run())
+def _ordered(
+    facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float, room: int | None = None
+) -> Program:
+    scheduler = _Scheduler(facts, window_bytes, fill=fill, held_seconds=held_seconds)
+    if room is not None:
+        scheduler.room = Room([room - nbytes for nbytes in facts.given.memory])
+    return facts.program.reordered(scheduler.run())
+
+
+class Room:
+    """Bytes left at each turn of a program as it is given."""
+
+    def __init__(self, free: list[int]) -> None:
+        self.tables = [free]  # of twice as many turns each
+        while (reach := 1 << (len(self.tables) - 1)) < len(free):
+            last = self.tables[-1]
+            self.tables.append([min(pair) for pair in zip(last, last[reach:], strict=False)])
+
+    def least(self, first: int, last: int) -> int:
+        """Of the turns from `first` to `last`."""
+        level = (last - first + 1).bit_length() - 1
+        table = self.tables[level]
+        return min(table[first], table[last + 1 - (1 << level)])
 
 
 class _Queue:
@@ -219,6 +263,7 @@ class _Scheduler:
         self.in_unit = {number for unit in self.units for number in unit.tasks}
         self.makers = [number for unit in self.units for number in unit.tasks[:-1]]  # of the units' operands
         self.firsts = [0, *accumulate(len(unit.tasks) - 1 for unit in self.units)]  # per unit, in them
+        self.room: Room | None = None
         self.is_late = facts.is_late
         self.fillers = set(facts.slack if fill else ())
         self.held_last = facts.last_slack(held_seconds)
@@ -326,9 +371,13 @@ class _Scheduler:
             return False
         waiting = self.path.first()
         is_due = unit.use <= (len(self.tasks) if waiting is None else waiting)
-        fits = self.ahead + unit.nbytes <= self.window and self.clocks[unit.stream] <= until
-        if not (is_due or fits):
-            return False
+        if not is_due:
+            assert waiting is not None
+            ahead = self.ahead + unit.nbytes
+            if ahead > self.window or self.clocks[unit.stream] > until:
+                return False
+            if self.room is not None and ahead > self.room.least(waiting, unit.use - 1):
+                return False
         for number in unit.tasks:
             if not self.issued[number]:
                 self._issue(number)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.cost.program import OPTIMIZER, Program, Task
-from passes.cost.schedule import prefetch, schedule
+from passes.cost.schedule import Room, prefetch, schedule
 from passes.cost.simulate import simulate
 from tests.cost.programs import gather, kernel, program, programs
 
@@ -121,6 +121,23 @@ def test_a_memory_limit_makes_the_window_small() -> None:
     assert schedule(given, memory_limit=limit).timeline.peak_memory <= limit
     assert free.timeline.step_time <= schedule(given, memory_limit=limit).timeline.step_time
     assert schedule(given, memory_limit=1).timeline.peak_memory <= free.timeline.peak_memory, "none fits"
+
+
+def test_where_memory_is_short_nothing_is_gathered_ahead_and_elsewhere_all_the_same() -> None:
+    layers = _layers(8)
+    given = replace(layers, tasks=tuple(replace(t, workspace=60 * (t.name == "h4")) for t in layers.tasks))
+    free, limit = schedule(given).timeline, simulate(given).peak_memory
+    assert free.exposed == 3 and free.peak_memory > limit and simulate(given).exposed == 8 * 3
+    best = schedule(given, memory_limit=limit).timeline
+    assert best.peak_memory <= limit and best.exposed == 3 + 3, "the first gather, and that behind the fourth layer"
+
+
+@LAW
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
+def test_room_is_the_least_that_is_free_on_the_way(free: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(free) - 1))
+    last = data.draw(st.integers(first, len(free) - 1))
+    assert Room(free).least(first, last) == min(free[first : last + 1])
 
 
 @st.composite
