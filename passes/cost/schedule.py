@@ -119,11 +119,12 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, cou
 def _best_window(
     facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
 ) -> Schedule:
-    """The better of `best` and the best window; where one takes too much memory, it is as large as there is room."""
+    """The better of `best` and the best window; one that takes too much memory is made as large as there is room."""
     fastest = float("inf")
     for window in windows:
         tried = _tried(facts, window, best.bucket_bytes, fill=fill)
-        if tried.timeline.step_time < best.timeline.step_time and not _fits(tried.timeline, memory_limit):
+        is_faster = tried.timeline.step_time < best.timeline.step_time
+        if is_faster and not _fits(tried.timeline, memory_limit) and _fits(facts.given, memory_limit):
             tried = _within(facts, tried, memory_limit)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
@@ -135,13 +136,13 @@ def _best_window(
 
 def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule:
     """The same with less gathered ahead where memory is short: by what was over the limit, until that fits."""
-    limit = memory_cap(facts.given, memory_limit)
-    room = limit
+    assert memory_limit is not None
+    room = memory_limit
     for _ in range(TRIES):
         found = _tried(facts, found.window_bytes, found.bucket_bytes, fill=found.fill, room=room)
-        if _fits(found.timeline, limit):
+        if _fits(found.timeline, memory_limit):
             break
-        room -= found.timeline.peak_memory - limit
+        room -= found.timeline.peak_memory - memory_limit
     return found
 
 
