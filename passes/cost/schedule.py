@@ -159,9 +159,11 @@ def _tried(
     return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes, room)
 
 
-def prefetch(program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0) -> Program:
+def prefetch(
+    program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0, room: int | None = None
+) -> Program:
     """`program` in the order of the module's text, or as it is where that is not faster."""
-    ordered = _ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds)
+    ordered = _ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room)
     return ordered if simulate(ordered).step_time < simulate(program).step_time else program
 
 
@@ -289,7 +291,7 @@ class _Scheduler:
         kernels = [number for number in waiting if self.streams[number] == 0]
         self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         last = [n for n in self.held_last if n in self.phase]
-        self.last = _Queue(last, self.issued)
+        self.last = _Queue(last, self.issued)  # not in the order of the program: what others read may stand far behind them
         fillers = self.fillers.difference(last)
         held = [n for n in kernels if n in fillers]
         self.held = _Queue(held, self.issued)
@@ -323,7 +325,7 @@ class _Scheduler:
         if kernel is None:
             kernel = self._startable(self.held, HELD + 1)
         if kernel is None:
-            kernel = self._startable(self.last, LOOKAHEAD)
+            kernel = self._startable(self.last, len(self.tasks))
         return self._ahead() if kernel is None else kernel
 
     def _ahead(self) -> int | None:
@@ -393,7 +395,7 @@ class _Scheduler:
             self.late.waiting(LATE),
             self.held.waiting(HELD + 1),
             self.path.waiting(LOOKAHEAD),
-            self.last.waiting(LOOKAHEAD),
+            self.last.waiting(len(self.tasks)),
         )
         waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
         heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.cost.program import OPTIMIZER, Program, Task
-from passes.cost.schedule import Room, prefetch, schedule
+from passes.cost.schedule import LOOKAHEAD, Room, prefetch, schedule
 from passes.cost.simulate import simulate
 from tests.cost.programs import gather, kernel, program, programs
 
@@ -107,6 +107,18 @@ def test_gradients_of_weights_run_beside_the_reduction_that_ends_last() -> None:
     assert best.timeline.exposed == 1 and not best.fill
 
 
+def test_gradients_that_are_held_are_made_though_many_buckets_wait_for_them() -> None:
+    count, tasks = LOOKAHEAD + 8, list[Task]()
+    for n in range(2 * count):
+        tasks += [kernel(f"dx{n}", 1, *([f"dx{n - 1}"] if n else [])), kernel(f"dw{n}", 1, f"dx{n}")]
+        if n % 2:
+            tasks += [kernel(f"sent{n}", 0.1, f"dw{n - 1}", f"dw{n}"), gather(f"r{n}", 1, f"sent{n}", deferrable=True)]
+    tasks = [replace(task, backward=True) for task in tasks]
+    given = program(*tasks, *_reduced("embedding", 1, 10, f"dx{2 * count - 1}"))
+    assert len(prefetch(given, 0, held_seconds=1e6).tasks) == len(given.tasks)
+    assert simulate(prefetch(given, 0, held_seconds=1e6)).exposed < simulate(given).exposed
+
+
 def test_the_backward_does_not_start_before_the_forward_has_ended() -> None:
     forward, backward = _layers(3), [gather("b", 3, "w0", prefetchable=True), kernel("bh", 1, "b", "h2")]
     tasks = (*forward.tasks, *(replace(task, backward=True) for task in backward))
@@ -163,16 +175,20 @@ def marked(draw: st.DrawFn) -> Program:
 
 
 @LAW
-@given(marked(), st.sampled_from((0, 3, 100)), st.booleans(), st.sampled_from((0.0, 5.0, 50.0)))
-def test_an_order_keeps_dependencies_and_is_never_worse(given: Program, window: int, fill: bool, held: float) -> None:
-    ordered = prefetch(given, window, fill=fill, held_seconds=held)
+@given(
+    marked(), st.sampled_from((0, 3, 100)), st.booleans(), st.sampled_from((0.0, 5.0, 50.0)), st.sampled_from((None, 0, 9))
+)
+def test_an_order_keeps_dependencies_and_is_never_worse(
+    given: Program, window: int, fill: bool, held: float, room: int | None
+) -> None:
+    ordered = prefetch(given, window, fill=fill, held_seconds=held, room=room)
     assert sorted(_names(ordered)) == sorted(_names(given))
     made: set[str] = {"w"}
     for task in ordered.tasks:
         assert made.issuperset(task.inputs), task.name
         made.update(task.outputs)
     assert simulate(ordered).step_time <= simulate(given).step_time
-    assert prefetch(given, window, fill=fill, held_seconds=held) == ordered
+    assert prefetch(given, window, fill=fill, held_seconds=held, room=room) == ordered
 
 
 @LAW
