@@ -86,8 +86,8 @@ def test_what_is_proven_is_said() -> None:
         return line
 
     proven = "search  chose solved of 4 candidates; the solver's plan is proven within {} % of the best by its model; 8.10 s"
-    assert said(1.0, 1.0) == proven.format(0)
-    assert said(1.0, 0.9) == proven.format(10)
+    assert said(1.0, 1.0) == said(1.0, 1.0 - 2e-16) == proven.format("0.00")
+    assert said(1.0, 0.9) == proven.format("10.00")
     assert said(None, None) == "search  chose solved of 4 candidates; 8.10 s"
 
 

@@ -55,7 +55,7 @@ def _proof(search: Search) -> str:
     chosen = f"chose {search.chosen} of {len(search.candidates)} candidates"
     if search.gap is None:
         return chosen
-    return f"{chosen}; the solver's plan is proven within {100 * search.gap:.2g} % of the best by its model"
+    return f"{chosen}; the solver's plan is proven within {100 * search.gap:.2f} % of the best by its model"
 
 
 def candidates_table(search: Search) -> Table:

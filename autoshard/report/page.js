@@ -30,7 +30,7 @@ function header() {
     ...(search ? [el("div", { class: "stat" }, el("b", {}, search.chosen), soft(
         ` of ${search.candidates.length} simulated`),
       el("div", { class: "soft" }, search.gap === null ? "nothing was proven" :
-        `within ${(100 * search.gap).toPrecision(2)} % of the best, by the solver's model`))] : []));
+        `within ${(100 * search.gap).toFixed(2)} % of the best, by the solver's model`))] : []));
 }
 
 /** Kinds of memory have one colour everywhere; the plan's cost names them in the plural. */
