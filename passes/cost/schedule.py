@@ -3,8 +3,8 @@
 What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, as long as the
-   bytes gathered ahead of their use fit the window and its link will be free before the next kernel ends: no queue
-   builds up that others wait behind.
+   bytes gathered ahead of their use fit the window, and the memory that is left until then where that is short, and its
+   link will be free before the next kernel ends: no queue builds up that others wait behind.
 2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
 3. Any other collective is on the critical path: it is issued as soon as its operand is there.
 4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most

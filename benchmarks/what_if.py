@@ -1,0 +1,48 @@
+"""How long a plan takes to answer what if: `python -m benchmarks.what_if`.
+
+Llama 3 8B on 32 x 8 H100 is planned; then seconds of CPU of `with_` for other hardware, meshes, limits, pins and a recipe,
+each with the step and the peak of its answer.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from autoshard import Mesh, Options, plan
+from examples.llama import llama3_8b
+
+PIN = {"layers.*.attention.wq.weight": {"tp": Shard(0)}}
+SHORT = 0.8  # of the peak: a limit that binds
+
+
+def main() -> None:
+    with torch.device("meta"):
+        model, args = llama3_8b(batch=64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    made = plan(model, Mesh("dp=32,tp=8", hardware="h100"), args, options=Options(mixed_precision=policy))
+    assert made.cost is not None
+    changes: tuple[dict[str, Any], ...] = (
+        {"hardware": "h200"},
+        {"hardware": "a100"},
+        {"mesh": "dp=16,tp=16"},
+        {"params": PIN},
+        {"memory_limit": int(SHORT * made.cost.peak_memory)},
+        {"recipe": "fsdp+megatron"},
+        {"mesh": "dp=16,cp=2,tp=8"},
+    )
+    for change in changes:
+        started = time.process_time()
+        found = made.with_(**change)
+        seconds = time.process_time() - started
+        assert found.cost is not None
+        step, peak = found.cost.step_time * 1e3, found.cost.peak_memory / 1e9
+        print(f"{seconds:5.1f} s of CPU, step {step:6.1f} ms, peak {peak:5.1f} GB: with_({change})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
