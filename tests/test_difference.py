@@ -74,6 +74,20 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": "a100-pcie"},
+        pytest.param({"mesh": "dp=4,tp=1"}, marks=pytest.mark.slow),
+        pytest.param({"params": {"layers.*.0.weight": {"tp": "S(1)"}}}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_search_kept_changes_no_answer(change: dict[str, Any]) -> None:
+    kept = base().with_(recipe="auto")
+    answer = planned(recipe="fsdp").with_(recipe="auto", **change)  # of a plan that no search was made for
+    assert kept.with_(**change) == answer
+
+
 def test_what_cannot_be_changed() -> None:
     with pytest.raises(UserError) as caught:
         base().with_(memory_limits="60GB")
