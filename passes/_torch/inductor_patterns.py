@@ -1,7 +1,7 @@
 """Inductor's patterns, without those that cannot be in a graph: most of its time it looks for attention written out.
 
 A pattern is a tree of calls; where the graph has no call of what one of them is, the pattern is nowhere in it. The graph is
-asked when a pattern's turn comes, as those found before may have added calls.
+asked when a pattern's turn comes, as those found before may have added calls: first for the call that was missing before.
 """
 
 from __future__ import annotations
@@ -41,13 +41,23 @@ class _Possible(dict[Any, Any]):
     def __init__(self, patterns: dict[Any, list[PatternEntry]], graph: Graph) -> None:
         super().__init__(patterns)
         self._table = graph._find_nodes_lookup_table.table
+        self._missing: dict[PatternExpr, tuple[tuple[str, Any], ...]] = {}  # a call that was not there when last asked
 
     def __getitem__(self, key: Any) -> Iterator[PatternEntry]:
         return (entry for entry in super().__getitem__(key) if self._is_possible(entry.pattern))
 
     def _is_possible(self, pattern: PatternExpr) -> bool:
-        table = self._table
-        return all([any(table.get(key) for key in keys) for keys in _called(pattern)])
+        known = self._missing.get(pattern)
+        if known is not None and not self._is_there(known):
+            return False
+        for keys in _called(pattern):
+            if not self._is_there(keys):
+                self._missing[pattern] = keys
+                return False
+        return True
+
+    def _is_there(self, keys: tuple[tuple[str, Any], ...]) -> bool:
+        return any(map(self._table.get, keys))
 
 
 @cache
