@@ -55,6 +55,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, Partial, Placement, R, Replicate, Shard, is_even, is_storable
 from passes.ir.mesh import Mesh
+from passes.ir.one_operator import OPERATORS
 from passes.ir.text import format_node, format_type
 from passes.ir.tokens import DTYPE_NAMES, FUNCTION_NAMES
 from passes.rules.rule import Row, Space, call_of, linear_row, row_giving, row_sharding, rule_of
@@ -293,7 +294,7 @@ class _Check:
             if (transfer := transfer_of(node)) is not None:
                 if self.mesh.group_name(transfer.axes) not in node.args:
                     self.fail(node, f"it is no collective over {', '.join(transfer.axes)} of mesh {self.mesh}")
-                if any(user.target is not _WAIT for user in node.users):
+                if node.target not in OPERATORS and any(user.target is not _WAIT for user in node.users):
                     self.fail(node, "what a collective gives is read before it is awaited")
 
     def _computed(self, node: Node) -> None:

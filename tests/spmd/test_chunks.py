@@ -45,7 +45,7 @@ def _step(rank: int, modes: list[Any]) -> tuple[float, int]:
         options = Options(recipe="megatron", compile=mode, hardware="h100")
         with (
             mock.patch.object(passes.decompose_matmuls, "WORTH", -1e9),  # of the step: whatever it costs
-            mock.patch.object(passes.decompose_matmuls.DecomposeMatmuls, "_count", lambda *_: (2, "chunks")),
+            mock.patch.object(passes.decompose_matmuls.DecomposeMatmuls, "_ways", lambda *_: ((2,), "chunks")),
         ):
             model = autoshard(copy.deepcopy(one), mesh, (x,), options=options)
             loss, want = model(model.shard(x)), one(x)

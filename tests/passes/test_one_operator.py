@@ -1,0 +1,138 @@
+"""One operator of a collective and its products computes what they did, where there is one and where it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch.fx import GraphModule
+
+from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode
+from passes.base import PassContext
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import schedule
+from passes.cost.simulate import simulate
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.ir.chunks import sites_in
+from passes.ir.graph import note_of, transfer_of
+from passes.ir.mesh import Mesh
+from passes.ir.one_operator import OPERATORS, make_one, why_not_one
+from passes.ir.text import format_graph, parse_graph
+from passes.ranks import run_ranks
+from passes.schedule_overlap import ScheduleOverlap
+from passes.verify import verify
+from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", [gather, scatter])
+@pytest.mark.parametrize(("before", "behind"), [(1, 8), (4, 3), (2, 1)])
+def test_one_operator_gives_the_rows_in_their_order(
+    kind: Callable[..., str], kept: bool, before: int, behind: int
+) -> None:
+    gm = read(kind(before, behind, 6, kept=kept and kind is gather))
+    given = inputs(gm)
+    whole = run_ranks(gm, MESH, given)
+    (site,) = sites_in(gm)
+    make_one(site, "test")
+    verify(gm, MESH)
+    again, _ = parse_graph(format_graph(gm, MESH))
+    for graph in (gm, again):
+        (one,) = [node for node in graph.graph.nodes if transfer_of(node) is not None]
+        assert one.target is (ALL_GATHER_MATMUL if kind is gather else MATMUL_REDUCE_SCATTER)
+        assert transfer_of(one) == transfer_of(site.collective)
+        assert note_of(one) == f"test: one with {'2 products' if kind is gather else 'its product'}"
+        for mine, theirs in zip(run_ranks(graph, MESH, given), whole, strict=True):
+            for value, other in zip(mine, theirs, strict=True):
+                assert torch.equal(value, other)
+
+
+def test_weights_made_behind_the_gather_stand_in_front_of_the_operator() -> None:
+    """A product whose other operand comes of what is gathered stays, and reads what the operator gathers."""
+    gm = read(f"""
+%x: f64[2, 4] = input("x")
+%w: f64[4, 3] = parameter("w")
+%v: f64[5, 4] = parameter("v")
+%gather: f64[4, 4] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})
+%whole: f64[4, 4] = _c10d_functional.wait_tensor(%gather)
+%mm: f64[4, 3] = mm(%whole, %w)
+%permute: f64[4, 5]<1, 4> = permute(%v, [1, 0])
+%mm_1: f64[4, 5] = mm(%whole, %permute)
+%turned: f64[4, 4]<1, 4> = permute(%whole, [1, 0])
+%mm_2: f64[4, 4] = mm(%whole, %turned)
+return output("0") %mm, output("1") %mm_1, output("2") %mm_2
+""")
+    given = inputs(gm)
+    whole = run_ranks(gm, MESH, given)
+    make_one(sites_in(gm)[0], "test")
+    assert_expected_inline(format_graph(gm, MESH), """\
+mesh tp=2
+stage LOCAL
+%x: f64[2, 4] = input("x")
+%w: f64[4, 3] = parameter("w")
+%v: f64[5, 4] = parameter("v")
+%permute: f64[4, 5]<1, 4> = permute(%v, [1, 0])
+%all_gather_matmul: [f64[4, 3], f64[4, 5], f64[4, 4]] = autoshard.all_gather_matmul(%x, [%w, %permute], 0, True, 2, "autoshard:tp=2:tp")      # | test: one with 2 products
+%getitem: f64[4, 4] = getitem(%all_gather_matmul, 2)
+%getitem_1: f64[4, 3] = getitem(%all_gather_matmul, 0)
+%getitem_2: f64[4, 5] = getitem(%all_gather_matmul, 1)
+%turned: f64[4, 4]<1, 4> = permute(%getitem, [1, 0])
+%mm_2: f64[4, 4] = mm(%getitem, %turned)
+return output("0") %getitem_1, output("1") %getitem_2, output("2") %mm_2
+""")
+    for mine, theirs in zip(run_ranks(gm, MESH, given), whole, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_why_there_is_no_operator() -> None:
+    alone = f"""
+%x: f64[2, 4] = input("x")
+%gather: f64[4, 4] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})
+%whole: f64[4, 4] = _c10d_functional.wait_tensor(%gather)
+%turned: f64[4, 4]<1, 4> = permute(%whole, [1, 0])
+%mm: f64[4, 4] = mm(%whole, %turned)
+return output("0") %mm
+"""
+    cast = scatter(1, 8, 6, kept=False).replace("mm(%x, %w)", "mm(%x, %w)\n%wide: f64[16, 6] = prims.convert_element_type(%mm, f64)")
+    cast = cast.replace("view(%mm", "view(%wide")
+    cast = "\n".join(line.replace("f32", "f64") if line.startswith(("%sp", "%pl", "%co", "%fl", "%re", "%wa", "%pa")) else line for line in cast.splitlines())
+    largest = scatter(1, 8, 6, kept=False).replace('"sum"', '"max"')
+    texts = [alone, scatter(1, 8, 6, kept=True), all_reduce(1, 8, 6, kept=False), cast, largest]
+    assert_expected_inline("\n".join(why_not_one(sites_in(read(text))[0]) for text in texts), """\
+its products' other operands come of what is gathered
+it reduces a sum of 2 products
+there is none for an all-reduce
+the product is cast before it is reduced
+it reduces by 'max'""")
+
+
+def test_what_the_operators_give_has_the_shapes_and_strides_of_torchs() -> None:
+    """The first dim in memory is the one that is gathered; a scattered sum is contiguous."""
+    with fake_mode():
+        part, others = torch.empty(3, 4, 6), [torch.empty(6, 5), torch.empty(7, 6).t()]
+        given = ALL_GATHER_MATMUL(part, others, 1, True, 2, "no group")
+        assert [(tuple(one.shape), one.stride()) for one in given] == [
+            ((3, 8, 5), (5, 15, 1)),
+            ((3, 8, 7), (7, 21, 1)),
+            ((3, 8, 6), (6, 18, 1)),
+        ]
+        rows = ALL_GATHER_MATMUL(part[0], others[:1], 0, False, 2, "no group")
+        assert [(tuple(one.shape), one.stride()) for one in rows] == [((8, 5), (5, 1))]
+        scattered = MATMUL_REDUCE_SCATTER(part, others[0], "sum", 1, 2, "no group")
+        assert (tuple(scattered.shape), scattered.stride()) == ((3, 2, 5), (10, 5, 1))
+
+
+def test_on_cuda_torchs_operators_are_called_with_the_same_arguments() -> None:
+    """What the CUDA kernels of ours call, without the devices: torch's operators replaced by ones that note it."""
+    from passes._torch import symmetric
+
+    part, others = torch.ones(2, 3), [torch.ones(3, 5)]
+    with mock.patch.object(symmetric.torch.ops, "symm_mem") as torchs:
+        torchs.fused_all_gather_matmul.return_value = (None, [torch.ones(4, 5)])
+        assert len(symmetric._all_gather_matmul(part, others, 0, False, 2, "group")) == 1
+        torchs.fused_all_gather_matmul.assert_called_once_with(part, others, 0, "group", return_A=False)
+        symmetric._matmul_reduce_scatter(part, others[0], "sum", 0, 2, "group")
+        torchs.fused_matmul_reduce_scatter.assert_called_once_with(part, others[0], "sum", 0, "group")
