@@ -107,7 +107,7 @@ class DecomposeMatmuls(Pass):
             told = refused if form in chosen and refused else found[form].told
             others = f", with {len(numbers) - 1} like it" if len(numbers) > 1 else ""
             is_changed = form in chosen and not refused
-            how = "left whole" if not is_changed else "one operator" if found[form].way == ONE else "split"
+            how = "left whole" if not is_changed else "joined" if found[form].way == ONE else "split"
             ctx.remark(self, collectives[form], f"{how}{others}: {told}", routine=not is_changed)
         return bool(chosen) and not refused
 
@@ -128,16 +128,17 @@ class DecomposeMatmuls(Pass):
         best = min(ways, key=times.__getitem__)
         saved = timeline.step_time - times[best]
         verb = "saves" if best == ONE else "save"
-        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {around}"
+        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {around}{self._why_not_one(site, mesh)}"
         return _Choice(best if saved >= WORTH * timeline.step_time else None, told)
 
     def _ways(self, site: Site, mesh: Mesh) -> tuple[tuple[int, ...], str]:
         """The number of chunks that is fastest for a site by itself, and `ONE`, where they are faster than the whole; and
         what is said where neither is."""
         cuts = [count for count in COUNTS if site.cut(count) is not None]
-        ones = [ONE] if self.symmetric_memory and _has_one(site, mesh) else []
+        why_not = self._why_not_one(site, mesh)
+        ones = [ONE] if self.symmetric_memory and not why_not else []
         if not cuts and not ones:
-            return (), f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}"
+            return (), f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}{why_not}"
         times = {}
         for way in (WHOLE, *cuts, *ones):
             part = excerpt(_calls(site))
@@ -145,8 +146,18 @@ class DecomposeMatmuls(Pass):
             times[way] = self._scheduled(part, mesh).step_time
         tried = [min(cuts, key=times.__getitem__), *ones] if cuts else ones
         others = ", ".join(f"{format_seconds(times[way])} in {_named(way)}" for way in tried)
-        told = f"{format_seconds(times[WHOLE])} by itself, {others}"
+        told = f"{format_seconds(times[WHOLE])} by itself, {others}{why_not}"
         return tuple(way for way in tried if times[way] < times[WHOLE]), told
+
+    def _why_not_one(self, site: Site, mesh: Mesh) -> str:
+        """Why a site cannot be one operator on these ranks, where that is asked for; empty where it can, or is not asked."""
+        assert mesh.hardware is not None
+        group = mesh.group_shape(mesh.axes_of_group(str(site.collective.args[-1])))
+        why = why_not_one(site)
+        if link_of(group) != "inside" or not mesh.hardware.inside.joins_memory:
+            link = mesh.hardware.inside if link_of(group) == "inside" else mesh.hardware.across
+            why = f"ranks joined by {link.name} share no memory"
+        return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
     def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], mesh: Mesh) -> str:
         """Cut what is chosen; or leave the graph as it is, and say why."""
@@ -174,10 +185,11 @@ class DecomposeMatmuls(Pass):
         return part
 
     def _change(self, gm: GraphModule, chosen: Mapping[object, _Choice]) -> None:
-        for form, choice in chosen.items():
-            for site in sites_in(gm) if choice.way is not None else ():
+        ways = {form: choice.way for form, choice in chosen.items() if choice.way is not None}
+        for form, way in ways.items():
+            for site in sites_in(gm):
                 if site.form == form:
-                    _change(site, choice.way, self.name)
+                    _change(site, way, self.name)
 
 
 @dataclass(frozen=True)
@@ -197,13 +209,6 @@ def _change(site: Site, way: int, by: str) -> None:
 
 def _named(way: int) -> str:
     return "one operator" if way == ONE else f"{way} chunks"
-
-
-def _has_one(site: Site, mesh: Mesh) -> bool:
-    """Whether there is an operator for a site, and its ranks can run it."""
-    group = mesh.group_shape(mesh.axes_of_group(str(site.collective.args[-1])))
-    assert mesh.hardware is not None
-    return link_of(group) == "inside" and mesh.hardware.inside.joins_memory and not why_not_one(site)
 
 
 def _by_form(sites: list[Site]) -> dict[object, list[int]]:

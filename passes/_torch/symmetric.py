@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-_LIBRARY = torch.library.Library("autoshard", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARIES: Any = torch.library  # not typed
+_LIBRARY = _LIBRARIES.Library("autoshard", "DEF")
 _LIBRARY.define(
     "all_gather_matmul(Tensor part, Tensor[] others, int dim, bool keep, int ranks, str group) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order,),

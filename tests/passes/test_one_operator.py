@@ -136,3 +136,60 @@ def test_on_cuda_torchs_operators_are_called_with_the_same_arguments() -> None:
         torchs.fused_all_gather_matmul.assert_called_once_with(part, others, 0, "group", return_A=False)
         symmetric._matmul_reduce_scatter(part, others[0], "sum", 0, 2, "group")
         torchs.fused_matmul_reduce_scatter.assert_called_once_with(part, others[0], "sum", 0, "group")
+
+
+def _linear(rows: int, inner: int) -> str:
+    return f"""
+%x: bf16[{rows}, 4096] = input("x")
+%w: bf16[4096, {inner}] = parameter("w")
+%gather: bf16[{2 * rows}, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})
+%whole: bf16[{2 * rows}, 4096] = _c10d_functional.wait_tensor(%gather)
+%mm: bf16[{2 * rows}, {inner}] = mm(%whole, %w)
+return output("mm") %mm
+"""
+
+
+def _decided(text: str, hardware: str = "h100", **options: bool) -> tuple[GraphModule, str]:
+    gm, ctx = read(text), PassContext(Mesh("tp=2", hardware=hardware))
+    DecomposeMatmuls(1 << 40, **options).run(gm, ctx)
+    return gm, "\n".join(map(str, ctx.remarks))
+
+
+def test_an_operator_is_made_where_it_is_asked_for_possible_and_predicted_to_pay() -> None:
+    reduced = scatter(1, 2048, 4096, kept=True).replace("4096, 3]", "4096, 512]").replace("[3, 4096]", "[512, 4096]")
+    told = [
+        _decided(_linear(2048, 1024))[1],
+        _decided(_linear(2048, 1024), symmetric_memory=True)[1],
+        _decided(_linear(2048, 64), symmetric_memory=True)[1],
+        _decided(_linear(2047, 1024), symmetric_memory=True)[1],
+        _decided(_linear(2048, 1024), "a100-pcie", symmetric_memory=True)[1],
+        _decided(reduced, symmetric_memory=True)[1],
+    ]
+    assert_expected_inline("\n".join(told), """\
+decompose_matmuls: split: 2 chunks save 6.79 us of 131 us around it [%gather]
+decompose_matmuls: joined: one operator saves 20.3 us of 131 us around it [%gather]
+decompose_matmuls: left whole: 88.1 us by itself, 96.9 us in 2 chunks, 89.1 us in one operator [%gather]
+decompose_matmuls: joined: one operator saves 20.2 us of 131 us around it [%gather]
+decompose_matmuls: split: 4 chunks save 76.5 us of 932 us around it; no operator: ranks joined by PCIe gen4 x16 share no memory [%gather]
+""")
+
+
+def test_an_operator_is_priced_as_the_pipeline_that_it_is() -> None:
+    """Its products and its copies hide each other, it holds its link, and what nothing hides is exposed."""
+    gm, _ = _decided(_linear(2048, 1024), symmetric_memory=True)
+    (task,) = program_of_graph(gm, Mesh("tp=2", hardware="h100")).tasks
+    given = simulate(program_of_graph(read(_linear(2048, 1024)), Mesh("tp=2", hardware="h100")))
+    gather, product = given.program.tasks
+    assert max(gather.seconds, product.seconds) < task.seconds < gather.seconds + product.seconds
+    assert (task.stream, task.link, task.axes, task.flops) == ("compute", "inside", ("tp",), product.flops)
+    assert task.workspace == 3 * 2048 * 4096 * 2  # its part where others read it, and what is gathered
+    timeline = simulate(program_of_graph(gm, Mesh("tp=2", hardware="h100")))
+    assert timeline.exposed == pytest.approx(task.waiting) and timeline.exposed_by_task[0][0] == task
+    assert timeline.compute == pytest.approx(task.seconds - task.waiting)
+    beside = f'{_linear(2048, 1024).rsplit("return", 1)[0]}%v: bf16[4096, 4096] = _c10d_functional.all_gather_into_tensor(%y, 2, {GROUP})'
+    text = beside.replace("%w:", '%y: bf16[2048, 4096] = input("y")\n%w:', 1)
+    gm = read(f'{text}\n%wait: bf16[4096, 4096] = _c10d_functional.wait_tensor(%v)\nreturn output("mm") %mm, output("v") %wait')
+    make_one(sites_in(gm)[0], "test")
+    both = simulate(program_of_graph(gm, Mesh("tp=2", hardware="h100")))
+    assert sorted(both.starts) == pytest.approx([0.0, min(both.ends)])  # one behind the other, as they share a link
+    assert schedule(both.program).timeline.step_time == pytest.approx(both.step_time)
