@@ -12,6 +12,8 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
    last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
    beside it. Those whose reductions take longest go first then.
+
+Of orders that are equally fast, the one that loses least where links are slower than they are thought to be.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ TRIES = 3  # of room, until a window fits
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 HOPE = 0.25  # part of a step that buckets do not save
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
+SLOWER = 1.5  # times as long as predicted, that collectives may take when kernels and other messages run beside them
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,22 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, cou
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
-    return _best_window(facts, best, memory_limit, windows, fill=True)
+    best = _best_window(facts, best, memory_limit, windows, fill=True)
+    return _sturdier(facts, best, memory_limit, windows[-1])
+
+
+def _sturdier(facts: Facts, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
+    """The same with all gathered ahead that `window` and memory have room for, where that is as fast and, should
+    collectives be slower, faster: what is gathered just in time is late then."""
+    if not 0 < best.window_bytes < window or not _fits(best.timeline, memory_limit):
+        return best
+    tried = _tried(facts, window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
+    if not _fits(tried.timeline, memory_limit):
+        tried = _within(facts, tried, memory_limit)
+    if not _fits(tried.timeline, memory_limit) or tried.timeline.step_time > best.timeline.step_time:
+        return best
+    slow, slower = (simulate(one.program, links=SLOWER).step_time for one in (tried, best))
+    return tried if slow < (1 - WORTH) * slower else best
 
 
 def _best_window(
@@ -139,7 +157,9 @@ def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule
     assert memory_limit is not None
     room = memory_limit
     for _ in range(TRIES):
-        found = _tried(facts, found.window_bytes, found.bucket_bytes, fill=found.fill, room=room)
+        found = _tried(
+            facts, found.window_bytes, found.bucket_bytes, fill=found.fill, held_seconds=found.held_seconds, room=room
+        )
         if _fits(found.timeline, memory_limit):
             break
         room -= found.timeline.peak_memory - memory_limit
