@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from autoshard.origins import user_frame
 from passes._torch import SideEffect, TraceFailure, trace_failure
@@ -30,6 +30,16 @@ _UNKNOWN_SHAPE = (
     "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
     "out with torch.where, a product with the mask, or masked_fill"
 )
+
+
+def _sends(call: str) -> str:
+    """What is wrong with a model that makes such a call."""
+    return (
+        f"the model sends values between ranks ({call}), but it computes as on one device: each value is that of all ranks "
+        "together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)"
+    )
+
+
 _CAUSES = (
     _Cause(
         "^Data-dependent branching",
@@ -72,6 +82,7 @@ _CAUSES = (
         "where torch.compiler.is_compiling() is False",
         r"(?:builtin operator `([^`]+)`|the function `([^`]+)`|the builtin `(?:<unknown module>\.)?([^`]+?)\.?`)",
     ),
+    _Cause("^P2P compilation|^async_op=True for distributed", _sends("{0}"), r"(isend|irecv)|<function (\w+)"),
     _Cause(
         "backwards? hooks",
         "a module of the model has a backward hook, but the backward is part of the graph; remove the hook and "
@@ -97,6 +108,23 @@ def check_shapes(graph: Graph) -> None:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
             raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
+
+
+def check_messages(gm: GraphModule) -> None:
+    """Raise CaptureError where the model sends values between ranks by itself, as `all_reduce` over a group of its own does.
+
+    Other ranks may not be in that group, or not run this program, and would be waited for.
+    """
+    for part in gm.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            namespace, _, name = str(node.target).partition(".")
+            if node.op == "call_function" and namespace in _SENDING and not name.startswith("wait_tensor"):
+                call = name.partition(".")[0]
+                raise CaptureError(_sends(call) + format_place(user_frame(node.meta.get("stack_trace"))))
+
+
+# Namespaces of the ops that torch makes of messages, functional and in place, of DTensor and of symmetric memory.
+_SENDING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 
 
 def _message(failure: TraceFailure) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from autoshard.capture_errors import check_shapes, format_place, user_name
+from autoshard.capture_errors import check_messages, check_shapes, format_place, user_name
 from autoshard.fake_module import FakeModule
 from autoshard.origins import user_frame
 from autoshard.signature import Call, InputSpec, Signature, describe_output
@@ -47,6 +47,7 @@ def flatten_call(
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
     check_shapes(graph)
+    check_messages(traced.graph_module)
     old = graph.find_nodes(op="placeholder")
     for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
         _check_read(node, tensor, key_of, user_name(source))

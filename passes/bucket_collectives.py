@@ -12,7 +12,7 @@ from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import bucket_sizes, memory_cap
+from passes.cost.schedule import bucketed, memory_cap
 from passes.cost.simulate import simulate
 from passes.ir.fake import fake_call
 from passes.ir.graph import (
@@ -102,7 +102,8 @@ class BucketCollectives(Pass):
         joined = neighbours(program, self.limit // SMALLER)
         if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
-            joined = buckets(program, bucket_sizes(program, sizes(self.limit)[1:], memory_limit=cap))
+            best, _ = bucketed(program, sizes(self.limit)[1:], memory_limit=cap)
+            joined = buckets(program, best)
         nodes = {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])

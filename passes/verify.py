@@ -5,6 +5,7 @@ This stands above `passes/ir`, because from EXPLICIT on a graph is held against 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -291,11 +292,21 @@ class _Check:
         for node in self.graph.nodes:
             if is_step(node):
                 self.fail(node, "steps are functional collectives by now")
-            if (transfer := transfer_of(node)) is not None:
-                if self.mesh.group_name(transfer.axes) not in node.args:
-                    self.fail(node, f"it is no collective over {', '.join(transfer.axes)} of mesh {self.mesh}")
+            if _is_collective(node) or node.target in OPERATORS:
+                self._group(node)
                 if node.target not in OPERATORS and any(user.target is not _WAIT for user in node.users):
                     self.fail(node, "what a collective gives is read before it is awaited")
+
+    def _group(self, node: Node) -> None:
+        """All ranks of a collective's group run this program: it is one of the mesh's, and as large as the call says."""
+        transfer = transfer_of(node)
+        if transfer is None:
+            self.fail(node, "it sends between ranks, but nothing says over which axes of the mesh")
+        if node.args[-1] != self.mesh.group_name(transfer.axes):
+            self.fail(node, f"it is no collective over {', '.join(transfer.axes)} of mesh {self.mesh}")
+        ranks = math.prod(map(self.mesh.axis_size, transfer.axes))
+        if transfer.kind in ("all_gather", "reduce_scatter") and node.args[-2] != ranks:
+            self.fail(node, f"it is a collective of {node.args[-2]} ranks in a group of {ranks}")
 
     def _computed(self, node: Node) -> None:
         assert callable(node.target)
@@ -305,6 +316,10 @@ class _Check:
             self.made[call] = _types(node.target(*args, **kwargs))
         if self.made[call] != _types(value_of(node)):
             self.fail(node, f"the call gives {self.made[call]}")
+
+
+def _is_collective(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == _WAIT.namespace and node.target is not _WAIT
 
 
 def _partner(output: Output) -> Input:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.capture import capture
@@ -75,6 +76,33 @@ class ReadsList(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * x.tolist()[0][0]  # <line>
+
+
+class Sends(Model):
+    """the model sends values between ranks (all_reduce), but it computes as on one device: each value is that of all ranks
+    together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)
+    <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(self.layer(x), "sum", "data")  # <line>
+
+
+class SendsGradients(Model):
+    """the model sends values between ranks (all_reduce), but it computes as on one device: each value is that of all ranks
+    together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)
+    <line>"""
+
+    class Total(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return all_reduce(gradient, "sum", "data")  # <line>
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.Total.apply(self.layer(x))
 
 
 class IndexesByMask(Model):

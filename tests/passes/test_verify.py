@@ -10,7 +10,18 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
 
 from passes.errors import VerifyError
-from passes.ir.graph import Origin, Output, OutputRole, Stage, set_layouts, set_origin, set_outputs, set_stage
+from passes.ir.graph import (
+    Origin,
+    Output,
+    OutputRole,
+    Stage,
+    Transfer,
+    set_layouts,
+    set_origin,
+    set_outputs,
+    set_stage,
+    set_transfer,
+)
 from passes.ir.layout import Layout, R
 from passes.ir.text import parse_graph
 from passes.verify import verify
@@ -169,6 +180,27 @@ def test_steps_are_gone_at_local() -> None:
     text = 'mesh tp=2\nstage COLLECTIVE\n%x: f32[4] {tp:R} = input("x")\n%all_reduce: f32[4] {tp:R} = all_reduce(%x, ["tp"])\n'
     expected = "%all_reduce is not valid: steps are functional collectives by now"
     assert expected in refused(f'{text}return output("0") %all_reduce\n', later)
+
+
+_UNSAID = "%gathered is not valid: it sends between ranks, but nothing says over which axes of the mesh"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda node: node.update_arg(2, "0"), "%gathered is not valid: it is no collective over dp of mesh dp=2,tp=2"),
+        (lambda node: node.update_arg(2, "autoshard:dp=4:dp"), "it is no collective over dp of mesh dp=2,tp=2"),
+        (lambda node: node.meta.pop("autoshard_transfer"), _UNSAID),
+        (lambda node: set_transfer(node, Transfer("all_gather", ("dp", "tp"))), "no collective over dp, tp of mesh"),
+    ],
+)
+def test_a_collective_that_not_all_of_its_group_issue_is_refused(change: Callable[[Node], object], expected: str) -> None:
+    assert expected in refused(LOCAL, lambda gm: change(node_of(gm, "gathered")))
+
+
+def test_a_collective_of_a_part_of_its_group_is_refused() -> None:
+    text = LOCAL.replace('"autoshard:dp=2,tp=2:dp"', '"autoshard:dp=2,tp=2:dp.tp"')
+    assert "%gathered is not valid: it is a collective of 2 ranks in a group of 4" in refused(text)
 
 
 def test_a_call_without_needs_is_refused() -> None:
