@@ -45,15 +45,15 @@ def test_a_plan_reads_as_a_table() -> None:
         format_plan(planned(), width=100, colour=False),
         """\
 plan on 4 ranks of cpu: dp=2 fsdp, tp=2 megatron
-step    8.60 ms: compute 102 us, exposed communication 8.50 ms; 11.5 us of communication hidden
-memory  4.6 KiB at the peak: gathered 1.1 KiB, optimizer 816 B, activations 816 B, inputs 776 B,
-        temporary 768 B, parameters 408 B, outputs 4 B
+step    8.59 ms: compute 102 us, exposed communication 8.49 ms; 20.4 us of communication hidden
+memory  4.8 KiB at the peak: temporary 1.6 KiB, activations 1.0 KiB, optimizer 816 B, inputs 776 B,
+        parameters 408 B, gathered 192 B, outputs 4 B
 in  x[B_dp, S, F], y[B_dp, S, F]   out output[]
 module       values and weights, as stored -> as made                               compute  exposed
 blocks.0.0   x[B_dp, S, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]        14.9 us   398 us
 blocks.0-1
   1          In[B_dp, S, D_tp] -> [B_dp, S, D_tp]                                   11.0 us        -
-  2          In[B_dp, S, D_tp] . W[D_tp, F_dp] -> [B_dp, S_tp, F]                   41.7 us  4.05 ms
+  2          In[B_dp, S, D_tp] . W[D_tp, F_dp] -> [B_dp, S_tp, F]                   41.7 us  4.04 ms
 (model)      x[B_dp, S, F], ... -> [B_dp, S_tp, F], ...                             19.3 us  1.99 ms
 blocks.1.0   In[B_dp, S_tp, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]    15.2 us  2.06 ms
 (optimizer)                                                                         0.29 us        -
@@ -62,9 +62,9 @@ collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
 all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
 reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient
-all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
 all_reduce      dp      1    -       4 B  1.00 ms  test_plan.py:34 output
-reduce_scatter  tp      -    1     192 B   998 us  test_plan.py:33 add.Tensor
+all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
+reduce_scatter  tp      -    1     192 B   995 us  test_plan.py:33 add.Tensor
 all_reduce      tp      1    -       4 B   992 us  test_plan.py:34 output""",
     )
 
