@@ -13,6 +13,7 @@ from passes.ir.hardware import Group, Hardware, Link
 
 TILES = (4, 8, 16, 32, 64, 128, 256)
 BOUND_BY_MEMORY = 0.7  # part of its time that a product's bytes take, from which on it says little of arithmetic
+LONG = 4  # launches that a product has to take to tell of the rate
 SWITCH_GAIN = 0.92  # part of a ring's time per byte, below which an all-reduce must have been made by the switch
 BYTES_PART = 0.25  # of the time of the largest message that its bytes take at least
 LEAST_PART = 0.05  # of what was measured that a link is given, where the fit leaves it nothing
@@ -47,35 +48,37 @@ class TransferTime:
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
     """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
 
-    A dtype that was not measured keeps what `machine` says it reaches.
+    All products of a dtype together take as long by its rate as they took. A dtype that was not measured keeps what
+    `machine` says it reaches.
     """
     limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
-    useful = [time for time in times if time.nbytes < limit * time.seconds] or times
-    reached = {tile: _reached(useful, machine, tile) for tile in TILES}
-    tile = min(TILES, key=lambda tile: sum(map(_spread, reached[tile].values())))
+    useful = [one for one in times if one.nbytes < limit * one.seconds and one.seconds > LONG * machine.launch] or times
+    works = {tile: _works(useful, machine, tile) for tile in TILES}
+    tile = min(TILES, key=lambda tile: sum(map(_spread, works[tile].values())))
     rates = {dtype: rate * machine.efficiency for dtype, rate in machine.flops}
-    rates |= {dtype: _mean(measured) for dtype, measured in reached[tile].items()}
+    rates |= {dtype: _rate(measured) for dtype, measured in works[tile].items()}
     return replace(machine, flops=tuple(rates.items()), efficiency=1.0, tile=tile)
 
 
-def _reached(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[float]]:
-    """By dtype, the rate of each product, where what its edges waste counts as work."""
-    found: dict[str, list[float]] = {}
+def _works(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[tuple[float, float]]]:
+    """By dtype, the FLOPs of each product, where what its edges waste counts as work, and the seconds behind its launch."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for time in times:
         product, half = time.product, tile / 2
         squares = product.batch * (product.m + half) * (product.n + half) + machine.units * tile**2 / 2
         seconds = max(time.seconds - machine.launch, time.seconds / 10)
-        found.setdefault(time.dtype, []).append(2 * (product.k + half) * squares / seconds)
+        found.setdefault(time.dtype, []).append((2 * (product.k + half) * squares, seconds))
     return found
 
 
-def _mean(rates: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, rates)) / len(rates))
+def _rate(works: Sequence[tuple[float, float]]) -> float:
+    return sum(flops for flops, _ in works) / sum(seconds for _, seconds in works)
 
 
-def _spread(rates: Sequence[float]) -> float:
-    mean = math.log(_mean(rates))
-    return sum((math.log(rate) - mean) ** 2 for rate in rates)
+def _spread(works: Sequence[tuple[float, float]]) -> float:
+    rates = [math.log(flops / seconds) for flops, seconds in works]
+    mean = sum(rates) / len(rates)
+    return sum((rate - mean) ** 2 for rate in rates)
 
 
 def fit_links(machine: Hardware, times: Sequence[TransferTime]) -> Hardware:

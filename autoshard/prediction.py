@@ -11,9 +11,10 @@ from torch.fx import GraphModule
 from autoshard.options import Options
 from passes.cost.bucket import sizes
 from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.cost.phases import joined, phases
 from passes.cost.program import Program, Task
-from passes.cost.schedule import schedule
-from passes.cost.simulate import Timeline
+from passes.cost.schedule import WINDOWS, bucketed
+from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
 from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
 from passes.ir.layout import local_shape
@@ -25,12 +26,18 @@ QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gather
 
 
 def run_step(program: Program, options: Options, worst: float = float("inf"), *, quick: bool = False) -> Timeline:
-    """One step, with or without buckets, in the best order found for it that fits in memory; of one that is much slower than
-    `worst` seconds, in a good order; for a `quick` answer, of a fifth of the orders."""
-    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)
-    if quick:
-        return schedule(program, memory_limit=limit, buckets=buckets[::2], windows=QUICK_WINDOWS, worst=worst).timeline
-    return schedule(program, memory_limit=limit, buckets=buckets, worst=worst).timeline
+    """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
+    of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
+    answer, of a fifth of the orders."""
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
+    tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
+    found = list[Program]()
+    for phase, others in phases(program):
+        if any(task.is_collective for task in phase.tasks):
+            _, best = bucketed(phase, tried, memory_limit=limit, windows=windows, worst=worst - others)
+            phase = best.program
+        found.append(phase)
+    return simulate(joined(program, found))
 
 
 def memory_of(mesh: Mesh) -> int:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from autoshard.compile import Program as Compiled
 from autoshard.execution import Execution
-from autoshard.figures import ProductTime, TransferTime, fit_links, fit_products
+from autoshard.figures import LONG, ProductTime, TransferTime, fit_links, fit_products
 from autoshard.groups import MeshGroups
 from autoshard.guards import exchange
 from autoshard.report.names import fold_names
@@ -32,7 +32,6 @@ from passes.ir.units import format_bytes, format_seconds
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 ROUNDS = 3  # the least of so many counts: what else runs only adds
-LONG = 4  # launches that a product has to take to tell of the rate
 APART = 4  # times as many bytes as the smallest message, that another has to have to tell of a link
 OUTSIDE = "(model)"  # calls that are in no module
 

@@ -3,9 +3,9 @@
 Two gloo processes (`--ranks 4`: four) train a Llama of three layers (fsdp, float32, one thread each) over a loopback of
 1 Gbit/s in a network namespace of their own (`unshare`, `ip` and `tc` of Linux). Three programs take turns: as it is lowered;
 as our passes order it; as Inductor's own bucketing and overlap scheduling do, with or without buckets, whichever is predicted
-to be faster. All have the same seconds to go by. Prints medians of each one's steps and of their ratios within a round, what
-the simulator said, and how much of the seconds that it promised were gained. `--trace FOLDER` writes one step of each, as the
-first rank ran it, for https://ui.perfetto.dev.
+to be faster. All go by the same seconds: of the machine as `calibrate` measures it first. Prints medians of each one's steps
+and of their ratios within a round, what the simulator said, and how much of the seconds that it promised were gained.
+`--trace FOLDER` writes one step of each, as the first rank ran it, for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Mesh, Options, ShardedModule, autoshard
+from autoshard.calibrate import calibrate
 from autoshard.compile import Mode, Split, split_program
 from autoshard.overlap import Overlap
 from autoshard.planner import make_plan
@@ -43,10 +44,10 @@ from passes.base import Remark
 from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program
 from passes.cost.simulate import simulate
-from passes.ir.hardware import Hardware, Link, hardware_named
+from passes.ir.hardware import Hardware
 
 RATE = 1e9 / 8  # bytes/s of the loopback, for all ranks together
-NAMESPACE = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 512kb latency 500ms && exec "
+NAMESPACE = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 128kb latency 500ms && exec "
 LAYERS, DIM, BATCH, SEQ = 3, 512, 16, 256  # communication is about 80 % of compute
 VARIANTS = ("as lowered", "ours", "Inductor")
 
@@ -69,12 +70,11 @@ def main() -> None:
 
 
 def hardware(ranks: int) -> Hardware:
-    """A core, or its part of one, and its part of the loopback: all ranks send at once."""
-    link = Link("1 Gbit/s loopback", RATE / ranks, latency=1e-3, setup=1e-3)
-    cpu, share = hardware_named("cpu"), min(1.0, len(os.sched_getaffinity(0)) / ranks)
-    flops = tuple((dtype, share * rate) for dtype, rate in cpu.flops)
-    bandwidth = share * cpu.memory_bandwidth
-    return replace(cpu, name="throttled", inside=link, across=link, flops=flops, memory_bandwidth=bandwidth)
+    """This machine as measured: a core, or a rank's part of one, and the loopback while all ranks send at once."""
+    machine = calibrate(f"dp={ranks}").hardware
+    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    flops = tuple((dtype, share * rate) for dtype, rate in machine.flops)
+    return replace(machine, name="throttled", flops=flops, memory_bandwidth=share * machine.memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | N
     batch = variants[0].shard(tokens, tokens)
     found: list[list[float]] = [[] for _ in VARIANTS]
     for number in range(rounds + 1):
-        for variant, seconds in zip(variants, found, strict=True):
+        turns = list(zip(variants, found, strict=True))
+        for variant, seconds in turns[number % len(turns) :] + turns[: number % len(turns)]:
             dist.barrier()
             started = time.perf_counter()
             variant(*batch).backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, ShardingPlan, plan
 from autoshard.compile import split_program
@@ -110,21 +111,34 @@ def test_a_plan_of_32_layers_is_one_screen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axes", "recipe"), [("dp=8", "fsdp"), ("dp=4,tp=2", "fsdp+megatron")])
-def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(axes: str, recipe: str) -> None:
-    """The plan is of a folded graph, bucketed and ordered as a whole step; a run takes the halves as they are compiled."""
-    mesh, options = Mesh(axes, hardware="a100-pcie"), Options(recipe=recipe, split_matmuls=False)  # plans count no chunks
-    config = replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
+@pytest.mark.parametrize(
+    ("axes", "recipe", "reduced", "in_buckets"),
+    [
+        ("dp=8", "fsdp", torch.float32, set()),
+        ("dp=4,tp=2", "fsdp+megatron", torch.float32, set()),
+        ("dp=4,tp=2", "fsdp+megatron", torch.bfloat16, {("dp", "bf16"), ("tp", "f32")}),  # and none over dp in f32
+    ],
+)
+def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
+    axes: str, recipe: str, reduced: torch.dtype, in_buckets: set[tuple[str, str]]
+) -> None:
+    """The plan is of a folded graph, a run takes the halves as they are compiled: of each, messages of a sort are joined
+    as it is fastest for them."""
+    policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32)
+    options = Options(recipe=recipe, mixed_precision=policy, split_matmuls=False)  # plans count no chunks
+    mesh, config = Mesh(axes, hardware="a100-pcie"), replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
-    cost = plan(model, mesh, (tokens, tokens), options=options).cost
+    made = plan(model, mesh, (tokens, tokens), options=options)
     split = split_program(make_plan(model, (tokens, tokens), {}, mesh, options).graph, mode="inductor")
     overlap = Overlap.of(options, mesh)
-    assert cost is not None and overlap is not None
+    assert made.cost is not None and made.timeline is not None and overlap is not None
     overlap.apply(split, mode="inductor")
     run = simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
-    assert run.step_time == pytest.approx(cost.step_time, rel=0.01)
-    assert run.peak_memory == pytest.approx(cost.peak_memory, rel=0.1)
+    assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
+    assert run.peak_memory == pytest.approx(made.cost.peak_memory, rel=0.1)
+    for program in (made.timeline.program, run.program):
+        assert {(*task.axes, task.dtype) for task in program.tasks if len(task.steps) > 1} == in_buckets
 
 
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:

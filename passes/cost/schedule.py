@@ -12,6 +12,8 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
    last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
    beside it. Those whose reductions take longest go first then.
+
+Of orders that are equally fast, the one that loses least where links are slower than they are thought to be.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
 TRIES = 3  # of room, until a window fits
 MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
 HOPE = 0.25  # part of a step that buckets do not save
+HIDDEN = 0.01  # part of a step that may be exposed without a size for each sort of message being looked for
+HOPE_APART = 0.1  # part of a step that a size for each sort of message does not save beside a common one
 WORTH = 0.002  # part of the step that a larger window, or more memory, must save
+SLOWER = 1.5  # times as long as predicted, that collectives may take when kernels and other messages run beside them
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ def schedule(
     `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
     gathers. Of a program that the first buckets make much slower than `worst` seconds, no others are tried.
     """
+    found = _sizes_tried(program, buckets, memory_limit, windows, worst)
+    return min(found, key=lambda one: _key(one.timeline, memory_limit))
+
+
+def _sizes_tried(
+    program: Program, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
+) -> list[Schedule]:
+    """The first size of buckets, and those others that join anything."""
     found: list[Schedule] = []
     for nbytes in buckets:
         joined = bucket(program, nbytes) if nbytes else program
@@ -69,16 +82,31 @@ def schedule(
             found.append(_schedule(joined, nbytes, memory_limit, windows))
             if found[0].timeline.step_time > worst * (1 + HOPE):
                 break
-    return min(found, key=lambda one: _key(one.timeline, memory_limit))
+    return found
 
 
-def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int | None = None) -> dict[Sort, int]:
-    """The size of buckets, of those to try, for each sort of message: the best common one, then each its own where that
-    is faster. None is joined where that saves next to nothing: what copies take in a graph is not known to the last bit."""
-    plain, seconds = schedule(program, memory_limit=memory_limit), seconds_by_sort(program)
-    best = schedule(program, memory_limit=memory_limit, buckets=buckets)
+def bucketed(
+    program: Program,
+    buckets: Sequence[int],
+    *,
+    memory_limit: int | None = None,
+    windows: Sequence[int] = WINDOWS,
+    worst: float = float("inf"),
+) -> tuple[dict[Sort, int], Schedule]:
+    """The size of buckets, of those to try, for each sort of message, and the best order with them: the best common one,
+    then each its own where that is faster and more than a hundredth is exposed. None is joined where that saves next to
+    nothing: what copies take in a graph is not known to the last bit. `worst`: as for `schedule`; of a program that is much
+    slower with a common size, no sizes apart are tried."""
+    plain, *tries = _sizes_tried(program, (0, *buckets), memory_limit, windows, worst)
+    seconds = seconds_by_sort(program)
+    none = dict.fromkeys(seconds, 0)
+    if not tries:
+        return none, plain
+    best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
     found = dict.fromkeys(seconds, best.bucket_bytes)
-    for sort in seconds if len(seconds) > 1 else ():
+    is_worse = best.timeline.step_time > worst * (1 + HOPE_APART)
+    is_hidden = best.timeline.exposed < HIDDEN * best.timeline.step_time
+    for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
         others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             facts = Facts.of(bucket(program, found | {sort: nbytes}))
@@ -93,7 +121,7 @@ def bucket_sizes(program: Program, buckets: Sequence[int], *, memory_limit: int 
             if _is_better(tried.timeline, best.timeline, memory_limit):
                 best, found[sort] = tried, nbytes
     is_worth = best.timeline.step_time < (1 - WORTH) * plain.timeline.step_time
-    return found if is_worth and _is_better(best.timeline, plain.timeline, memory_limit) else dict.fromkeys(found, 0)
+    return (found, best) if is_worth and _is_better(best.timeline, plain.timeline, memory_limit) else (none, plain)
 
 
 def memory_cap(given: Timeline, memory_limit: int | None) -> int:
@@ -113,7 +141,22 @@ def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, cou
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
-    return _best_window(facts, best, memory_limit, windows, fill=True)
+    best = _best_window(facts, best, memory_limit, windows, fill=True)
+    return _sturdier(facts, best, memory_limit, windows[-1])
+
+
+def _sturdier(facts: Facts, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
+    """The same with all gathered ahead that `window` and memory have room for, where that is as fast and, should
+    collectives be slower, faster: what is gathered just in time is late then."""
+    if not 0 < best.window_bytes < window or not _fits(best.timeline, memory_limit):
+        return best
+    tried = _tried(facts, window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
+    if not _fits(tried.timeline, memory_limit):
+        tried = _within(facts, tried, memory_limit)
+    if not _fits(tried.timeline, memory_limit) or tried.timeline.step_time > best.timeline.step_time:
+        return best
+    slow, slower = (simulate(one.program, links=SLOWER).step_time for one in (tried, best))
+    return tried if slow < (1 - WORTH) * slower else best
 
 
 def _best_window(
@@ -139,7 +182,9 @@ def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule
     assert memory_limit is not None
     room = memory_limit
     for _ in range(TRIES):
-        found = _tried(facts, found.window_bytes, found.bucket_bytes, fill=found.fill, room=room)
+        found = _tried(
+            facts, found.window_bytes, found.bucket_bytes, fill=found.fill, held_seconds=found.held_seconds, room=room
+        )
         if _fits(found.timeline, memory_limit):
             break
         room -= found.timeline.peak_memory - memory_limit

@@ -129,10 +129,10 @@ class Timeline:
         return lives(self.program, self.starts, self.ends)
 
 
-def simulate(program: Program) -> Timeline:
-    """When each task runs; the module's text says by which rules."""
+def simulate(program: Program, *, links: float = 1.0) -> Timeline:
+    """When each task runs; the module's text says by which rules. A collective takes `links` times its seconds."""
     index = program.index
-    seconds = [task.seconds for task in program.tasks]
+    seconds = [task.seconds * links if task.is_collective else task.seconds for task in program.tasks]
     calls = [2 if task.kind == OPTIMIZER else int(task.backward) for task in program.tasks]
     return Timeline(program, *_times(index, seconds, calls))
 

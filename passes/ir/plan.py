@@ -60,7 +60,7 @@ class Collective:
     origin: Origin  # the line of the user's code that needed it
     reason: str
     what: str = ""  # what it moves: "parameter layers.0.wq.weight", "gradient ...", "output loss", or a value: "%mm_1"
-    bucket: str | None = None  # the one message that carries it together with others: its name; None: its own message
+    bucket: str | None = None  # the message that carries it with others (in the backward, if in both); None: its own
     seconds: float | None = None  # how long it takes; its part, by bytes, of the bucket's. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
 

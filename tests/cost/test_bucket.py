@@ -9,7 +9,7 @@ import pytest
 from passes.cost.bucket import bucket
 from passes.cost.collective import collective_seconds
 from passes.cost.program import Program, Task
-from passes.cost.schedule import bucket_sizes, schedule
+from passes.cost.schedule import bucketed, schedule
 from passes.cost.simulate import simulate
 from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program
@@ -99,7 +99,7 @@ def test_each_axis_gets_the_size_that_suits_it() -> None:
         tasks.append(kernel(f"h{n}", 1e-4, *operands, *([f"h{n - 1}"] if n else [])))
     given = replace(program(*tasks, sizes=sizes), mesh=mesh)
     tried = (0, 1 << 30)
-    found = bucket_sizes(given, tried[1:])
+    found, _ = bucketed(given, tried[1:])
     assert found == {(("dp",), "f32"): 1 << 30, (("tp",), "f32"): 0}
     apart = schedule(bucket(given, found)).timeline.step_time
     assert apart < schedule(given, buckets=tried).timeline.step_time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autoshard.options import Options
 from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
+from passes.cost.phases import joined, phases
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
@@ -158,3 +160,16 @@ def test_a_graph_by_itself_holds_what_it_holds_in_the_step(recipe: str) -> None:
     beside = step.memory[border] - backward.memory[0]  # inputs and parameters that the backward does not read
     assert 0 <= beside <= sum(buffer.nbytes for buffer in step.program.buffers if buffer.kind in ("input", "parameter"))
     assert backward.peak_memory + beside == pytest.approx(max(step.memory[border:]), rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
+def test_the_phases_of_a_step_take_by_themselves_what_they_take_in_it(recipe: str) -> None:
+    program = _program("llama", "dp=4", recipe)
+    step, parts = simulate(program), list(phases(program))
+    alone = [simulate(part) for part, _ in parts]
+    ends = [sum(len(one.program.tasks) for one in alone[:number]) for number in range(len(alone) + 1)]
+    assert len(alone) == 3 and simulate(joined(program, [part for part, _ in parts])).starts == step.starts
+    assert sum(one.step_time for one in alone) == pytest.approx(step.step_time)
+    assert [one.peak_memory for one in alone] == [max(step.memory[first:end]) for first, end in pairwise(ends)]
+    for one, (_, least) in zip(alone, parts, strict=True):
+        assert 0 < least <= step.step_time - one.step_time

@@ -144,6 +144,16 @@ def test_where_memory_is_short_nothing_is_gathered_ahead_and_elsewhere_all_the_s
     assert best.peak_memory <= limit and best.exposed == 3 + 3, "the first gather, and that behind the fourth layer"
 
 
+def test_a_gather_goes_earlier_than_it_has_to_where_memory_has_room() -> None:
+    layers = _layers(8, compute=6, link=1)
+    given = replace(layers, tasks=tuple(replace(t, seconds=6.0) if t.name == "g4" else t for t in layers.tasks))
+    just = prefetch(given, 10)
+    free, tight = schedule(given), schedule(given, memory_limit=simulate(just).peak_memory)
+    assert tight.program == just and tight.timeline.step_time == free.timeline.step_time == 1 + 8 * 6
+    assert simulate(tight.program, links=1.5).exposed == 1.5 + 3, "of the first gather, and of the long one"
+    assert simulate(free.program, links=1.5).exposed == 1.5
+
+
 @LAW
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
 def test_room_is_the_least_that_is_free_on_the_way(free: list[int], data: st.DataObject) -> None:

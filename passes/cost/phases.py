@@ -1,0 +1,50 @@
+"""Forward and backward of a step as programs of their own: each is a graph that is cut, joined and ordered by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from passes.cost.program import OPTIMIZER, PERSISTENT, Program, Task
+
+
+def phases(program: Program) -> Iterator[tuple[Program, float]]:
+    """Forward, backward and update, as far as there are any, each with the least seconds that the rest of the step takes.
+
+    All that the device holds meanwhile is counted: what the others need is there from the start or stays to the end.
+    """
+    parts: dict[int, list[Task]] = {}
+    for task in program.tasks:
+        parts.setdefault(_phase(task), []).append(task)
+    compute = {phase: sum(task.seconds for task in tasks if not task.is_collective) for phase, tasks in parts.items()}
+    for phase in sorted(parts):
+        yield _part(program, phase, parts[phase]), sum(compute.values()) - compute[phase]
+
+
+def joined(program: Program, parts: Sequence[Program]) -> Program:
+    """The step whose `phases` were changed to `parts`: its tasks as they stand there, and the buffers that came with them."""
+    known = {buffer.name for buffer in program.buffers}
+    added = [buffer for part in parts for buffer in part.buffers if buffer.name not in known]
+    tasks = tuple(task for part in parts for task in part.tasks)
+    return replace(program, tasks=tasks, buffers=(*program.buffers, *added))
+
+
+def _phase(task: Task) -> int:
+    return 2 if task.kind == OPTIMIZER else int(task.backward)
+
+
+def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
+    index, buffers = program.index, []
+    for number, buffer in enumerate(program.buffers):
+        maker = index.makers[number]
+        made = _phase(program.tasks[maker]) if maker >= 0 else phase
+        last = max((_phase(program.tasks[reader]) for reader in index.readers[number]), default=made)
+        if buffer.kind in PERSISTENT:
+            if made <= phase:
+                buffers.append(buffer)
+        elif made == phase:
+            if maker >= 0 or any(_phase(program.tasks[reader]) == phase for reader in index.readers[number]):
+                buffers.append(replace(buffer, kind="output") if last > phase else buffer)
+        elif made < phase <= last:
+            buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # there from the start
+    return replace(program, tasks=tuple(tasks), buffers=tuple(buffers))
