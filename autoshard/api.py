@@ -26,6 +26,7 @@ from autoshard.planner import Planned, make_plan, plan_ahead
 from autoshard.problem import data_axes
 from autoshard.runtime import Request, ShardedModule, shard_module
 from autoshard.settings import options_of
+from autoshard.shared_memory import check_devices
 from autoshard.topology import mesh_of
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
@@ -128,6 +129,7 @@ def _distribute(
     groups = open_groups(device_mesh, place.mesh)
     given = None if plan is None else given_plan(groups, plan)
     options = options or (Options() if given is None else options_of(given.settings))
+    check_devices(options, device_mesh.device_type)
     planner = _Planner(device_mesh.device_type, place.mesh, options, given)
     if args is None and kwargs is None:
         return shard_module(model, place, groups, planner, mode=options.compile)

@@ -10,6 +10,7 @@ from autoshard.execution import LocalProgram
 from autoshard.groups import MeshGroups, add_groups, axes_used
 from autoshard.guards import check_same_program, exchange, of_first, together
 from autoshard.overlap import Overlap
+from autoshard.shared_memory import share_memory
 from passes.base import Remark
 
 
@@ -34,6 +35,8 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     graphs = (split.forward,) if split.backward is None else (split.forward, split.backward)
     check_same_program(groups, graphs)
     groups = add_groups(groups, axes_used(graphs, groups.mesh))
+    if groups.device_mesh.device_type == "cuda":
+        together(groups, "sharing memory", lambda: share_memory(graphs))
     return Built(_compile_by_host(split, groups, mode=mode), groups, remarks)
 
 

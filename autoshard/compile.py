@@ -38,6 +38,7 @@ from passes.ir.graph import (
     set_outputs,
     set_recompute,
     set_stage,
+    transfer_of,
     value_of,
 )
 
@@ -228,7 +229,7 @@ def _nodes_among(gm: GraphModule, count: int) -> list[int]:
 
 
 def _has_collectives(gm: GraphModule) -> bool:
-    return any(_is_functional_collective(node) for node in gm.graph.nodes)
+    return any(_is_functional_collective(node) or transfer_of(node) is not None for node in gm.graph.nodes)
 
 
 def _is_functional_collective(node: Node) -> bool:

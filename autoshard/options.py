@@ -94,6 +94,11 @@ class Options:
     are computed and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may
     add up a smaller product in another order. `False`: each product and message is whole."""
 
+    symmetric_memory: bool = False
+    """With `split_matmuls`, on CUDA: where the ranks of a group reach each other's memory (NVLink), make one of PyTorch's
+    operators of a gather and the products that read it, or of a product and its reduce-scatter, where that is predicted to
+    be faster than chunks. It sends with copies, beside the products; it takes memory that no allocator counts."""
+
     unknown_ops: Literal["replicate", "error"] = "replicate"
     """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
 

@@ -30,6 +30,7 @@ class Overlap:
     optimizer: str | None
     bucket_bytes: int = BUCKET_BYTES  # that one collective of parameters or gradients may bring
     split_matmuls: bool = True
+    symmetric_memory: bool = False
 
     @staticmethod
     def of(options: Options, mesh: Mesh) -> Overlap | None:
@@ -39,7 +40,14 @@ class Overlap:
         is_known = mesh.hardware is not None or options.memory_limit is not None
         available = 0 if mesh.hardware is None else mesh.hardware.memory_bytes
         memory = options.memory_bytes(available) if is_known else None
-        return Overlap(mesh, memory, options.optimizer, options.bucket_bytes, options.split_matmuls)
+        return Overlap(
+            mesh,
+            memory,
+            options.optimizer,
+            options.bucket_bytes,
+            options.split_matmuls,
+            options.symmetric_memory,
+        )
 
     def apply(self, split: Split, *, mode: Mode, observers: tuple[Observer, ...] = ()) -> tuple[Remark, ...]:
         """Cut and join messages of both graphs of `split`, and order them, in place."""
@@ -49,7 +57,11 @@ class Overlap:
                 limit = None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm))
                 fused = mode == "inductor"
                 passes = overlap_pipeline(
-                    memory_limit=limit, bucket_bytes=self.bucket_bytes, split_matmuls=self.split_matmuls, fused=fused
+                    memory_limit=limit,
+                    bucket_bytes=self.bucket_bytes,
+                    split_matmuls=self.split_matmuls,
+                    fused=fused,
+                    symmetric_memory=self.symmetric_memory,
                 )
                 with uncollected():
                     PassManager(passes, observers).run(gm, ctx)

@@ -48,11 +48,16 @@ def default_pipeline(
 
 
 def overlap_pipeline(
-    *, memory_limit: int | None, bucket_bytes: int, split_matmuls: bool, fused: bool
+    *,
+    memory_limit: int | None,
+    bucket_bytes: int,
+    split_matmuls: bool,
+    fused: bool,
+    symmetric_memory: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes on the forward, and on the backward, once they are partitioned; bytes that the graph may take, and that
     one collective of parameters or gradients may bring."""
-    chunks = (DecomposeMatmuls(memory_limit, fused),) if split_matmuls else ()
+    chunks = (DecomposeMatmuls(memory_limit, fused, symmetric_memory),) if split_matmuls else ()
     return (
         *chunks,  # messages of tensor parallelism beside the products that read or make them, where it pays
         BucketCollectives(bucket_bytes, memory_limit, fused),  # one message for many parameters, where it pays

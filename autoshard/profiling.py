@@ -25,6 +25,7 @@ from passes.errors import UserError
 from passes.ir.graph import operands, tensor_of
 from passes.ir.hardware import Hardware
 from passes.ir.mesh import Mesh
+from passes.ir.one_operator import OPERATORS
 from passes.ir.plan import Collective
 from passes.ir.tokens import DTYPE_NAMES
 from passes.ir.units import format_bytes, format_seconds
@@ -162,7 +163,7 @@ class _Clocked(Interpreter):
 
         def call() -> Any:
             result = super(_Clocked, self).run_node(n)
-            if together:
+            if together and n.target not in OPERATORS:
                 for one in result if isinstance(result, list | tuple) else (result,):
                     c10d.wait_tensor(one)
             return result
@@ -171,7 +172,8 @@ class _Clocked(Interpreter):
 
 
 def _is_collective(node: Node) -> bool:
-    return str(node.target).startswith("_c10d_functional") and node.target is not c10d.wait_tensor.default
+    is_collective = str(node.target).startswith("_c10d_functional") and node.target is not c10d.wait_tensor.default
+    return is_collective or node.target in OPERATORS
 
 
 def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> None:

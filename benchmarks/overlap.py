@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
     parser.add_argument("--layers", type=int, nargs="+", default=[0])
     parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--symmetric-memory", action="store_true", help="what is cut may be one operator instead")
     given = parser.parse_args()
     for name, layers in product(given.cases or CASES, given.layers):
         case = CASES[name]
@@ -79,13 +80,13 @@ def main() -> None:
         if given.graph:
             measure_graph(name, case)
         else:
-            measure(name, case, given.bucket_bytes)
+            measure(name, case, given.bucket_bytes, DecomposeMatmuls(symmetric_memory=given.symmetric_memory))
 
 
-def measure(name: str, case: Case, bucket_bytes: int) -> None:
+def measure(name: str, case: Case, bucket_bytes: int, cutting: DecomposeMatmuls) -> None:
     """Print one case."""
     problem = captured_problem_of(case)
-    lowered, cut = program_of_step(case, problem), program_of_step(case, problem, DecomposeMatmuls())
+    lowered, cut = program_of_step(case, problem), program_of_step(case, problem, cutting)
     unfused = program_of_step(case, problem, without=FuseCollectives)
     limit = int(MORE_MEMORY * simulate(lowered).peak_memory)
     clock = time.process_time()

@@ -1,4 +1,4 @@
-"""Tensor parallelism's messages are sent in chunks, beside the products that read or make them."""
+"""Tensor parallelism's messages are sent in parts, beside the products that read or make them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.cost.collective import link_of
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
@@ -16,9 +17,11 @@ from passes.ir.chunks import Site, sites_in, split
 from passes.ir.excerpt import excerpt
 from passes.ir.graph import Stage, copy_graph
 from passes.ir.mesh import Mesh
+from passes.ir.one_operator import make_one, why_not_one
 from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # chunks that are tried
+WHOLE, ONE = 1, 0  # ways beside them: as it is, or one operator of collective and products
 REACH = 16  # sites to either side of one that it is tried among: those of about a layer
 WORTH = 0.002  # part of the time that cutting one form of products must save: more kernels, more that can go wrong
 
@@ -31,11 +34,15 @@ class DecomposeMatmuls(Pass):
        the order of rows that they had. What else reads the gathered value is given the chunks put together.
     2. `reduce_scatter(mm(x, w))`, or an all-reduce, or of a sum of products, becomes products of chunks of `x`, each
        reduced, and the results put together.
+    3. With `symmetric_memory`, where the ranks of the group read each other's memory, a gather and the products that
+       read it, or a product and its reduce-scatter, can also become one operator, which sends the rows of a rank while it
+       multiplies those of another (`passes/cost/pipelined.py`).
 
-    Sites of one form (shapes, group, dtype) are cut alike, into the number of chunks that is fastest for one by itself,
-    and only where `simulate` says that it is worth it: of the part of the graph around one of them, scheduled by itself,
-    and then of the scheduled graph with all that are cut, within `memory_limit` (bytes at the graph's peak; None: a
-    twentieth more than as it is given). `fused`: as for `schedule_overlap`.
+    Sites of one form (shapes, group, dtype) are treated alike: cut into the number of chunks that is fastest for one by
+    itself, or made one operator, whichever is faster, and only where `simulate` says that it is worth it: of the part of
+    the graph around one of them, scheduled by itself, and then of the scheduled graph with all that are changed, within
+    `memory_limit` (bytes at the graph's peak; None: a twentieth more than as it is given). `fused`: as for
+    `schedule_overlap`.
 
     Before:
 
@@ -77,6 +84,7 @@ class DecomposeMatmuls(Pass):
 
     memory_limit: int | None = None
     fused: bool = True
+    symmetric_memory: bool = False
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         sites = sites_in(gm)
@@ -88,56 +96,75 @@ class DecomposeMatmuls(Pass):
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         places = {node: place for place, node in enumerate(calls)}
         forms = _by_form(sites)
+        collectives = {form: sites[numbers[0]].collective for form, numbers in forms.items()}
         found: dict[object, _Choice] = {}
         for form, numbers in forms.items():
             start, end = _around(numbers, sites, places)
             found[form] = self._choice(sites[numbers[0]], calls[start:end], found, ctx.mesh)
-        chosen = {form: choice for form, choice in found.items() if choice.count > 1}
+        chosen = {form: choice for form, choice in found.items() if choice.way is not None}
         refused = self._apply(gm, chosen, ctx.mesh) if chosen else ""
         for form, numbers in forms.items():
             told = refused if form in chosen and refused else found[form].told
             others = f", with {len(numbers) - 1} like it" if len(numbers) > 1 else ""
-            is_split = form in chosen and not refused
-            how = "split" if is_split else "left whole"
-            ctx.remark(self, sites[numbers[0]].collective, f"{how}{others}: {told}", routine=not is_split)
+            is_changed = form in chosen and not refused
+            how = "left whole" if not is_changed else "joined" if found[form].way == ONE else "split"
+            ctx.remark(self, collectives[form], f"{how}{others}: {told}", routine=not is_changed)
         return bool(chosen) and not refused
 
     def _choice(self, site: Site, calls: list[Node], found: dict[object, _Choice], mesh: Mesh) -> _Choice:
         """What pays for the sites of a form, as one of them and the `calls` around it say, with what is chosen already."""
-        count, told = self._count(site, mesh)
-        if count == 1:
-            return _Choice(1, told)
-        part = excerpt(calls)
-        self._split(part, found)
+        ways, told = self._ways(site, mesh)
+        if not ways:
+            return _Choice(None, told)
+        part = self._tried(calls, found)
         timeline = self._scheduled(part, mesh)
         exposed, around = _exposed(site.form, part, timeline), f"{format_seconds(timeline.step_time)} around it"
         if exposed < WORTH * timeline.step_time:
-            return _Choice(1, f"all but {format_seconds(exposed)} of {around} is hidden")
-        self._split(part, {site.form: _Choice(count, "")})
-        saved = timeline.step_time - self._scheduled(part, mesh).step_time
-        told = f"{count} chunks save {format_seconds(max(0.0, saved))} of {around}"
-        return _Choice(count if saved >= WORTH * timeline.step_time else 1, told)
+            return _Choice(None, f"all but {format_seconds(exposed)} of {around} is hidden")
+        times = {}
+        for way, one in zip(ways, (part, *(self._tried(calls, found) for _ in ways[1:])), strict=True):
+            self._change(one, {site.form: _Choice(way, "")})
+            times[way] = self._scheduled(one, mesh).step_time
+        best = min(ways, key=times.__getitem__)
+        saved = timeline.step_time - times[best]
+        verb = "saves" if best == ONE else "save"
+        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {around}{self._why_not_one(site, mesh)}"
+        return _Choice(best if saved >= WORTH * timeline.step_time else None, told)
 
-    def _count(self, site: Site, mesh: Mesh) -> tuple[int, str]:
-        """The number of chunks that is fastest for a site by itself, and what is said where that is 1."""
-        cuts = {count: cut for count in COUNTS if (cut := site.cut(count)) is not None}
-        if not cuts:
-            return 1, f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}"
-        times = {1: self._scheduled(excerpt(_calls(site)), mesh).step_time}
-        for count, cut in cuts.items():
+    def _ways(self, site: Site, mesh: Mesh) -> tuple[tuple[int, ...], str]:
+        """The number of chunks that is fastest for a site by itself, and `ONE`, where they are faster than the whole; and
+        what is said where neither is."""
+        cuts = [count for count in COUNTS if site.cut(count) is not None]
+        why_not = self._why_not_one(site, mesh)
+        ones = [ONE] if self.symmetric_memory and not why_not else []
+        if not cuts and not ones:
+            return (), f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}{why_not}"
+        times = {}
+        for way in (WHOLE, *cuts, *ones):
             part = excerpt(_calls(site))
-            split(sites_in(part)[0], cut, self.name)
-            times[count] = self._scheduled(part, mesh).step_time
-        best = min(times, key=lambda count: (times[count], count))
-        nearest = min(cuts, key=lambda count: (times[count], count))
-        return best, f"{format_seconds(times[1])} by itself, {format_seconds(times[nearest])} in {nearest} chunks"
+            _change(sites_in(part)[0], way, self.name)
+            times[way] = self._scheduled(part, mesh).step_time
+        tried = [min(cuts, key=times.__getitem__), *ones] if cuts else ones
+        others = ", ".join(f"{format_seconds(times[way])} in {_named(way)}" for way in tried)
+        told = f"{format_seconds(times[WHOLE])} by itself, {others}{why_not}"
+        return tuple(way for way in tried if times[way] < times[WHOLE]), told
+
+    def _why_not_one(self, site: Site, mesh: Mesh) -> str:
+        """Why a site cannot be one operator on these ranks, where that is asked for; empty where it can, or is not asked."""
+        assert mesh.hardware is not None
+        group = mesh.group_shape(mesh.axes_of_group(str(site.collective.args[-1])))
+        why = why_not_one(site)
+        if link_of(group) != "inside" or not mesh.hardware.inside.joins_memory:
+            link = mesh.hardware.inside if link_of(group) == "inside" else mesh.hardware.across
+            why = f"ranks joined by {link.name} share no memory"
+        return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
     def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], mesh: Mesh) -> str:
         """Cut what is chosen; or leave the graph as it is, and say why."""
         program = program_of_graph(gm, mesh, fused=self.fused)
         cap = memory_cap(simulate(program), self.memory_limit)
         before, whole = schedule(program, memory_limit=cap).timeline, copy_graph(gm)
-        self._split(gm, chosen)
+        self._change(gm, chosen)
         behind = self._scheduled(gm, mesh, cap)
         refused = ""
         if behind.peak_memory > cap:
@@ -146,23 +173,42 @@ class DecomposeMatmuls(Pass):
             refused = f"{format_seconds(behind.step_time)}, of {format_seconds(before.step_time)} as it is"
         if refused:
             gm.graph = whole.graph
-            return f"all that are worth it in chunks take {refused}"
+            return f"all that are worth it in parts take {refused}"
         return ""
 
     def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
         return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
 
-    def _split(self, gm: GraphModule, chosen: Mapping[object, _Choice]) -> None:
-        for form, choice in chosen.items():
-            for site in sites_in(gm) if choice.count > 1 else ():
-                if site.form == form and (cut := site.cut(choice.count)) is not None:
-                    split(site, cut, self.name)
+    def _tried(self, calls: list[Node], chosen: Mapping[object, _Choice]) -> GraphModule:
+        part = excerpt(calls)
+        self._change(part, chosen)
+        return part
+
+    def _change(self, gm: GraphModule, chosen: Mapping[object, _Choice]) -> None:
+        ways = {form: choice.way for form, choice in chosen.items() if choice.way is not None}
+        for form, way in ways.items():
+            for site in sites_in(gm):
+                if site.form == form:
+                    _change(site, way, self.name)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    count: int  # chunks; 1: whole
+    way: int | None  # a number of chunks, or `ONE`; None: whole
     told: str
+
+
+def _change(site: Site, way: int, by: str) -> None:
+    """Cut a site into chunks, or make it one operator, where that can be."""
+    if way == ONE:
+        if not why_not_one(site):
+            make_one(site, by)
+    elif way > 1 and (cut := site.cut(way)) is not None:
+        split(site, cut, by)
+
+
+def _named(way: int) -> str:
+    return "one operator" if way == ONE else f"{way} chunks"
 
 
 def _by_form(sites: list[Site]) -> dict[object, list[int]]:

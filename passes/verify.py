@@ -56,6 +56,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, Partial, Placement, R, Replicate, Shard, is_even, is_storable
 from passes.ir.mesh import Mesh
+from passes.ir.one_operator import OPERATORS
 from passes.ir.text import format_node, format_type
 from passes.ir.tokens import DTYPE_NAMES, FUNCTION_NAMES
 from passes.rules.rule import Row, Space, call_of, linear_row, row_giving, row_sharding, rule_of
@@ -291,9 +292,9 @@ class _Check:
         for node in self.graph.nodes:
             if is_step(node):
                 self.fail(node, "steps are functional collectives by now")
-            if _is_collective(node):
+            if _is_collective(node) or node.target in OPERATORS:
                 self._group(node)
-                if any(user.target is not _WAIT for user in node.users):
+                if node.target not in OPERATORS and any(user.target is not _WAIT for user in node.users):
                     self.fail(node, "what a collective gives is read before it is awaited")
 
     def _group(self, node: Node) -> None:

@@ -32,13 +32,16 @@ from passes._torch.partition import checkpoint_of, clear_checkpoint, min_cut_par
 from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
 from passes._torch.side_effects import SideEffect
 from passes._torch.structured_trace import is_traced, trace_artifact
+from passes._torch.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
 
 __all__ = [
+    "ALL_GATHER_MATMUL",
     "Box",
     "DTensorSpec",
     "FakeTensorMode",
     "InductorCode",
     "JointGraph",
+    "MATMUL_REDUCE_SCATTER",
     "OpOverload",
     "SideEffect",
     "TraceFailure",
@@ -66,6 +69,7 @@ __all__ = [
     "module_of",
     "register_group",
     "relay_dtensor",
+    "reserve_symmetric_memory",
     "run_joint_graph_passes",
     "select_decompositions",
     "shard_of",

@@ -48,7 +48,8 @@ def _bound(program: Program, phase: list[int]) -> float:
         longest = max(longest, _one_stream(heads[on], seconds[on], tails[on]))
         for some in (on, on & early, on & ~early):
             longest = max(longest, _one_task(shares, seconds[some], before[some], before[:, some].T))
-    return max(0.0, longest - float(shares[:, 0].sum()))
+    waiting = sum(program.tasks[number].waiting for number in phase)
+    return max(0.0, longest - float(shares[:, 0].sum()) + waiting)
 
 
 def _sources(program: Program, phase: list[int]) -> list[list[int]]:

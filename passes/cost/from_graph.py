@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import OpOverload
 from passes.cost.collective import collective_seconds, link_of
 from passes.cost.compute import kernel_flops, kernel_seconds, region_seconds
+from passes.cost.pipelined import pipelined
 from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
 from passes.cost.regions import bytes_read, is_alias, is_fusible, is_reduction, regions
 from passes.errors import UserError
@@ -35,6 +36,7 @@ from passes.ir.graph import (
 )
 from passes.ir.hardware import Hardware
 from passes.ir.mesh import Mesh
+from passes.ir.one_operator import OPERATORS
 from passes.ir.tokens import DTYPE_NAMES
 from passes.rules.rule import call_of
 
@@ -298,6 +300,8 @@ class _Builder:
         )
         if node.target.namespace == "_c10d_functional":
             return self._collective(node, task, prefetchable=known)
+        if node.target in OPERATORS:
+            return self._pipelined(node, task)
         if len(group) == 1 and not is_fusible(node.target):
             call = call_of(node)
             seconds = kernel_seconds(call, self.hardware)
@@ -327,6 +331,23 @@ class _Builder:
             nbytes=nbytes,
             steps=() if transfer is None else transfer.steps,
             prefetchable=prefetchable,
+        )
+
+    def _pipelined(self, node: Node, task: Task) -> Task:
+        """A kernel that sends."""
+        transfer, price = transfer_of(node), pipelined(call_of(node), self.hardware)
+        axes = self.mesh.axes_of_group(str(node.args[-1]))
+        return replace(
+            task,
+            link=link_of(self.mesh.group_shape(axes)),
+            seconds=price.seconds,
+            sending=price.sending,
+            waiting=price.waiting,
+            workspace=price.workspace,
+            axes=axes,
+            dtype=DTYPE_NAMES[results_of(node)[0].dtype],
+            flops=price.flops,
+            steps=() if transfer is None else transfer.steps,
         )
 
     def keep(self, value: Node, kind: str, fqn: str = "") -> None:

@@ -44,7 +44,8 @@ class Task:
     """One kernel (a fused region counts as one), one collective, or one parameter's update.
 
     Collectives run on the stream of their link, all others on the compute stream. A task that reads a collective's
-    result waits for it: there are no waits in a program.
+    result waits for it: there are no waits in a program. An operator that computes and sends at once is a kernel that
+    holds its link's stream as well.
     """
 
     name: str
@@ -54,6 +55,9 @@ class Task:
     inputs: tuple[str, ...] = ()  # names of buffers
     outputs: tuple[str, ...] = ()  # names of buffers, each made by this task alone
     workspace: int = 0  # bytes that it needs while it runs, beside its inputs and outputs
+    link: str = ""  # of a kernel that sends: the stream that it holds beside its own
+    sending: float = 0.0  # of such a kernel: seconds of it in which the link is in use
+    waiting: float = 0.0  # and those of them in which it computes nothing
     in_place: bool = False  # an output takes the memory of an input of its size that no later task reads
     axes: tuple[str, ...] = ()  # of a collective
     dtype: str = ""  # of a collective: "f32"
@@ -69,6 +73,19 @@ class Task:
     @property
     def is_collective(self) -> bool:
         return self.stream != COMPUTE
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether it is a collective, or a kernel that sends."""
+        return self.stream != COMPUTE or self.link != ""
+
+    def span_of_link(self, start: float, end: float) -> tuple[float, float]:
+        """When its link is in use, if it sends at all and runs from `start` to `end`: a kernel sends first."""
+        return (start, end) if self.is_collective else (start, start + self.sending)
+
+    def span_of_compute(self, start: float, end: float) -> tuple[float, float]:
+        """When it computes, if it is a kernel that runs from `start` to `end`."""
+        return start + self.waiting, end
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,9 @@ class Program:
                 readers[buffer].append(number)
             for buffer in outputs[-1]:
                 makers[buffer] = number
-        return Index(inputs, outputs, makers, readers, [STREAMS.index(task.stream) for task in self.tasks])
+        streams = [STREAMS.index(task.stream) for task in self.tasks]
+        holds = [STREAMS.index(task.link) if task.link else 0 for task in self.tasks]
+        return Index(inputs, outputs, makers, readers, streams, holds)
 
     def reordered(self, order: Sequence[int]) -> Program:
         """The same tasks in another order: that of their numbers in `order`."""
@@ -111,6 +130,7 @@ class Index:
     makers: list[int]  # per buffer, a task; -1: there before the first one
     readers: list[list[int]]
     streams: list[int]  # per task, its stream's number in STREAMS
+    holds: list[int]  # per task, the number of the link's stream that it holds beside its own, or 0
 
     def reordered(self, order: Sequence[int]) -> Index:
         """The index of the same tasks in another order."""
@@ -123,4 +143,5 @@ class Index:
             [place[maker] if maker >= 0 else -1 for maker in self.makers],
             [sorted([place[reader] for reader in readers]) for readers in self.readers],
             [self.streams[number] for number in order],
+            [self.holds[number] for number in order],
         )

@@ -456,7 +456,10 @@ class _Scheduler:
 
     def _issue(self, number: int) -> None:
         stream, clocks, turns, missing = self.streams[number], self.clocks, self.turns, self.missing
-        end = clocks[stream] = max(clocks[0], clocks[stream], turns[number]) + self.tasks[number].seconds
+        held = self.index.holds[number]
+        end = clocks[stream] = max(clocks[0], clocks[stream or held], turns[number]) + self.tasks[number].seconds
+        if held:
+            clocks[held] = end
         self.issued[number] = True
         self.order.append(number)
         self._read(number)

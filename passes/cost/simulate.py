@@ -4,7 +4,8 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
 
 1. The host issues tasks in the program's order, and never waits.
 2. Kernels run one at a time, in the order of issue. One that reads a collective's result waits for it.
-3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other.
+3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other. A kernel
+   that sends takes its turn on its link as well.
 4. A collective starts when all kernels issued before it have ended: NCCL records an event on the compute stream at
    issue. A collective that reads another's result makes the compute stream wait for that, as `wait_tensor` does.
 5. The forward, the backward and the optimizer are calls of their own: each starts when the one before has ended,
@@ -45,7 +46,7 @@ class Timeline:
     @cached_property
     def compute(self) -> float:
         """Time in which the compute stream is busy."""
-        return sum(task.seconds for task in self.program.tasks if not task.is_collective)
+        return sum(task.seconds - task.waiting for task in self.program.tasks if not task.is_collective)
 
     @cached_property
     def communication(self) -> float:
@@ -63,33 +64,35 @@ class Timeline:
 
     @cached_property
     def exposed_by_task(self) -> tuple[tuple[Task, float], ...]:
-        """Per collective, the part of its time in which the device computes nothing.
+        """Per collective, or kernel that sends, the part of its time in which the device computes nothing.
 
         Two that run at once on two links both count it: the sum can exceed `exposed`.
         """
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
-        return tuple((task, self._idle.within(start, end)) for task, start, end in spans if task.is_collective)
+        return tuple(
+            (task, self._idle.within(*task.span_of_link(start, end))) for task, start, end in spans if task.is_sending
+        )
 
     @cached_property
     def exposed_spans(self) -> tuple[tuple[int, float, float], ...]:
-        """Numbers of collectives, with the start and end of each stretch in which the device computes nothing."""
+        """Numbers of collectives and kernels that send, with start and end of each stretch in which nothing is computed."""
         spans = enumerate(zip(self.program.tasks, self.starts, self.ends, strict=True))
         return tuple(
             (number, *span)
             for number, (task, start, end) in spans
-            if task.is_collective
-            for span in self._idle.spans(start, end)
+            if task.is_sending
+            for span in self._idle.spans(*task.span_of_link(start, end))
         )
 
     @cached_property
     def _idle(self) -> _Gaps:
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
-        return _gaps([(start, end) for task, start, end in spans if not task.is_collective])
+        return _gaps([task.span_of_compute(start, end) for task, start, end in spans if not task.is_collective])
 
     @cached_property
     def _communicating(self) -> list[tuple[float, float]]:
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
-        return _union(sorted((start, end) for task, start, end in spans if task.is_collective))
+        return _union(sorted(task.span_of_link(start, end) for task, start, end in spans if task.is_sending))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
@@ -144,8 +147,8 @@ def _times(
     ready = [0.0] * len(index.makers)
     starts, ends, turns = [], [], []
     running = calls[0] if calls else 0
-    for inputs, outputs, stream, duration, call in zip(
-        index.inputs, index.outputs, index.streams, seconds, calls, strict=True
+    for inputs, outputs, stream, held, duration, call in zip(
+        index.inputs, index.outputs, index.streams, index.holds, seconds, calls, strict=True
     ):
         turn = clocks[0]
         for buffer in inputs:
@@ -154,9 +157,11 @@ def _times(
         if call > running:
             running, turn = call, max(turn, *clocks)
         clocks[0] = turn
-        start = turn if stream == 0 else max(turn, clocks[stream])
+        start = turn if stream == held else max(turn, clocks[stream or held])
         end = start + duration
         clocks[stream] = end
+        if held:
+            clocks[held] = end
         for buffer in outputs:
             ready[buffer] = end
         starts.append(start)

@@ -8,29 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from passes._torch import OpOverload, fake_mode_of
-from passes.ir.fake import fake_call, is_viewable
+from passes._torch import OpOverload
 from passes.ir.graph import (
-    add_call,
-    copy_facts,
-    has_layout,
-    layouts_of,
     note_of,
     operands,
-    set_layouts,
     set_note,
     set_transfer,
-    set_value,
     tensor_of,
     transfer_of,
-    value_of,
 )
 from passes.ir.rows import Rows, is_move, rows_gathered, rows_scattered, width_of
+from passes.ir.writer import Writer
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -160,15 +152,12 @@ def split(site: Site, cut: Cut, by: str) -> None:
         chunks.reduction()
 
 
-class _Chunks:
+class _Chunks(Writer):
     """Adds the chunks of a site."""
 
     def __init__(self, site: Site, cut: Cut, by: str) -> None:
+        super().__init__(site.collective)
         self.site, self.cut, self.by = site, cut, by
-        self.graph: Graph = site.collective.graph
-        self.fake_mode = fake_mode_of([value_of(site.collective)])
-        self.before, self.facts = site.collective, site.collective  # where calls are added, and what for
-        self.erased: set[Node] = set()
         rows = site.rows
         self.part = Rows(rows.before // cut.before, rows.ranks, rows.behind // cut.behind)
 
@@ -259,46 +248,6 @@ class _Chunks:
         runs = [split[start : start + self.cut.behind] for start in range(0, len(split), self.cut.behind)]
         whole = [self.call(aten.cat.default, run, 2) if len(run) > 1 else run[0] for run in runs]
         return self.call(aten.cat.default, whole, 0) if len(whole) > 1 else whole[0]
-
-    def replace(self, old: Node, new: Node) -> None:
-        result = self.view(new, list(tensor_of(old).shape))
-        if has_layout(old):
-            set_layouts(result, *layouts_of(old))
-        old.replace_all_uses_with(result)
-        self.erase(old)
-
-    def erase(self, node: Node) -> None:
-        """Remove what nobody reads any more, from `node` on backwards."""
-        queue = [node]
-        while queue:
-            dead = queue.pop()
-            if dead not in self.erased and not dead.users and dead.op == "call_function":
-                self.erased.add(dead)
-                queue += dead.all_input_nodes
-                self.graph.erase_node(dead)
-
-    def view(self, value: Node, shape: list[int]) -> Node:
-        held = tensor_of(value)
-        if -1 in shape:
-            rest = held.numel() // -math.prod(shape)
-            shape = [rest if size == -1 else size for size in shape]
-        if list(held.shape) == shape:
-            return value
-        return self.call(aten.view.default, value if is_viewable(held, shape) else self.copied(value), shape)
-
-    def contiguous(self, value: Node) -> Node:
-        return value if tensor_of(value).is_contiguous() else self.copied(value)
-
-    def copied(self, value: Node) -> Node:
-        return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-
-    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        with self.graph.inserting_before(self.before):
-            new = add_call(self.graph, op, args, kwargs)
-        set_value(new, fake_call(self.fake_mode, op, args, kwargs))
-        copy_facts(self.facts, new)
-        set_note(new, note_of(self.facts))
-        return new
 
 
 def _op_of(node: Node) -> OpOverload:

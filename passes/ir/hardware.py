@@ -33,6 +33,11 @@ class Link:
     reduces: float = 0.0
     """Bytes/s at which a switch that adds all-reduces a tensor, whatever the number of devices; 0: it cannot."""
 
+    @property
+    def joins_memory(self) -> bool:
+        """Whether each of the devices that it joins reads and writes the memory of the others: symmetric memory."""
+        return self.name in ("NVLink", "NVSwitch")
+
 
 @dataclass(frozen=True)
 class Group:

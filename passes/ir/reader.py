@@ -46,6 +46,8 @@ _TRANSFERS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
 }
 
 
@@ -217,7 +219,7 @@ class Reader:
             else:
                 args.append(self._argument(tokens))
         node = self.graph.create_node("call_function", self._target(target), tuple(args), kwargs, name)
-        kind = _TRANSFERS.get(target.removeprefix("_c10d_functional."))
+        kind = _TRANSFERS.get(target.removeprefix("_c10d_functional.").removeprefix("autoshard."))
         if kind is not None and isinstance(args[-1], str):
             with self.lines.located():
                 set_transfer(node, Transfer(kind, self.mesh.axes_of_group(args[-1])))

@@ -1,4 +1,4 @@
-"""Products in chunks, on real ranks and in Inductor's code: the same numbers, in the order of the graph."""
+"""Products in chunks, or in one operator with their collective, on real ranks and in Inductor's code: the same numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import passes.decompose_matmuls
-from autoshard import Options, autoshard
+from autoshard import Options, autoshard, shared_memory
+from passes.decompose_matmuls import ONE, DecomposeMatmuls
+from passes.ir.one_operator import why_not_one
 from tests.spawn import run_on_ranks
 from tests.spmd.oracle import relative_error
 
@@ -29,23 +31,29 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_a_step_in_chunks_is_that_of_one_device() -> None:
-    for worst, chunks in run_on_ranks(_step, 2, ["eager", "inductor"], timeout=300):
+def test_a_step_in_parts_is_that_of_one_device() -> None:
+    """Op by op, and in Inductor's code: all in chunks, and then in one operator what can be."""
+    asked = [("eager", 2), ("inductor", ONE)]
+    for worst, told in run_on_ranks(_step, 2, asked, timeout=300):
         assert worst < 1e-10
-        assert chunks == 3
+        assert told == [["split"] * 3, ["joined", "joined", "split"]]  # there is no operator for a sum of products
 
 
-def _step(rank: int, modes: list[Any]) -> tuple[float, int]:
-    """The largest relative error of the loss and of the gradients, and how many collectives were cut."""
-    worst = 0.0
-    for mode in modes:
+def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str]]]:
+    """The largest relative error of the loss and of the gradients, and what was made of each collective."""
+    worst, told = 0.0, []
+    for mode, way in asked:
         torch.manual_seed(0)
         one, x = Block().double(), torch.randn(2, 8, 8, dtype=torch.float64)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        options = Options(recipe="megatron", compile=mode, hardware="h100")
+        options = Options(recipe="megatron", compile=mode, hardware="h100", symmetric_memory=True)
         with (
+            mock.patch.object(shared_memory, "DEVICES", ("cpu",)),
+            mock.patch("torch._inductor.config.cpp_cache_precompile_headers", False),  # takes longer than it saves
             mock.patch.object(passes.decompose_matmuls, "WORTH", -1e9),  # of the step: whatever it costs
-            mock.patch.object(passes.decompose_matmuls.DecomposeMatmuls, "_count", lambda *_: (2, "chunks")),
+            mock.patch.object(
+                DecomposeMatmuls, "_ways", lambda _, site, mesh, way=way: ((2 if why_not_one(site) else way,), "")
+            ),
         ):
             model = autoshard(copy.deepcopy(one), mesh, (x,), options=options)
             loss, want = model(model.shard(x)), one(x)
@@ -56,5 +64,6 @@ def _step(rank: int, modes: list[Any]) -> tuple[float, int]:
             gradient = one.get_parameter(name).grad
             assert gradient is not None and parameter.grad is not None
             worst = max(worst, relative_error(parameter.grad.full_tensor(), gradient))
-        told = [remark.text for remark in model.plan.remarks if remark.pass_name == "decompose_matmuls"]
-    return worst, len(told)
+        remarks = [remark.text for remark in model.plan.remarks if remark.pass_name == "decompose_matmuls"]
+        told.append([text.partition(":")[0].partition(",")[0] for text in remarks])
+    return worst, told
