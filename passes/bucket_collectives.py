@@ -13,7 +13,7 @@ from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program
-from passes.cost.schedule import bucketed, memory_cap, schedule
+from passes.cost.schedule import WORTH, Schedule, bucketed, memory_cap, prefetch, schedule
 from passes.cost.simulate import simulate
 from passes.ir.fake import fake_call
 from passes.ir.graph import (
@@ -103,29 +103,42 @@ class BucketCollectives(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         program = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
-        joined, cap = neighbours(program, self.limit // SMALLER), None
-        if ctx.mesh.hardware is not None:
-            cap = memory_cap(simulate(program), self.memory_limit)
-            best, _ = bucketed(program, sizes(self.limit)[1:], memory_limit=cap)
-            joined = buckets(program, best)
+        if ctx.mesh.hardware is None:
+            joined = neighbours(program, self.limit // SMALLER)
+            _join_all(gm, program, joined)
+            return bool(joined)
+        cap = memory_cap(simulate(program), self.memory_limit)
+        found, best = bucketed(program, sizes(self.limit)[1:], memory_limit=cap)
+        joined = buckets(program, found)
         if not joined:
             return False
-        before, nodes = copy_graph(gm), {node.name: node for node in gm.graph.nodes}
-        for members in joined:
-            _join([nodes[program.tasks[number].nodes[-1]] for number in members])
-        return cap is None or self._is_no_worse(gm, before, program, cap, ctx)
+        before = copy_graph(gm)
+        _join_all(gm, program, joined)
+        again = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
+        failing = _is_worse(again, best, program, cap)
+        if failing:
+            gm.graph = before.graph
+            ctx.remark(self, output_node(gm.graph), f"not joined: {failing}")
+        return not failing
 
-    def _is_no_worse(self, gm: GraphModule, before: GraphModule, program: Program, cap: int, ctx: PassContext) -> bool:
-        """Whether the graph's own copies fit and cost no more than the predicted ones saved; else it is as before."""
-        joined = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
-        peak, seconds = simulate(joined).peak_memory, schedule(joined, memory_limit=cap).timeline.step_time
-        plain = schedule(program, memory_limit=cap).timeline.step_time
-        if peak <= cap and seconds <= plain:
-            return True
-        gm.graph = before.graph
-        told = f"not joined: predicted to take {plain:.5g} s, and {seconds:.5g} s and {peak} of {cap} bytes in buckets"
-        ctx.remark(self, output_node(gm.graph), told)
-        return False
+
+def _is_worse(again: Program, best: Schedule, program: Program, cap: int) -> str:
+    """What is worse of a graph in buckets, `again`, than of it without, whose copies were predicted; "" where nothing is."""
+    peak = simulate(again).peak_memory
+    ordered = prefetch(again, best.window_bytes, fill=best.fill, held_seconds=best.held_seconds, room=best.room_bytes)
+    timeline = simulate(ordered)
+    is_as_predicted = timeline.step_time <= (1 + WORTH) * best.timeline.step_time  # `best` saves more than that
+    if max(peak, timeline.peak_memory) <= cap and is_as_predicted:
+        return ""
+    plain, seconds = (schedule(one, memory_limit=cap).timeline.step_time for one in (program, again))
+    told = f"predicted to take {plain:.5g} s, and {seconds:.5g} s and {peak} of {cap} bytes in buckets"
+    return "" if peak <= cap and seconds <= plain else told
+
+
+def _join_all(gm: GraphModule, program: Program, joined: list[list[int]]) -> None:
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for members in joined:
+        _join([nodes[program.tasks[number].nodes[-1]] for number in members])
 
 
 def _join(members: list[Node]) -> None:
