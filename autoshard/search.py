@@ -19,6 +19,7 @@ from passes.base import PassContext
 from passes.errors import InputError, MemoryLimitError, RecipeError
 from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
+from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
@@ -141,12 +142,18 @@ class _Contest:
         if key not in self.folded.prepared:
             try:
                 with uncollected():
-                    gm = seeded(self.problem, self.folded, self._unpinned)
-                    self.folded.prepared[key] = prepare(gm, self.problem.mesh, deadline=deadline)
+                    self.folded.prepared[key] = self._prepared(*key, deadline)
             except TimeoutError:
                 return False
         self.prepared = self.folded.prepared[key]
         return True
+
+    def _prepared(self, seed: Seed, mesh: Mesh, deadline: float) -> Prepared:
+        """The problem, made of one that was stated for the same axes if there is one."""
+        for (other, axes), prepared in self.folded.prepared.items():
+            if other == seed and (axes.names, axes.sizes) == (mesh.names, mesh.sizes):
+                return prepared.on(mesh, deadline=deadline)
+        return prepare(seeded(self.problem, self.folded, self._unpinned), mesh, deadline=deadline)
 
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)

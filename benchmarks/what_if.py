@@ -1,7 +1,7 @@
 """How long a plan takes to answer what if: `python -m benchmarks.what_if`.
 
 Llama 3 8B on 32 x 8 H100 is planned; then seconds of CPU of `with_` for other hardware, meshes, limits, pins and a recipe,
-each with the step and the peak of its answer.
+each with the step and the peak of its answer; and of `explain` and `diff`, printed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autoshard import Mesh, Options, plan
 from examples.llama import llama3_8b
 
 PIN = {"layers.*.attention.wq.weight": {"tp": Shard(0)}}
+WEIGHT, MODULE = "layers.0.attention.wq.weight", "layers.0.feed_forward"
 SHORT = 0.8  # of the peak: a limit that binds
 
 
@@ -42,6 +43,15 @@ def main() -> None:
         assert found.cost is not None
         step, peak = found.cost.step_time * 1e3, found.cost.peak_memory / 1e9
         print(f"{seconds:5.1f} s of CPU, step {step:6.1f} ms, peak {peak:5.1f} GB: with_({change})", flush=True)
+    for name, ask in {
+        "explain, a weight, of the plan": lambda: made.explain(WEIGHT),
+        "explain, a module, of the plan": lambda: made.explain(MODULE),
+        "explain, a weight, of the last answer": lambda: found.explain(WEIGHT),
+        "diff": lambda: made.diff(found),
+    }.items():
+        started = time.process_time()
+        str(ask())
+        print(f"{time.process_time() - started:5.1f} s of CPU: {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,21 @@ from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
 from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import bucketed, memory_cap
+from passes.cost.program import Program
+from passes.cost.schedule import bucketed, memory_cap, schedule
 from passes.cost.simulate import simulate
 from passes.ir.fake import fake_call
 from passes.ir.graph import (
     Stage,
     add_call,
     copy_facts,
+    copy_graph,
     has_layout,
     is_recompute,
     layouts_of,
     note_of,
     operands,
+    output_node,
     set_layouts,
     set_note,
     set_recompute,
@@ -55,8 +58,9 @@ class BucketCollectives(Pass):
 
     Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
     the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest, by mesh axes and dtype; none
-    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. Else
-    a bucket has a sixteenth of `limit`. `fused` says whether Inductor joins kernels.
+    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. The
+    graph in buckets is priced again: where it is slower, or has no room, nothing is joined. Else a bucket has a sixteenth of
+    `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
 
@@ -99,15 +103,29 @@ class BucketCollectives(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         program = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
-        joined = neighbours(program, self.limit // SMALLER)
+        joined, cap = neighbours(program, self.limit // SMALLER), None
         if ctx.mesh.hardware is not None:
             cap = memory_cap(simulate(program), self.memory_limit)
             best, _ = bucketed(program, sizes(self.limit)[1:], memory_limit=cap)
             joined = buckets(program, best)
-        nodes = {node.name: node for node in gm.graph.nodes}
+        if not joined:
+            return False
+        before, nodes = copy_graph(gm), {node.name: node for node in gm.graph.nodes}
         for members in joined:
             _join([nodes[program.tasks[number].nodes[-1]] for number in members])
-        return bool(joined)
+        return cap is None or self._is_no_worse(gm, before, program, cap, ctx)
+
+    def _is_no_worse(self, gm: GraphModule, before: GraphModule, program: Program, cap: int, ctx: PassContext) -> bool:
+        """Whether the graph's own copies fit and cost no more than the predicted ones saved; else it is as before."""
+        joined = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
+        peak, seconds = simulate(joined).peak_memory, schedule(joined, memory_limit=cap).timeline.step_time
+        plain = schedule(program, memory_limit=cap).timeline.step_time
+        if peak <= cap and seconds <= plain:
+            return True
+        gm.graph = before.graph
+        told = f"not joined: predicted to take {plain:.5g} s, and {seconds:.5g} s and {peak} of {cap} bytes in buckets"
+        ctx.remark(self, output_node(gm.graph), told)
+        return False
 
 
 def _join(members: list[Node]) -> None:

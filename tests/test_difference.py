@@ -74,6 +74,20 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": "a100-pcie"},
+        pytest.param({"mesh": "dp=4,tp=1"}, marks=pytest.mark.slow),
+        pytest.param({"params": {"layers.*.0.weight": {"tp": "S(1)"}}}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_search_kept_changes_no_answer(change: dict[str, Any]) -> None:
+    kept = base().with_(recipe="auto")
+    answer = planned(recipe="fsdp").with_(recipe="auto", **change)  # of a plan that no search was made for
+    assert kept.with_(**change) == answer
+
+
 def test_what_cannot_be_changed() -> None:
     with pytest.raises(UserError) as caught:
         base().with_(memory_limits="60GB")
@@ -125,8 +139,8 @@ values
   layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 4
 collectives
   all_gather tp layers.0-2.{0,2}         5 x, 2.5 KiB  -> -               exposed -41.0 us
+  reduce_scatter tp layers.0-2.{0,2}     5 x, 2.5 KiB  -> -               exposed -26.1 us
   all_gather dp.tp layers.0-2.{0,2}      -             -> 11 x, 16.5 KiB  exposed +23.1 us
-  reduce_scatter tp layers.0-2.{0,2}     5 x, 2.5 KiB  -> -               exposed -18.6 us
   reduce_scatter dp.tp layers.0-2.{0,2}  -             -> 6 x, 9.0 KiB    exposed +15.5 us
   all_gather dp layers.0-2.{0,2}         11 x, 5.5 KiB -> -               exposed -14.9 us
   reduce_scatter dp layers.0-2.{0,2}     6 x, 3.0 KiB  -> -               exposed -8.71 us""")
@@ -151,8 +165,8 @@ memory
 collectives
   all_gather tp layers.0-2.{0,2}      5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -17.4 us
   all_gather dp layers.0-2.{0,2}      11 x, 5.5 KiB -> 11 x, 8.2 KiB  exposed +13.6 us
-  all_reduce dp output                1 x, 4 B      -> 1 x, 6 B       exposed +9.30 us
   reduce_scatter dp layers.0-2.{0,2}  6 x, 3.0 KiB  -> 6 x, 4.5 KiB   exposed +6.81 us
+  all_reduce dp output                1 x, 4 B      -> 1 x, 6 B       exposed -3.20 us
   reduce_scatter tp layers.0-2.{0,2}  5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -0.00 us""")
 
 

@@ -21,11 +21,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor_order import GraphOrder
+from passes._torch.inductor_patterns import possible_patterns
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
     """What Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
-    with _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]):
+    with _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]), possible_patterns():
         joint_graph_passes(gm)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from passes.ir.fake import is_viewable
 from passes.ir.graph import tensor_of
 from passes.ir.layout import PARTIAL_OPS
 from passes.rules.factors import Dim, Factors, whole_dims
@@ -26,17 +27,9 @@ MOVES = (Linear((0,), PARTIAL_OPS),)
 def local_reshape(call: LocalCall) -> Node:
     """A reshape to the per-device shape of the result; by a copy where strides leave no other way."""
     operand, shape = call.operands[0], list(call.local_shape())
-    if not _is_viewable(tensor_of(operand), shape):
+    if not is_viewable(tensor_of(operand), shape):
         operand = call.emit(aten.clone.default, operand, memory_format=torch.contiguous_format)
     return call.emit(aten.view.default, operand, shape)
-
-
-def _is_viewable(tensor: torch.Tensor, shape: list[int]) -> bool:
-    try:
-        tensor.view(shape)
-    except (RuntimeError, ValueError):
-        return False
-    return True
 
 
 def _reshape(call: Call) -> Space:

@@ -1,9 +1,9 @@
-"""From a CAPTURED graph to the problem of its layouts."""
+"""From a CAPTURED graph to the problem of its layouts, before anything has a price."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch.fx import GraphModule, Node
@@ -31,43 +31,25 @@ from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
 from passes.search.choices import Choice, Choices
+from passes.search.draft import Draft, Owner, Part, Undecided
 from passes.search.groups import SMALL, Groups, joined
-from passes.search.kernels import Kernels
-from passes.search.problem import Floats, Problem, Segment, Use, Value, Variable
+from passes.search.problem import Ints, Segment, Use, Value
 from passes.search.ties import ties_of
 
-Costs = tuple[Floats, Floats, Floats]  # per choice: seconds, bytes that stay, bytes of one node while it runs
 
+def draft(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Draft:
+    """The problem of placing `gm`, with tied layers as one; of the mesh, it depends on the axes alone.
 
-@dataclass(frozen=True)
-class Owner:
-    """The variable that decides about a node, and the slots of its first result and operand in the choices."""
-
-    variable: int
-    results: int = 0
-    needs: int = 0
-
-
-@dataclass(frozen=True)
-class Built:
-    """The problem, and how its variables' choices are written into the graph. Nodes are looked up by their first tied."""
-
-    problem: Problem
-    first: Mapping[Node, Node]
-    owners: Mapping[Node, Owner]
-    ends: Mapping[int, Use]  # position in the graph's output -> the operand that it is
-
-
-def build(gm: GraphModule, kernels: Kernels) -> Built:
-    """The problem of placing `gm`, with tied layers as one. Raises ConstraintError for pins that no layout meets."""
-    return _Builder(gm, kernels).built()
+    Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
+    """
+    return _Builder(gm, mesh, deadline).draft()
 
 
 class _Builder:
     """Nodes are grouped into variables, variables get choices, values connect them."""
 
-    def __init__(self, gm: GraphModule, kernels: Kernels) -> None:
-        self.gm, self.kernels, self.mesh = gm, kernels, kernels.mesh
+    def __init__(self, gm: GraphModule, mesh: Mesh, deadline: float) -> None:
+        self.gm, self.mesh, self.deadline = gm, mesh, deadline
         self.nodes = tuple(n for n in gm.graph.nodes if n.op != "output" and results_of(n))
         self.ties = ties_of(gm)
         self.alike: dict[Node, list[Node]] = {}
@@ -82,7 +64,7 @@ class _Builder:
         self.saved = {self.ties.first[node] for node in _saved(self.nodes, self.forward)}
         self.names: list[tuple[str, bool]] = []
         self.segment = self._segments()
-        self.variables: list[Variable] = []
+        self.variables: list[Undecided] = []
         self.owners: dict[Node, Owner] = {}
         self.ends: dict[int, Use] = {}
         self.inside: set[tuple[Node, int]] = set()  # operands that a call has from one of its group
@@ -92,7 +74,7 @@ class _Builder:
             if isinstance(value, Node)
         ]
 
-    def built(self) -> Built:
+    def draft(self) -> Draft:
         self._inputs()
         self._parameters()
         self._whole()
@@ -101,8 +83,8 @@ class _Builder:
         for group in groups:
             self._calls(group)
         described = tuple(self._described())
-        problem = Problem(tuple(self.variables), tuple(self._values()), described)
-        return Built(problem, self.ties.first, self.owners, self.ends)
+        values = tuple(self._values())
+        return Draft(tuple(self.variables), values, described, self.ties.first, self.owners, self.ends)
 
     def _is_free(self, node: Node) -> bool:
         return self.ties.first[node] is node and node not in self.owners
@@ -114,17 +96,16 @@ class _Builder:
     def _count(self, node: Node) -> int:
         return sum(self.ties.count[alike] for alike in self.alike[node])
 
-    def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...], costs: Costs | None = None) -> int:
-        costs = costs or self._costs(nodes[0], choices)
-        segment = self.segment.get(nodes[0], 0)
-        self.variables.append(Variable(nodes[0].name, nodes, choices, segment, *costs))
+    def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...], parts: Sequence[Part] = ()) -> int:
+        if time.perf_counter() > self.deadline:
+            raise TimeoutError
+        parts = parts or [self._part_of(nodes[0], choices)]
+        self.variables.append(Undecided(nodes, choices, self.segment.get(nodes[0], 0), tuple(parts)))
         return len(self.variables) - 1
 
-    def _costs(self, node: Node, choices: tuple[Choice, ...]) -> Costs:
-        """Seconds and bytes of a node and those tied to it, and bytes of one while it runs, per choice."""
-        seconds, state, results, held = self.kernels.costs(node, choices)
-        count = self._count(node)
-        return seconds * count, (state + results if node in self.saved else state) * count, held
+    def _part_of(self, node: Node, choices: tuple[Choice, ...], numbers: Ints | None = None) -> Part:
+        """What a node and those tied to it take of a variable."""
+        return Part(node, choices, numbers, self._count(node), node in self.saved)
 
     # --- the border
 
@@ -236,11 +217,10 @@ class _Builder:
         choices = {node: self.choices.of(node) for node in group}
         found = joined(group, choices)
         numbers = np.array(found)
-        costs = [[row[numbers[:, i]] for row in self._costs(node, choices[node])] for i, node in enumerate(group)]
-        seconds, state, held = (np.array([one[row] for one in costs]) for row in range(3))
+        parts = [self._part_of(node, choices[node], numbers[:, i]) for i, node in enumerate(group)]
         both = [[choices[node][one] for node, one in zip(group, picked, strict=True)] for picked in found]
         together = tuple(Choice(sum((c.needs for c in one), ()), sum((c.results for c in one), ())) for one in both)
-        variable = self._add(group, together, (seconds.sum(0), state.sum(0), held.max(0)))
+        variable = self._add(group, together, parts)
         needs = results = 0
         for node in group:
             self.owners[node] = Owner(variable, results, needs)

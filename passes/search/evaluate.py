@@ -5,20 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from passes.search.model import COMPUTE, Plan, charged, repeated
-from passes.search.prices import Prices
-from passes.search.problem import Problem
-from passes.search.relax import Sides, held_by, move_of
+from passes.search.sides import Sides
 
 
-def evaluate(
-    problem: Problem, sides: Sides, prices: Prices, picked: list[int], *, keeps: float, repeats: float | None = None
-) -> Plan | None:
+def evaluate(sides: Sides, picked: list[int], *, keeps: float, repeats: float | None = None) -> Plan | None:
     """The plan of these choices; None where a value cannot move as they need.
 
     What the forward gathered of parameters stays for the backward, where that needs the same, if that saves at least
     `keeps` seconds on links for a byte; what it moved of other values, if `repeats` (by default the same).
     """
-    repeats = keeps if repeats is None else repeats
+    problem, repeats = sides.problem, keeps if repeats is None else repeats
     busy = np.zeros((len(problem.segments), 3))
     memory = problem.base
     for variable, choice in zip(problem.variables, picked, strict=True):
@@ -36,17 +32,17 @@ def evaluate(
             layout = sides.targets[number][target]
             if layout == sides.sources[number][source]:
                 continue
-            move = move_of(problem, sides, prices, number, (source, target))
+            move, tariff = sides.move(number, (source, target)), sides.tariffs[number]
             if move is None:
                 return None
             moved[-1].add(layout)
-            nbytes = prices.nbytes(value.shape, value.itemsize, problem.layout(layout)) * value.count
+            nbytes = float(tariff.moved[target])
             seconds = (move.inside + move.across) * value.count
             if value.again >= 0 and layout in moved[value.again] and seconds > keeps * nbytes:
                 kept.append(number)
                 memory += nbytes
                 continue
-            held = held_by(problem, sides, prices, number, (source, target))
+            held = float(tariff.held[source, target])
             if held and value.backward >= 0 and seconds <= repeats * held:
                 again.append(number)
                 busy[value.backward] += repeated(problem, value, move)

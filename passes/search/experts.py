@@ -23,21 +23,19 @@ from passes.ir.graph import (
     returned,
 )
 from passes.ir.layout import Layout
-from passes.search.build import Built
+from passes.search.draft import Built
 from passes.search.evaluate import evaluate
-from passes.search.prices import Prices
 from passes.search.problem import Use
-from passes.search.relax import Sides
+from passes.search.sides import Sides
 
 
-def price(gm: GraphModule, built: Built, prices: Prices, placed: GraphModule) -> float | None:
+def price(gm: GraphModule, built: Built, sides: Sides, placed: GraphModule) -> float | None:
     """Predicted step, in seconds, of the layouts of `placed`: the graph `gm` that `built` is of, with reshards added
     and every node placed. Where it has layouts that the search does not consider, of those that are most like it; None
     where these do not go together."""
     picked = _picked(gm, built, placed)
-    problem, gathers_again = built.problem, any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
-    keeps = float("inf") if gathers_again else 0.0
-    plan = evaluate(problem, Sides(problem), prices, picked, keeps=keeps, repeats=0.0)
+    gathers_again = any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
+    plan = evaluate(sides, picked, keeps=float("inf") if gathers_again else 0.0, repeats=0.0)
     return None if plan is None else plan.objective
 
 

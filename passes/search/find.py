@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
@@ -13,7 +14,8 @@ from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_o
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes
 from passes.search.bound import Dual, Left
-from passes.search.build import Built, build
+from passes.search.build import draft
+from passes.search.draft import Built, Draft, priced
 from passes.search.evaluate import evaluate
 from passes.search.experts import price
 from passes.search.kernels import Kernels
@@ -21,7 +23,8 @@ from passes.search.model import Model, Plan
 from passes.search.prices import Prices
 from passes.search.problem import Problem
 from passes.search.refute import is_refuted
-from passes.search.relax import Relaxation, Sides, Weights
+from passes.search.relax import Relaxation, Weights
+from passes.search.sides import Sides
 from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
 
@@ -59,8 +62,23 @@ class Prepared:
     """The problem of a graph's layouts, to be solved for any goal."""
 
     graph: GraphModule
+    draft: Draft
+    kernels: Kernels
     built: Built
-    prices: Prices
+
+    @staticmethod
+    def of(graph: GraphModule, draft: Draft, kernels: Kernels, deadline: float) -> Prepared:
+        """With prices. Raises TimeoutError past `deadline` (by `time.perf_counter`)."""
+        return Prepared(graph, draft, kernels, priced(draft, kernels, deadline))
+
+    def on(self, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
+        """The same on other hardware, or on other links: what choices there are depends on the mesh's axes alone."""
+        kernels = self.kernels.on(self.kernels.prices.on(mesh))
+        return Prepared.of(self.graph, self.draft, kernels, deadline)
+
+    @cached_property
+    def sides(self) -> Sides:
+        return Sides(self.built.problem, self.kernels.prices)
 
     def solutions(self, goal: Goal) -> Iterator[Solution]:
         """Good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
@@ -68,7 +86,7 @@ class Prepared:
         Raises MemoryLimitError where no plan was found that fits.
         """
         started = time.perf_counter()
-        for plan, bound in plans(self.built.problem, self.prices, goal):
+        for plan, bound in _Search(self.sides, goal).run():
             yield self._solution(plan, bound, started)
 
     def explore(self, goal: Goal) -> Searched:
@@ -76,22 +94,22 @@ class Prepared:
 
         Raises MemoryLimitError where no plan was found that fits.
         """
-        search = _Search(self.built.problem, self.prices, goal)
+        search = _Search(self.sides, goal)
         plan, _ = list(search.run())[-1]
-        return Searched(self.graph, self.built, self.prices, plan, search.relaxation)
+        return Searched(self.graph, self.built, plan, search.relaxation)
 
     def least(self, *, keep: bool | None = None) -> Iterator[Solution]:
         """Layouts that take little memory, whatever they cost: the quickest of those first. `keep` is as in a `Goal`."""
         for worth in DEAR:
             started = time.perf_counter()
-            plan = _Search(self.built.problem, self.prices, Goal(keep=keep)).least(worth)
+            plan = _Search(self.sides, Goal(keep=keep)).least(worth)
             if plan is not None:
                 yield self._solution(plan, 0.0, started)
 
     def price(self, placed: GraphModule) -> float | None:
         """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
         where these do not go together."""
-        return price(self.graph, self.built, self.prices, placed)
+        return price(self.graph, self.built, self.sides, placed)
 
     def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
         return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)
@@ -103,7 +121,6 @@ class Searched:
 
     graph: GraphModule
     built: Built
-    prices: Prices
     plan: Plan
     relaxation: Relaxation  # under the weights with the highest bound that was found
 
@@ -126,8 +143,8 @@ def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> P
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
     assert mesh.hardware is not None
-    prices = Prices(mesh, mesh.hardware)
-    return Prepared(gm, build(gm, Kernels(gm.graph, prices, deadline)), prices)
+    kernels = Kernels(gm.graph, Prices(mesh, mesh.hardware))
+    return Prepared.of(gm, draft(gm, mesh, deadline=deadline), kernels, deadline)
 
 
 def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, float]]:
@@ -136,8 +153,7 @@ def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, 
 
     Raises MemoryLimitError where no plan was found that fits the limit.
     """
-    search = _Search(problem, prices, goal)
-    yield from search.run()
+    yield from _Search(Sides(problem, prices), goal).run()
 
 
 def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
@@ -148,11 +164,10 @@ def solve(problem: Problem, prices: Prices, goal: Goal) -> tuple[Plan, float]:
 class _Search:
     """Bounds from below and plans from above, until they meet."""
 
-    def __init__(self, problem: Problem, prices: Prices, goal: Goal) -> None:
-        self.problem, self.prices, self.goal = problem, prices, goal
+    def __init__(self, sides: Sides, goal: Goal) -> None:
+        self.problem, self.sides, self.goal = sides.problem, sides, goal
         self.started = time.perf_counter()
-        self.sides = Sides(problem)
-        self.relaxation = Relaxation(problem, self.sides, prices)
+        self.relaxation = Relaxation(sides)
         self.best: Plan | None = None
         self.smallest = float("inf")  # bytes of the smallest plan seen
         self.bound = 0.0
@@ -227,7 +242,7 @@ class _Search:
         self.bound = max(self.bound, dual.bound - self.paid)
         picked = dual.decode(range(len(dual.choices)))
         for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
-            plan = self._kept(evaluate(self.problem, self.sides, self.prices, picked, keeps=keeps))
+            plan = self._kept(evaluate(self.sides, picked, keeps=keeps))
             if plan is None:
                 return
             self.plans.append(plan)
@@ -240,7 +255,7 @@ class _Search:
         if plan is None or self.goal.keep is None:
             return plan
         keeps, byte = 0.0 if self.goal.keep else float("inf"), self.relaxation.weights.byte
-        return evaluate(self.problem, self.sides, self.prices, plan.picked, keeps=keeps, repeats=byte)
+        return evaluate(self.sides, plan.picked, keeps=keeps, repeats=byte)
 
     def _take_solved(self, plan: Plan | None) -> None:
         """Take what a program found, which keeps what it likes."""
@@ -289,7 +304,7 @@ class _Search:
         return next((left for left in lefts if left.size <= LARGE), struck.nearest(0, plans))
 
     def _model(self, left: Left) -> Model:
-        return Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+        return Model(self.sides, left, self.goal.memory_limit)
 
     def _reweigh(self, relaxation: Relaxation, weights: Weights, tolerance: float = 1e-4) -> None:
         relaxation.reweigh(weights)
@@ -307,7 +322,7 @@ class _Search:
             self.is_tired = self.best is not None and (left.size > PROVABLE or self._is_late())
             if self.is_tired:
                 return
-            model = Model(self.problem, self.sides, self.prices, left, self.goal.memory_limit)
+            model = Model(self.sides, left, self.goal.memory_limit)
             plan, bound = model.solve(self.goal.gap / 2, self._left())
             self._take_solved(plan)
             least = min(worst, bound)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from passes.cost.compute import kernel_seconds
 from passes.cost.regions import bytes_read, is_alias, is_fusible, regions, source_of
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
 from passes.ir.layout import Layout
-from passes.ir.mesh import Mesh
 from passes.rules.rule import Call, Tensor, call_of
 from passes.search.choices import Choice
 from passes.search.prices import Prices
@@ -36,39 +35,43 @@ class _Share:
 
 
 class Kernels:
-    """What the nodes of one graph cost, until `deadline`; the calls of a fused region share the bytes at its border."""
+    """What the nodes of one graph cost; the calls of a fused region share the bytes at its border."""
 
-    def __init__(self, graph: Graph, prices: Prices, deadline: float = float("inf")) -> None:
-        self.prices, self.deadline = prices, deadline
+    def __init__(self, graph: Graph, prices: Prices) -> None:
+        self.prices = prices
         self._shares: dict[Node, _Share] = {}
         for region in regions(graph):
             if is_fusible(region[0].target):
                 self._shares |= _shares(region)
         self._calls: dict[Node, Call] = {}
-        self._found: dict[object, tuple[tuple[Choice, ...], tuple[Floats, Floats, Floats, Floats]]] = {}
+        self._keys: dict[Node, object] = {}  # equal for nodes that cost the same
+        self._times: dict[object, Floats] = {}
+        self._sizes: dict[object, tuple[tuple[Choice, ...], tuple[Floats, Floats, Floats]]] = {}
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.prices.mesh
+    def on(self, prices: Prices) -> Kernels:
+        """The same on other hardware: bytes stay as they are."""
+        new = copy(self)
+        new.prices, new._times = prices, {}
+        return new
 
     def costs(self, node: Node, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-        """Per choice: seconds, bytes of a parameter's state, bytes of a call's results, and bytes that a call holds.
+        """Per choice: seconds, bytes of a parameter's state, bytes of a call's results, and bytes that a call holds."""
+        if node not in self._keys:
+            self._keys[node] = self._key(node)
+        key = self._keys[node], id(choices)
+        if key not in self._sizes:
+            state, results, held = (
+                np.array([one(node, choice) for choice in choices]) for one in (self._state, self._results, self._held)
+            )
+            self._sizes[key] = choices, (state, results, held)  # with `choices`, whose id is theirs as long as they are
+        if key not in self._times:
+            self._times[key] = np.array([self._seconds(node, choice) for choice in choices])
+        return self._times[key], *self._sizes[key][1]
 
-        Raises TimeoutError past the deadline (by `time.perf_counter`).
-        """
-        if time.perf_counter() > self.deadline:
-            raise TimeoutError
+    def _key(self, node: Node) -> object:
         if node.op == "placeholder":
-            return self._costs(node, choices)
-        key = repr(call_of(node)) if isinstance(node.target, OpOverload) else node.target, self._shares.get(node), id(choices)
-        if key not in self._found:
-            self._found[key] = choices, self._costs(node, choices)
-        return self._found[key][1]
-
-    def _costs(self, node: Node, choices: tuple[Choice, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-        asked = (self._seconds, self._state, self._results, self._held)
-        seconds, state, results, held = (np.array([one(node, choice) for choice in choices]) for one in asked)
-        return seconds, state, results, held
+            return node
+        return repr(call_of(node)) if isinstance(node.target, OpOverload) else node.target, self._shares.get(node)
 
     def _seconds(self, node: Node, choice: Choice) -> float:
         """Of a call; of a parameter, its update by the optimizer."""

@@ -15,16 +15,13 @@ from numpy.typing import NDArray
 
 from passes.search.bound import Left
 from passes.search.milp import Program
-from passes.search.prices import Prices
 from passes.search.problem import Busy, Floats, Ints, Move, Problem, Value
-from passes.search.relax import Sides, Weights, held_by, move_of
+from passes.search.relax import Weights
+from passes.search.sides import Arc, Sides
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
 TIE = 1e-4  # of a move's seconds: of plans as quick as each other the one that moves less
 COMPUTE, INSIDE, ACROSS = range(3)  # as in Busy
-
-Arc = tuple[int, int]  # positions of source and target in `Sides`
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,8 +43,9 @@ class Plan:
 class Model:
     """The program of what is left to look at."""
 
-    def __init__(self, problem: Problem, sides: Sides, prices: Prices, left: Left, limit: float | None) -> None:
-        self.problem, self.sides, self.prices, self.limit = problem, sides, prices, limit
+    def __init__(self, sides: Sides, left: Left, limit: float | None) -> None:
+        self.problem, self.sides, self.limit = sides.problem, sides, limit
+        problem = self.problem
         self.program = Program()
         self.total = [self.program.column(SCALE, float("inf")) for _ in problem.segments]
         self.busy: list[list[list[tuple[int, float]]]] = [[[], [], []] for _ in problem.segments]
@@ -112,19 +110,19 @@ class Model:
 
     def _value(self, number: int, open_: NDArray[np.bool_]) -> None:
         value = self.problem.values[number]
-        moves = self._moves(value, number, np.any(open_, axis=0))
+        moves = self._moves(number, np.any(open_, axis=0))
         columns = {arc: self.program.column(TIE * SCALE * move.total * value.count) for arc, move in moves.items()}
         self.moved.append(columns)
         for arc, move in moves.items():
             self._charge(value, columns[arc], move)
         self._hold_moved(value, number, columns, moves)
         served = self._kept(number, columns) if value.again >= 0 else {arc: [column] for arc, column in columns.items()}
-        alone = len(value.uses) == 1 and value.again < 0
+        alone, same = len(value.uses) == 1 and value.again < 0, self.sides.tariffs[number].same
         for user, slot in enumerate(self.sides.users[number]):
             flow: dict[Arc, int] = {}
             for source, target in np.argwhere(open_[user]).tolist():
                 arc = source, target
-                if self._is_same(number, arc):
+                if same[arc]:
                     flow[arc] = self.program.column()
                 elif arc in columns and alone:
                     flow[arc] = columns[arc]
@@ -135,30 +133,25 @@ class Model:
             self._balance(flow, 0, maker.at, self.picks[maker.variable])
             self._balance(flow, 1, slot.at, self.picks[slot.variable])
 
-    def _is_same(self, number: int, arc: Arc) -> bool:
-        return self.sides.sources[number][arc[0]] == self.sides.targets[number][arc[1]]
-
-    def _moves(self, value: Value, number: int, open_: NDArray[np.bool_]) -> dict[Arc, Move]:
-        found = {}
-        for source, target in np.argwhere(open_).tolist():
-            if self._is_same(number, (source, target)):
-                continue
-            move = move_of(self.problem, self.sides, self.prices, number, (source, target))
-            if move is not None:
-                found[source, target] = move
-        return found
+    def _moves(self, number: int, open_: NDArray[np.bool_]) -> dict[Arc, Move]:
+        tariff = self.sides.tariffs[number]
+        fares = tariff.fares
+        arcs = np.argwhere(open_ & ~tariff.same & ~fares.never)
+        at = arcs[:, 0], arcs[:, 1]
+        columns = zip(fares.inside[at].tolist(), fares.across[at].tolist(), fares.local[at].tolist(), strict=True)
+        return {(source, target): Move(*one) for (source, target), one in zip(arcs.tolist(), columns, strict=True)}
 
     def _charge(self, value: Value, column: int, move: Move) -> None:
         for what, seconds in enumerate(charged(self.problem, value, move)):
             self._add(value.segment, what, column, seconds)
 
     def _hold_moved(self, value: Value, number: int, columns: dict[Arc, int], moves: dict[Arc, Move]) -> None:
+        tariff = self.sides.tariffs[number]
         for arc, column in columns.items():
             if value.is_parameter:
-                layout = self.problem.layout(self.sides.targets[number][arc[1]])
-                nbytes = self.prices.nbytes(value.shape, value.itemsize, layout) * value.count
+                nbytes = float(tariff.moved[arc[1]])
                 self.gathered[value.segment].append((column, nbytes / self.problem.segments[value.segment].layers))
-            elif nbytes := held_by(self.problem, self.sides, self.prices, number, arc):
+            elif nbytes := float(tariff.held[arc]):
                 self._hold(column, nbytes)
                 if value.backward >= 0 and self.limit is not None:
                     self._repeat(value, number, column, moves[arc], nbytes)
@@ -188,8 +181,7 @@ class Model:
             keep = self.program.column()
             self.keeps[keep] = number
             self._row([(before, 1.0), (keep, -1.0)], 0.0)
-            nbytes = self.prices.nbytes(value.shape, value.itemsize, self.problem.layout(layout)) * value.count
-            self._hold(keep, nbytes)
+            self._hold(keep, float(sides.tariffs[number].moved[target]))
             served[source, target].append(keep)
         return served
 

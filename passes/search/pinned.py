@@ -15,7 +15,7 @@ from passes.search.bound import NEVER, Dual
 from passes.search.evaluate import evaluate
 from passes.search.find import Searched
 from passes.search.model import COMPUTE, Model, Plan
-from passes.search.relax import Sides
+from passes.search.sides import Sides
 
 SWEEPS = 5  # of dual ascent from where the search ended, with one choice fixed
 NEAREST = 2  # choices of every variable in the program of an alternative, beside those of the plans in hand
@@ -100,7 +100,7 @@ class _Pinned:
         found = []
         for picked in (decoded, changed):
             for keeps in dict.fromkeys((self.relaxation.weights.byte, 0.0, float("inf"))):
-                plan = evaluate(self.problem, self.sides, self.searched.prices, picked, keeps=keeps)
+                plan = evaluate(self.sides, picked, keeps=keeps)
                 found += [plan] if plan is not None else []
         return found
 
@@ -108,7 +108,7 @@ class _Pinned:
         """The best plan among choices near the bound and those of the plans in hand."""
         left = dual.nearest(NEAREST, [self.searched.plan.picked, *(plan.picked for plan in plans)])
         left.choices[variable] &= ~self._others(variable, numbers)
-        model = Model(self.problem, self.sides, self.searched.prices, left, self.limit)
+        model = Model(self.sides, left, self.limit)
         plan, _ = model.solve(GAP, None, nodes=1)
         return [] if plan is None else [plan]
 

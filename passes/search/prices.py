@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,14 @@ _Route = tuple[_Leg, ...]
 
 
 @dataclass(frozen=True, eq=False)
+class _Ways:
+    """How to get from each source to each target: numbers of routes, of which one may be none."""
+
+    routes: tuple[_Route | None, ...]
+    numbers: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Fares:
     """What moves from each source to each target take, in seconds; `never` where there is no way."""
 
@@ -50,13 +58,18 @@ class Prices:
 
     mesh: Mesh
     hardware: Hardware
-    _asked: dict[object, Move | None] = field(default_factory=dict)
-    _fares: dict[object, Fares] = field(default_factory=dict)
     _codes: dict[str, int] = field(default_factory=dict)  # of kinds of placement
     _routes: dict[object, _Route | None] = field(default_factory=dict)
-    _moves: dict[tuple[int, float, int], Move] = field(default_factory=dict)
+    _ways: dict[object, _Ways] = field(default_factory=dict)
     _locals: dict[tuple[Shape, Layout], Shape] = field(default_factory=dict)
     _even: dict[tuple[Shape, Layout], bool] = field(default_factory=dict)
+    _fares: dict[object, Fares] = field(default_factory=dict)
+    _moves: dict[tuple[int, float, int], Move] = field(default_factory=dict)
+
+    def on(self, mesh: Mesh) -> Prices:
+        """Those of other hardware, or of other links, on the same axes: what moves go by stays as it is."""
+        assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
+        return replace(self, mesh=mesh, hardware=mesh.hardware, _fares={}, _moves={})
 
     def local(self, shape: Shape, layout: Layout) -> Shape:
         """Shape of one rank's part."""
@@ -74,47 +87,42 @@ class Prices:
         """Bytes of one rank's part."""
         return float(math.prod(self.local(shape, layout)) * itemsize)
 
-    def move(self, shape: Shape, itemsize: int, source: Layout, target: Layout, bucket: int = 0) -> Move | None:
-        """A reshard as `lower_reshards` emits it; None where there is no way.
-
-        With `bucket` bytes, a smaller collective is part of one of that size, and so is its time.
-        """
-        key = shape, itemsize, source, target, bucket
-        if key not in self._asked:
-            likeness = self._likeness(shape, (source,), (target,))[0, 0]
-            self._asked[key] = self._move(likeness, shape, float(math.prod(shape) * itemsize), source, target, bucket)
-        return self._asked[key]
-
     def fares(
         self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], bucket: int = 0
     ) -> Fares:
-        """`move` from each source to each target. Moves that are alike are priced once."""
-        key = shape, itemsize, bucket, tuple(sources), tuple(targets)
+        """Reshards from each source to each target as `lower_reshards` emits them. Moves that are alike are priced once.
+
+        With `bucket` bytes, a smaller collective is part of one of that size, and so is its time.
+        """
+        ends = shape, tuple(sources), tuple(targets)
+        key = itemsize, bucket, ends
         if key not in self._fares:
-            likeness = self._likeness(shape, sources, targets)
-            rows = likeness.reshape(-1, likeness.shape[2])
-            _, first, back = np.unique(_numbers(rows), return_index=True, return_inverse=True)
-            seconds = np.zeros((len(first), 4))
-            nbytes = float(math.prod(shape) * itemsize)
-            for number, at in enumerate(first.tolist()):
-                source, target = sources[at // len(targets)], targets[at % len(targets)]
-                move = self._move(rows[at], shape, nbytes, source, target, bucket)
+            if ends not in self._ways:
+                self._ways[ends] = self._found(shape, sources, targets)
+            ways, nbytes = self._ways[ends], float(math.prod(shape) * itemsize)
+            seconds = np.zeros((len(ways.routes), 4))
+            for number, route in enumerate(ways.routes):
+                move = None if route is None else self._taken(route, nbytes, bucket)
                 seconds[number] = (0.0, 0.0, 0.0, 1.0) if move is None else (move.inside, move.across, move.local, 0.0)
-            found = seconds[back.reshape(likeness.shape[:2])]
+            found = seconds[ways.numbers]
             self._fares[key] = Fares(found[..., 0], found[..., 1], found[..., 2], found[..., 3] > 0)
         return self._fares[key]
 
     # --- ways
 
-    def _move(
-        self, likeness: NDArray[np.int32], shape: Shape, nbytes: float, source: Layout, target: Layout, bucket: int
-    ) -> Move | None:
+    def _found(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Ways:
         """By the steps of `plan_steps`: on even layouts, by those of the first move that is like it."""
-        key: object = (source, target, shape) if likeness[0] or likeness[1] else likeness.tobytes()
-        if key not in self._routes:
-            self._routes[key] = self._planned(source, target, shape)
-        route = self._routes[key]
-        return None if route is None else self._taken(route, nbytes, bucket)
+        likeness = self._likeness(shape, sources, targets)
+        rows = likeness.reshape(-1, likeness.shape[2])
+        _, first, back = np.unique(_numbers(rows), return_index=True, return_inverse=True)
+        routes = []
+        for at in first.tolist():
+            source, target = sources[at // len(targets)], targets[at % len(targets)]
+            key: object = (source, target, shape) if rows[at][0] or rows[at][1] else rows[at].tobytes()
+            if key not in self._routes:
+                self._routes[key] = self._planned(source, target, shape)
+            routes.append(self._routes[key])
+        return _Ways(tuple(routes), back.reshape(likeness.shape[:2]))
 
     def _is_even(self, shape: Shape, layout: Layout) -> bool:
         key = shape, layout

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.bound import NEVER, Dual, Exchange, Slot
-from passes.search.prices import Prices
-from passes.search.problem import Busy, Floats, Ints, Move, Problem
-
-BUCKET = 25 << 20  # bytes: what gathers and reductions that hide are joined to
+from passes.search.bound import NEVER, Dual, Exchange
+from passes.search.problem import Busy, Floats, Problem
+from passes.search.sides import Sides
 
 
 @dataclass(frozen=True)
@@ -56,33 +54,9 @@ def _shared(byte: float, one: tuple[float, ...], other: tuple[float, ...]) -> tu
     return tuple(byte * part / total for part in parts) if total else ()
 
 
-class Sides:
-    """The layouts on both sides of each value, by position."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.sources: list[list[int]] = []
-        self.targets: list[list[int]] = []
-        self.makers: list[Slot] = []
-        self.users: list[list[Slot]] = []
-        for value in problem.values:
-            made = problem.made(value)
-            needed = [problem.needed(use) for use in value.uses]
-            self.sources.append(list(dict.fromkeys(made.tolist())))
-            self.targets.append(list(dict.fromkeys(np.concatenate(needed).tolist())))
-            self.makers.append(_slot(value.maker.variable, made, self.sources[-1]))
-            slots = [_slot(u.variable, n, self.targets[-1]) for u, n in zip(value.uses, needed, strict=True)]
-            self.users.append(slots)
-
-
-def _slot(variable: int, numbers: Ints, listed: list[int]) -> Slot:
-    at = {number: position for position, number in enumerate(listed)}
-    return Slot(variable, np.array([at[number] for number in numbers.tolist()]), len(listed))
-
-
 @dataclass(frozen=True, eq=False)
-class _Tariff:
-    """What moves of a value take, by source and target: seconds on each link."""
+class _Term:
+    """What moves of a value add to a plan, by source and target: seconds on each link, and bytes."""
 
     inside: Floats
     across: Floats
@@ -111,10 +85,11 @@ class _Tariff:
 class Relaxation:
     """A problem under weights that can change, and its dual."""
 
-    def __init__(self, problem: Problem, sides: Sides, prices: Prices) -> None:
-        self.problem, self.sides, self.prices = problem, sides, prices
+    def __init__(self, sides: Sides) -> None:
+        self.problem, self.sides = sides.problem, sides
+        problem = self.problem
         self.weights = Weights.computation(problem)
-        self.tariffs = [self._tariff(number) for number in range(len(problem.values))]
+        self.terms = [self._term(number) for number in range(len(problem.values))]
         exchanges = [
             Exchange(sides.makers[number], sides.users[number], self._cost(number, self.weights))
             for number in range(len(problem.values))
@@ -133,28 +108,21 @@ class Relaxation:
         stall = computation * self.problem.segments[value.backward].exposed
         later = computation, inside + stall, across + stall
         buffer = weights.buffers[value.segment] if weights.buffers else 0.0
-        return self.tariffs[number].cost(weights.segments[value.segment], weights.byte, buffer, waits, later)
+        return self.terms[number].cost(weights.segments[value.segment], weights.byte, buffer, waits, later)
 
-    def _tariff(self, number: int) -> _Tariff:
-        value, problem = self.problem.values[number], self.problem
-        sources, targets = ([problem.layout(n) for n in side[number]] for side in (self.sides.sources, self.sides.targets))
-        bucket = BUCKET if value.hides else 0
-        fares = self.prices.fares(value.shape, value.itemsize, sources, targets, bucket)
-        same = np.array(self.sides.sources[number])[:, None] == np.array(self.sides.targets[number])[None, :]
-        moved = np.array([self.prices.nbytes(value.shape, value.itemsize, t) for t in targets]) * value.count
-        nbytes = np.where(same, 0.0, moved[None, :])
-        before = np.zeros(len(sources))
-        if value.is_counted:
-            before += [0.0 if s.has_partial else self.prices.nbytes(value.shape, value.itemsize, s) for s in sources]
-        more = np.where(same, 0.0, np.maximum(0.0, moved[None, :] - before[:, None] * value.count))
+    def _term(self, number: int) -> _Term:
+        value, problem, tariff = self.problem.values[number], self.problem, self.sides.tariffs[number]
+        fares, same = tariff.fares, tariff.same
+        nbytes = np.where(same, 0.0, tariff.moved[None, :])
         never = fares.never
         if value.is_term:
-            never = never | (np.array([source.has_partial for source in sources])[:, None] & ~same)
-        return _Tariff(
+            sources = [problem.layout(n).has_partial for n in self.sides.sources[number]]
+            never = never | (np.array(sources)[:, None] & ~same)
+        return _Term(
             fares.inside * value.count,
             fares.across * value.count,
             fares.local * value.count,
-            more if value.saved else np.zeros(same.shape),
+            tariff.held,
             nbytes / problem.segments[value.segment].layers if value.is_parameter else np.zeros(same.shape),
             value.backward >= 0,
             nbytes if value.again >= 0 else None,
@@ -174,22 +142,3 @@ class Relaxation:
             exchange.reprice(self._cost(number, weights))
             dual.bound += exchange.lift()
         self.weights = weights
-
-
-def held_by(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> float:
-    """Bytes that are kept for the backward because a value moved along `arc`, beside what its maker counts."""
-    value = problem.values[number]
-    source, target = problem.layout(sides.sources[number][arc[0]]), problem.layout(sides.targets[number][arc[1]])
-    if not value.saved or source == target:
-        return 0.0
-    before = 0.0
-    if value.is_counted and not source.has_partial:
-        before = prices.nbytes(value.shape, value.itemsize, source)
-    return max(0.0, prices.nbytes(value.shape, value.itemsize, target) - before) * value.count
-
-
-def move_of(problem: Problem, sides: Sides, prices: Prices, number: int, arc: tuple[int, int]) -> Move | None:
-    """What it takes to move a value along `arc`; None where there is no way."""
-    value = problem.values[number]
-    source, target = problem.layout(sides.sources[number][arc[0]]), problem.layout(sides.targets[number][arc[1]])
-    return prices.move(value.shape, value.itemsize, source, target, BUCKET if value.hides else 0)

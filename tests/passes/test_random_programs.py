@@ -14,6 +14,7 @@ from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import schedule
+from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import InputRole, copy_graph, input_of, outputs_of, placeholders, tensor_of
 from passes.ir.hardware import Hardware, hardware_named
@@ -147,6 +148,19 @@ def test_buckets_are_never_predicted_to_be_slower() -> None:
         joined += BucketCollectives(1 << 12, ROOM).run(gm, PassContext(mesh))
         assert _seconds(gm, mesh) <= before, seed
     assert joined >= 4
+
+
+def test_buckets_that_turn_out_slower_are_taken_apart() -> None:
+    random = Random(24)
+    gm, mesh = _random_step(random), Mesh(AXES).on(_random_prices(random, -3))
+    text, ctx = str(gm.graph), PassContext(mesh)
+    limit = int(1.3 * simulate(program_of_graph(gm, mesh)).peak_memory)
+    assert not BucketCollectives(1 << 12, limit).run(gm, ctx)
+    assert str(gm.graph) == text
+    assert [str(remark) for remark in ctx.remarks] == [
+        "bucket_collectives: not joined: predicted to take 0.012595 s, and 0.012641 s and 2816 of 2995 bytes in buckets "
+        "[%output]"
+    ]
 
 
 def _seconds(gm: GraphModule, mesh: Mesh) -> float:

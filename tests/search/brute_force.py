@@ -15,7 +15,7 @@ import numpy as np
 from passes.search.model import COMPUTE, charged
 from passes.search.prices import Prices
 from passes.search.problem import Floats, Problem
-from passes.search.relax import Sides, move_of
+from passes.search.sides import Sides
 
 Standing = tuple[int, frozenset[int]]  # of a value: the layout it is made in (-1: not yet), and those needed so far
 State = tuple[tuple[int, Standing], ...]  # of the values of which some, and not all, variables are decided about
@@ -56,7 +56,7 @@ class _Moved:
 
 class _Plans:
     def __init__(self, problem: Problem, prices: Prices) -> None:
-        self.problem, self.prices, self.sides = problem, prices, Sides(problem)
+        self.problem, self.prices, self.sides = problem, prices, Sides(problem, prices)
         self.order = self._order()
         places = {variable: place for place, variable in enumerate(self.order)}
         around = [(value.maker.variable, *(use.variable for use in value.uses)) for value in problem.values]
@@ -118,7 +118,7 @@ class _Plans:
             value, sides = self.problem.values[number], self.sides
             busy = np.zeros((len(self.problem.segments), 3))
             if sides.sources[number][made] != sides.targets[number][target]:
-                move = move_of(self.problem, sides, self.prices, number, (made, target))
+                move = sides.move(number, (made, target))
                 self.fares[key] = None
                 if move is None:
                     return None

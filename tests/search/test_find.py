@@ -12,12 +12,9 @@ import passes.rules  # registers the rules
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
-from passes.search.build import build
 from passes.search.evaluate import evaluate
-from passes.search.find import Goal, solve
-from passes.search.kernels import Kernels
-from passes.search.prices import Prices
-from passes.search.relax import Sides
+from passes.search.find import Goal, prepare, solve
+from passes.search.sides import Sides
 from tests.search.brute_force import least_step
 
 assert passes.rules
@@ -64,9 +61,8 @@ def small_graph(seed: int, mesh: str) -> str:
 def problem_of(text: str, hardware: str = "h100"):  # type: ignore[no-untyped-def]
     gm, parsed = parse_graph(text)
     mesh = Mesh(parsed.names, parsed.sizes, hardware=hardware)
-    assert mesh.hardware is not None
-    prices = Prices(mesh, mesh.hardware)
-    return build(gm, Kernels(gm.graph, prices)).problem, prices
+    prepared = prepare(gm, mesh)
+    return prepared.built.problem, prepared.kernels.prices
 
 
 SMALL = [
@@ -93,9 +89,9 @@ def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
     lines = small_graph(seed, "tp=2").splitlines()
     problem, prices = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
     assert math.prod(len(variable.choices) for variable in problem.variables) <= 60_000, "too many plans to look at"
-    sides = Sides(problem)
+    sides = Sides(problem, prices)
     plans = (
-        evaluate(problem, sides, prices, list(picked), keeps=0.0)
+        evaluate(sides, list(picked), keeps=0.0)
         for picked in product(*(range(len(variable.choices)) for variable in problem.variables))
     )
     assert least_step(problem, prices) == pytest.approx(min(plan.objective for plan in plans if plan is not None))

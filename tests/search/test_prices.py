@@ -26,10 +26,9 @@ def test_fares_are_the_prices_of_the_steps_that_are_emitted(mesh: str, itemsize:
     fares = prices.fares(SHAPE, itemsize, layouts, layouts)
     for i, j in list(np.ndindex(*fares.inside.shape))[:: max(1, fares.inside.size // 500)]:
         fresh = Prices(on, on.hardware)  # knows of no move that is like it
-        move = fresh.move(SHAPE, itemsize, layouts[i], layouts[j])
-        assert (move is None) == fares.never[i, j]
-        if move is not None:
-            found = fares.inside[i, j], fares.across[i, j], fares.local[i, j]
-            assert found == pytest.approx((move.inside, move.across, move.local)), (
-                f"{layouts[i].format(on)} to {layouts[j].format(on)}"
-            )
+        alone = fresh.fares(SHAPE, itemsize, [layouts[i]], [layouts[j]])
+        one, found = (
+            [float(fare[at]) for fare in (of.inside, of.across, of.local, of.never)]
+            for of, at in ((alone, (0, 0)), (fares, (i, j)))
+        )
+        assert found == pytest.approx(one), f"{layouts[i].format(on)} to {layouts[j].format(on)}"

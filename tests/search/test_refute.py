@@ -5,7 +5,8 @@ import pytest
 from passes.search.bound import Dual
 from passes.search.find import solve
 from passes.search.refute import is_refuted
-from passes.search.relax import Relaxation, Sides
+from passes.search.relax import Relaxation
+from passes.search.sides import Sides
 from tests.search.test_find import EXACT, problem_of, small_graph
 
 WEAK = 1  # sweeps of dual ascent: a bound with room below the best plan
@@ -15,7 +16,7 @@ SEEDS = range(23, 31)
 def duals(seed: int):  # type: ignore[no-untyped-def]
     """A problem, its least step (test_find shows that it is that), and a dual whose bound is not there yet."""
     problem, prices = problem_of(small_graph(seed, "dp=2,tp=2"))
-    dual = Relaxation(problem, Sides(problem), prices).dual
+    dual = Relaxation(Sides(problem, prices)).dual
     dual.ascend(WEAK)
     return problem, solve(problem, prices, EXACT)[0].objective, dual
 

@@ -1,0 +1,56 @@
+"""Patterns that cannot be in a graph are left out; what is found in it is the same."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.pattern_matcher import PatternExpr
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes._torch import run_joint_graph_passes, select_decompositions
+from passes._torch.inductor_patterns import _Possible
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Written out, on [batch, heads, rows, columns]."""
+    return torch.softmax(q @ k.transpose(-2, -1) / 4.0, dim=-1) @ v
+
+
+def casts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.to(torch.float64).to(torch.float32) + k.view(2, -1).view(2, 3, 8, 16)) * torch.ones(16) + v
+
+
+def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)) @ v
+
+
+def traced(function: object) -> GraphModule:
+    args = [torch.randn(2, 3, 8, 16) for _ in range(3)]
+    table = select_decompositions(whole=frozenset())
+    return make_fx(function, tracing_mode="fake", decomposition_table=table)(*args)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("function", [attention, casts])
+def test_the_graph_is_that_of_all_patterns(function: object) -> None:
+    given, few, all_ = traced(function), traced(function), traced(function)
+    run_joint_graph_passes(few)
+    with mock.patch.object(_Possible, "_is_possible", lambda self, pattern: True):
+        run_joint_graph_passes(all_)
+    assert str(few.graph) == str(all_.graph) != str(given.graph)
+
+
+def test_attention_is_not_looked_for_where_there_is_no_softmax() -> None:
+    verdicts: list[bool] = []
+    is_possible = _Possible._is_possible
+
+    def noted(self: _Possible, pattern: PatternExpr) -> bool:
+        verdicts.append(is_possible(self, pattern))
+        return verdicts[-1]
+
+    with mock.patch.object(_Possible, "_is_possible", noted):
+        run_joint_graph_passes(traced(products))
+    assert len(verdicts) > 20 and sum(verdicts) < len(verdicts) / 2

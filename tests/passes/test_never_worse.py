@@ -1,0 +1,90 @@
+"""No overlap pass makes a step slower by the simulator, nor takes more memory than it may: models, recipes, prices, caps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from torch.fx import GraphModule
+
+from autoshard.compile import split_program
+from autoshard.options import Options
+from autoshard.pipeline import default_pipeline, overlap_pipeline
+from autoshard.planner import make_plan
+from passes.base import Pass, PassContext
+from passes.bucket_collectives import BucketCollectives
+from passes.cost.from_graph import program_of_graph
+from passes.cost.schedule import MORE_MEMORY, schedule
+from passes.cost.simulate import Timeline, simulate
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.fuse_collectives import FuseCollectives
+from passes.ir.graph import copy_graph
+from passes.ir.hardware import Hardware, hardware_named
+from passes.ir.mesh import Mesh
+from passes.manager import PassManager
+from passes.schedule_overlap import ScheduleOverlap
+from tests.models import Case, gpt, llama, moe
+
+AXES = "dp=2,tp=2"
+BUCKET = 1 << 16
+
+
+def _hardware(links: str) -> Hardware:
+    """A device of which the models fill a kernel, with links that take long, or take long to start."""
+    h100 = hardware_named("h100")
+    bandwidth, latency = {"slow": (1e7, 1e-6), "late": (1e9, 1e-4)}[links]
+    link = replace(h100.inside, bandwidth=bandwidth, latency=latency, setup=0.0, reduces=0.0)
+    rates = tuple((name, 1e10) for name, _ in h100.flops)
+    return replace(h100, name=links, flops=rates, launch=1e-6, tile=1, units=1, inside=link, across=link)
+
+
+def _halves(case: Case, recipe: str, mesh: Mesh, without: type[Pass] | None = None) -> list[GraphModule]:
+    pipeline = tuple(one for one in default_pipeline() if without is None or not isinstance(one, without))
+    options = Options(recipe=recipe, pipeline=pipeline)
+    split = split_program(make_plan(case.model.float(), case.args, case.kwargs, mesh, options).graph, mode="eager")
+    assert split.backward is not None
+    return [split.forward, split.backward]
+
+
+def _behind(gm: GraphModule, mesh: Mesh, *passes: Pass) -> GraphModule:
+    other = copy_graph(gm)
+    PassManager(passes).run(other, PassContext(mesh))
+    return other
+
+
+def _as_it_stands(gm: GraphModule, mesh: Mesh) -> Timeline:
+    return simulate(program_of_graph(gm, mesh))
+
+
+def _ordered(gm: GraphModule, mesh: Mesh, limit: int) -> float:
+    return schedule(program_of_graph(gm, mesh), memory_limit=limit).timeline.step_time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "recipe", "links"),
+    [
+        (lambda: llama(layers=1), "fsdp+megatron", "late"),
+        (lambda: gpt(layers=1), "fsdp", "slow"),
+        (moe, "zero2+megatron", "late"),
+    ],
+)
+def test_no_pass_makes_a_step_slower(make: Callable[[], Case], recipe: str, links: str) -> None:
+    mesh = Mesh(AXES).on(_hardware(links))
+    for gm, unfused in zip(_halves(make(), recipe, mesh), _halves(make(), recipe, mesh, FuseCollectives), strict=True):
+        given = _as_it_stands(gm, mesh)
+        assert given.step_time <= _as_it_stands(unfused, mesh).step_time
+        for room in (None, given.peak_memory):
+            cap = int(MORE_MEMORY * given.peak_memory) if room is None else room
+            before = _ordered(gm, mesh, cap)
+            for one in (BucketCollectives(BUCKET, room), DecomposeMatmuls(room)):
+                behind = _behind(gm, mesh, one)
+                assert _ordered(behind, mesh, cap) <= before
+                assert _as_it_stands(behind, mesh).peak_memory <= cap
+            whole = overlap_pipeline(memory_limit=room, bucket_bytes=BUCKET, split_matmuls=True, fused=True)
+            for passes in ((ScheduleOverlap(room),), whole):
+                unordered = _as_it_stands(_behind(gm, mesh, *passes[:-1]), mesh)
+                timeline = _as_it_stands(_behind(gm, mesh, *passes), mesh)
+                assert timeline.step_time <= given.step_time
+                assert timeline.peak_memory <= (cap if room else int(MORE_MEMORY * unordered.peak_memory))
