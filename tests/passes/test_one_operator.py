@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from unittest import mock
 
@@ -10,6 +11,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
+from autoshard.compile import split_program
+from autoshard.options import Options
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode, symmetric
 from passes.base import PassContext
 from passes.cost.from_graph import program_of_graph
@@ -17,14 +20,16 @@ from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.chunks import sites_in
-from passes.ir.graph import note_of, transfer_of
+from passes.ir.graph import note_of, origin_of, transfer_of
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import make_one, why_not_one
+from passes.ir.one_operator import OPERATORS, make_one, why_not_one
 from passes.ir.text import format_graph, parse_graph
 from passes.ranks import run_ranks
 from passes.schedule_overlap import ScheduleOverlap
 from passes.verify import verify
+from tests.models import build
 from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
+from tests.spmd.oracle import plan_ranks
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -195,3 +200,26 @@ return output("mm") %mm, output("v") %wait
     assert schedule(both.program).timeline.step_time == pytest.approx(both.step_time)
     ScheduleOverlap(1 << 40).run(gm, PassContext(Mesh("tp=2", hardware="h100")))
     verify(gm, MESH)
+
+
+@pytest.mark.slow
+def test_a_model_with_operators_computes_the_same() -> None:
+    """Forward and backward of a Llama whose gathers and reduce-scatters of one product are made with their products."""
+    ranks = plan_ranks(build("llama"), Mesh("dp=2,tp=2"), Options(recipe="fsdp+megatron"))
+    given = split_program(ranks.planned.graph, mode="eager")
+    made = split_program(ranks.planned.graph, mode="eager")
+    assert made.backward is not None
+    found = []
+    for gm in (made.forward, made.backward):
+        for site in sites_in(gm):
+            if not why_not_one(site):
+                make_one(site, "decompose_matmuls")
+        verify(gm, Mesh("dp=2,tp=2"))
+        ones = [node for node in gm.graph.nodes if node.target in OPERATORS]
+        assert all(origin_of(node).file and origin_of(node).line and origin_of(node).fqn for node in ones)
+        assert all(re.fullmatch(r"decompose_matmuls: one with .+, \w+: .+", note_of(node)) for node in ones)
+        found.append([sum(node.target is op for node in ones) for op in OPERATORS])
+    assert found == [[5, 4], [4, 16]]
+    for mine, theirs in zip(ranks.run_split(made), ranks.run_split(given), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -49,7 +49,6 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
         options = Options(recipe="megatron", compile=mode, hardware="h100", symmetric_memory=True)
         with (
             mock.patch.object(shared_memory, "DEVICES", ("cpu",)),
-            mock.patch("torch._inductor.config.cpp_cache_precompile_headers", False),  # takes longer than it saves
             mock.patch.object(passes.decompose_matmuls, "WORTH", -1e9),  # of the step: whatever it costs
             mock.patch.object(
                 DecomposeMatmuls, "_ways", lambda _, site, mesh, way=way: ((2 if why_not_one(site) else way,), "")
