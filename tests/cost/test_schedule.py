@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.cost.order import LOOKAHEAD, Room
 from passes.cost.program import OPTIMIZER, Program, Task
-from passes.cost.schedule import LOOKAHEAD, Room, prefetch, schedule
+from passes.cost.schedule import prefetch, schedule
 from passes.cost.simulate import simulate
 from tests.cost.programs import gather, kernel, program, programs
 
