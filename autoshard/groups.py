@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from passes._torch import group_timeout, is_group_registered, register_group, unregister_group
+from passes._torch import group_timeout, is_group_registered, new_group, register_group, unregister_group
 from passes.errors import MeshError
 from passes.ir.mesh import Mesh
 
@@ -69,7 +69,7 @@ def open_groups(device_mesh: DeviceMesh, mesh: Mesh, axes: Iterable[tuple[str, .
     if device_mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
     timeout = group_timeout(device_mesh.get_group(0))
-    control = dist.new_group(list(mesh.ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    control = new_group(mesh.ranks, timeout=timeout, backend="gloo")
     names = []
     for subset in axes:
         name = mesh.group_name(subset)
@@ -96,8 +96,7 @@ def _group(device_mesh: DeviceMesh, mesh: Mesh, axes: tuple[str, ...], timeout: 
         raise MeshError(f"axes {', '.join(axes)} of mesh {mesh} join ranks {list(ranks)}; list them in ascending order")
     if len(axes) == 1:
         return device_mesh.get_group(mesh.index(axes[0]))
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-    return group
+    return new_group(ranks, timeout=timeout)
 
 
 def _ranks_of_group(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:

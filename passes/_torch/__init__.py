@@ -19,7 +19,7 @@ from passes._torch.dtensor import (
 from passes._torch.dynamo import TracedModule, TraceFailure, trace_failure, trace_module
 from passes._torch.fake import FakeTensorMode, fake_empty, fake_mode, fake_mode_of, fake_view, is_fake, shares_memory
 from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
-from passes._torch.groups import group_timeout, is_group_registered, register_group, unregister_group
+from passes._torch.groups import group_timeout, is_group_registered, new_group, register_group, unregister_group
 from passes._torch.inductor import (
     InductorCode,
     inductor_compile,
@@ -67,6 +67,7 @@ __all__ = [
     "low_memory_max_pool",
     "min_cut_partition",
     "module_of",
+    "new_group",
     "register_group",
     "relay_dtensor",
     "reserve_symmetric_memory",

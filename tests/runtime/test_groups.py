@@ -64,6 +64,19 @@ def test_meshes_of_a_part_of_the_world_do_not_wait_for_the_rest() -> None:
     assert run_on_ranks(_halves, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def _with_another(rank: int) -> list[int]:
+    dist.new_group([0])  # of which the others are not: rank 0 is in one group more
+    device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    opened = [open_groups(device_mesh, mesh_of(device_mesh), (("dp", "tp"),)) for _ in range(2)]
+    return _gather(rank, 2, opened[0].names[0])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_rank_may_be_in_other_groups_besides() -> None:
+    assert run_on_ranks(_with_another, 2) == [[0, 1]] * 2
+
+
 def _outside(rank: int) -> str:
     device_mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     try:
