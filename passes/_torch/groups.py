@@ -1,4 +1,4 @@
-"""Process groups: what functional collectives find under a name."""
+"""Process groups: what functional collectives find under a name, and gloo's gathers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import _register_process_group, _resolve_process
 from torch.distributed import distributed_c10d
 
 _DISTRIBUTED: Any = distributed_c10d  # one of its functions is replaced for a moment
+_LIBRARIES: Any = torch.library  # not typed
+_FUNCTIONAL = _LIBRARIES.Library("_c10d_functional", "IMPL")
 _MADE: Counter[tuple[int, ...]] = Counter()  # groups that this process has made, by their ranks
 
 
@@ -64,3 +66,14 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long an operation of `group` may take."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
+
+
+def _all_gather_into_tensor(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """On CPU, by gloo's gather of one tensor. Torch 2.13 takes that of several, which writes to freed memory as soon as another
+    collective is under way: processes end in malloc, or go on with wrong numbers (seen without this project, too)."""
+    whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+    gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
+    return gathered
+
+
+_FUNCTIONAL.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
