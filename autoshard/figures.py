@@ -48,8 +48,8 @@ class TransferTime:
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
     """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
 
-    All products of a dtype together take as long by its rate as they took. A dtype that was not measured keeps what
-    `machine` says it reaches.
+    All products of a dtype together take as long by its rate as they took. A dtype that was not measured, or only where
+    bytes or launches take the time, keeps what `machine` says it reaches.
     """
     limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
     useful = [one for one in times if one.nbytes < limit * one.seconds and one.seconds > LONG * machine.launch] or times

@@ -73,6 +73,14 @@ def test_rates_of_products(name: str) -> None:
     assert found.rate("bf16") == pytest.approx(machine.rate("bf16") * machine.efficiency, rel=0.02)
 
 
+def test_small_products_that_a_launch_explains_badly_do_not_set_the_rate() -> None:
+    machine = hardware_named("cpu")
+    blank = [ProductTime(Product(1, size, size, size), "f32", 4, 0.0) for size in (32, 64, 128, 256, 512, 1024)]
+    times = [replace(t, seconds=product_seconds(t.product, t.nbytes, "f32", machine)) for t in blank]
+    odd = [replace(t, seconds=t.seconds / 2) if t.product.m <= 128 else t for t in times]
+    assert fit_products(unknown(machine), odd).rate("f32") == pytest.approx(machine.rate("f32"), rel=0.05)
+
+
 def test_times_that_no_formula_explains_still_give_figures() -> None:
     """A second rank slower on small messages than on large ones, as noise makes it."""
     odd = [TransferTime(kind, ("x",), Group(2), n, 1.0 / n) for kind in KINDS for n in SIZES]

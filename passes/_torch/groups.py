@@ -69,8 +69,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def _all_gather_into_tensor(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """On CPU, by gloo's gather of one tensor. Torch 2.13 takes that of several, which writes to freed memory as soon as another
-    collective is under way: processes end in malloc, or go on with wrong numbers (seen without this project, too)."""
+    """On CPU, by gloo's gather of one tensor. Torch 2.13 takes that of several, which corrupts memory as soon as another
+    collective is under way: malloc ends the process (without this project, too), and nothing says that numbers are spared."""
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
     return gathered
