@@ -4,13 +4,15 @@
     torchrun --nproc-per-node 8 -m autoshard calibrate --mesh dp=2,tp=4 -o machine.json
 
 Products over sizes and dtypes, a copy, small kernels, attention; under torchrun each collective over each axis of the
-mesh, over sizes, gloo on CPU and NCCL on CUDA. A link that no axis uses keeps the figures of the preset of this device.
+mesh, over sizes, gloo on CPU and NCCL on CUDA, and products beside a collective. A link that no axis uses keeps the
+figures of the preset of this device.
 """
 
 from __future__ import annotations
 
 import abc
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from passes.ir.units import format_bytes, format_seconds
 c10d = torch.ops._c10d_functional
 
 KIB, MIB = 1 << 10, 1 << 20
+BESIDE = 0.6  # part of a collective's time that the products beside it take: it has not ended before them
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -85,7 +88,11 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
                 f"(torchrun --nproc-per-node {axes.size} ...)"
             )
         machine, products = _agreed(_measure_device(device, effort) if _rank() == 0 else None)
-        transfers = _measure_links(machine, axes, device, effort) if size > 1 else ()
+        transfers: tuple[TransferTime, ...] = ()
+        if size > 1:
+            devices = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
+            transfers = _measure_links(machine, axes, devices, effort)
+            machine = replace(machine, contention=_measure_contention(axes, devices, effort))
     machine = replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers))
     return Calibration(machine, products, transfers)
 
@@ -122,8 +129,7 @@ def _agreed(measured: tuple[Hardware, tuple[ProductTime, ...]] | None) -> tuple[
 
 
 def _measure_device(device: str, effort: Effort) -> tuple[Hardware, tuple[ProductTime, ...]]:
-    clock = _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
-    machine = _blank(device)
+    clock, machine = _clock(device, effort), _blank(device)
     one = torch.zeros(1, device=device)
     machine = replace(machine, launch=clock.seconds(lambda: one.add(1.0)))
     source = torch.empty(effort.copied, dtype=torch.uint8, device=device)
@@ -192,27 +198,38 @@ class Clock(abc.ABC):
         return min(self.round(call, repeats) for _ in range(self._rounds))
 
     @abc.abstractmethod
-    def round(self, call: Callable[[], object], repeats: int) -> float:
-        """Seconds a call, over `repeats` of them."""
+    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
+        """Seconds a call, over `repeats` of them; with the collective that `beside` starts under way."""
+
+
+def _clock(device: str, effort: Effort) -> Clock:
+    return _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
 
 
 class _CpuClock(Clock):
-    def round(self, call: Callable[[], object], repeats: int) -> float:
+    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
+        sent = beside and beside()
         began = time.perf_counter()
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - began) / repeats
+        seconds = time.perf_counter() - began
+        if sent is not None:
+            c10d.wait_tensor(sent)
+        return seconds / repeats
 
 
 class _CudaClock(Clock):
-    def round(self, call: Callable[[], object], repeats: int) -> float:
+    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
+        sent = beside and beside()
         began.record()
         for _ in range(repeats):
             call()
         ended.record()
+        if sent is not None:
+            c10d.wait_tensor(sent)
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3 / repeats
 
@@ -220,28 +237,55 @@ class _CudaClock(Clock):
 # Links ------------------------------------------------------------------------------------------------------------
 
 
-def _measure_links(machine: Hardware, axes: Mesh, device: str, effort: Effort) -> tuple[TransferTime, ...]:
+def _measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[TransferTime, ...]:
     """Every kind of collective over every axis; the groups of an axis send side by side, as they do in training."""
-    clock = _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
-    placed = Mesh(str(axes), hardware=machine)
-    device_mesh = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
+    clock, placed = _clock(devices.device_type, effort), Mesh(str(axes), hardware=machine)
     found = []
     for axis, ranks in zip(axes.names, axes.sizes, strict=True):
         for kind in KINDS if ranks > 1 else ():
             for nbytes in effort.sent:
-                call = _collective(kind, device_mesh, axis, nbytes, device)
+                start = _collective(kind, devices, axis, nbytes)
+                call = _waited(start)
                 call()
                 repeats = 20 if nbytes <= 64 * KIB else 3
                 dist.barrier()
-                seconds = torch.tensor([clock.repeated(call, repeats)], dtype=torch.float64, device=device)
+                seconds = torch.tensor([clock.repeated(call, repeats)], dtype=torch.float64, device=devices.device_type)
                 dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
                 found.append(TransferTime(kind, (axis,), placed.group_shape((axis,)), nbytes, float(seconds.item())))
     return tuple(found)
 
 
-def _collective(kind: str, mesh: DeviceMesh, axis: str, nbytes: int, device: str) -> Callable[[], object]:
-    """The call that a compiled graph makes, and its wait."""
-    group = mesh.get_group(axis)
+def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> float:
+    """Part of its time by which a product takes longer beside a gather or a reduction of the largest message, over the axis
+    of most ranks: the mean over ranks of medians."""
+    device, clock = devices.device_type, _clock(devices.device_type, effort)
+    edge, nbytes = effort.edges[-3], effort.sent[-1]
+    left, right = (torch.randn(edge, edge, device=device) for _ in range(2))
+    once = clock.seconds(lambda: left @ right)
+    axis = max(zip(axes.sizes, axes.names, strict=True))[1]
+    alone, beside = [], []
+    for kind in ("all_gather", "reduce_scatter"):
+        start = _collective(kind, devices, axis, nbytes)
+        dist.barrier()
+        repeats = max(1, int(BESIDE * clock.repeated(_waited(start), 1) / once))
+        for _ in range(effort.rounds):
+            dist.barrier()
+            alone.append(clock.round(lambda: left @ right, repeats))
+            dist.barrier()
+            beside.append(clock.round(lambda: left @ right, repeats, beside=start))
+    slower = statistics.median(beside) / statistics.median(alone) - 1
+    found = torch.tensor([slower], dtype=torch.float64, device=device)
+    dist.all_reduce(found)
+    return max(0.0, float(found.item()) / dist.get_world_size())
+
+
+def _waited(start: Callable[[], torch.Tensor]) -> Callable[[], object]:
+    return lambda: c10d.wait_tensor(start())
+
+
+def _collective(kind: str, devices: DeviceMesh, axis: str, nbytes: int) -> Callable[[], torch.Tensor]:
+    """The call that a compiled graph makes."""
+    device, group = devices.device_type, devices.get_group(axis)
     name, ranks = group.group_name, group.size()
     part = torch.zeros(max(1, nbytes // (4 * ranks)), device=device)
     whole = torch.zeros(part.numel() * ranks, device=device)
@@ -252,8 +296,7 @@ def _collective(kind: str, mesh: DeviceMesh, axis: str, nbytes: int, device: str
         "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
         "all_to_all": lambda: c10d.all_to_all_single(whole, even, even, name),
     }
-    call = calls[kind]
-    return lambda: c10d.wait_tensor(call())
+    return calls[kind]
 
 
 # Report -----------------------------------------------------------------------------------------------------------
@@ -267,6 +310,7 @@ def _sources(device: str, axes: Mesh, transfers: tuple[TransferTime, ...]) -> tu
     sources += [("efficiency", "1: the rates are what products reach")]
     for link in ("inside", "across"):
         sources.append((link, f"{by}, over {axes}" if link in links else "not measured: that of the preset"))
+    sources.append(("contention", f"{by}, over {axes}" if transfers else "not measured: that of the preset"))
     return tuple(sources)
 
 
@@ -284,6 +328,7 @@ def format_calibration(calibration: Calibration) -> str:
             f"{format_seconds(link.setup)} setup"
             for where, link in (("inside", inside), ("across", across))
         ),
+        *([f"beside a collective: kernels take {machine.contention:.0%} longer"] if calibration.transfers else ()),
         "",
         f"{'':<34} {'measured':>10} {'formula':>10}",
     ]

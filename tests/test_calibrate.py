@@ -20,6 +20,7 @@ def test_one_process_measures_its_device(tmp_path: Path) -> None:
     assert machine.rate("f32") > 1e8 and machine.memory_bandwidth > 1e8 and 0 < machine.launch < 1e-2
     assert 0 < machine.attention <= 1 and machine.memory_bytes > 1 << 28
     assert machine.inside == hardware_named("cpu").inside, "one process has no links"
+    assert "beside a collective" not in format_calibration(calibration)
     assert dict(machine.sources)["inside"] == "not measured: that of the preset"
     path = tmp_path / "machine.json"
     path.write_text(machine.to_json())
@@ -53,6 +54,8 @@ def test_two_ranks_measure_their_link() -> None:
     assert [(time.kind, time.axes, time.nbytes) for time in first.transfers] == asked
     assert machine.inside != hardware_named("cpu").inside and machine.across == hardware_named("cpu").across
     assert 1e6 < machine.inside.bandwidth < 1e12 and machine.scatter_sends_all
+    assert 0 <= machine.contention < 10 and "over dp=2,tp=1" in dict(machine.sources)["contention"]
+    assert f"beside a collective: kernels take {machine.contention:.0%} longer" in format_calibration(first)
     for time in first.transfers:
         if time.kind in ("all_gather", "all_reduce"):
             explained = collective_seconds(time.kind, time.nbytes, time.group, machine)

@@ -113,9 +113,10 @@ def _figures(plan: ShardingPlan) -> dict[str, Figures]:
     def add(fqn: str, figures: Figures) -> None:
         found[fqn] = found.get(fqn, Figures()) + figures
 
-    for task in plan.timeline.program.tasks if plan.timeline else ():
-        if not task.is_collective:
-            add(OPTIMIZER_ROW if task.kind == OPTIMIZER else task.fqn, Figures(compute=task.seconds))
+    if plan.timeline is not None:
+        for task, seconds in zip(plan.timeline.program.tasks, plan.timeline.compute_by_task, strict=True):
+            if not task.is_collective:
+                add(OPTIMIZER_ROW if task.kind == OPTIMIZER else task.fqn, Figures(compute=seconds))
     for one in plan.collectives:
         times = 2 if one.recomputed and plan.timeline is None else 1
         add(one.origin.fqn, Figures(received=times * one.bytes, exposed=one.exposed or 0.0))

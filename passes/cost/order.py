@@ -21,6 +21,7 @@ from itertools import accumulate
 
 from passes.cost.movable import Facts, Unit
 from passes.cost.program import Program
+from passes.cost.simulate import slowed
 
 LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
@@ -86,6 +87,7 @@ class _Scheduler:
         program = facts.program
         self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
         self.streams = program.index.streams
+        self.contention = program.contention
         self.sizes = [buffer.nbytes for buffer in program.buffers]
         self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
         self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
@@ -245,7 +247,11 @@ class _Scheduler:
     def _issue(self, number: int) -> None:
         stream, clocks, turns, missing = self.streams[number], self.clocks, self.turns, self.missing
         held = self.index.holds[number]
-        end = clocks[stream] = max(clocks[0], clocks[stream or held], turns[number]) + self.tasks[number].seconds
+        start, seconds = max(clocks[0], clocks[stream or held], turns[number]), self.tasks[number].seconds
+        end = start + seconds
+        if self.contention and not stream and not held:
+            end = slowed(start, seconds, max(clocks[1], clocks[2]), self.contention)
+        clocks[stream] = end
         if held:
             clocks[held] = end
         self.issued[number] = True

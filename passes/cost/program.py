@@ -96,6 +96,11 @@ class Program:
     buffers: tuple[Buffer, ...] = field(repr=False)
     mesh: Mesh
 
+    @property
+    def contention(self) -> float:
+        """The hardware's; 0 where none is known."""
+        return 0.0 if self.mesh.hardware is None else self.mesh.hardware.contention
+
     @cached_property
     def index(self) -> Index:
         """The same by number."""

@@ -15,7 +15,8 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
    What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
    its wait costs nothing.
 
-Kernels are not slowed down by collectives that run beside them.
+7. A kernel is slower while a link is in use, by the hardware's `contention`: collectives take processors and memory
+   bandwidth from it. Collectives are not slowed down by kernels, nor is a kernel that sends by others.
 """
 
 from __future__ import annotations
@@ -46,7 +47,13 @@ class Timeline:
     @cached_property
     def compute(self) -> float:
         """Time in which the compute stream is busy."""
-        return sum(task.seconds - task.waiting for task in self.program.tasks if not task.is_collective)
+        return sum(self.compute_by_task)
+
+    @cached_property
+    def compute_by_task(self) -> tuple[float, ...]:
+        """Per task, the time in which it keeps the compute stream busy: none for a collective."""
+        spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
+        return tuple(0.0 if task.is_collective else end - start - task.waiting for task, start, end in spans)
 
     @cached_property
     def communication(self) -> float:
@@ -137,11 +144,20 @@ def simulate(program: Program, *, links: float = 1.0) -> Timeline:
     index = program.index
     seconds = [task.seconds * links if task.is_collective else task.seconds for task in program.tasks]
     calls = [2 if task.kind == OPTIMIZER else int(task.backward) for task in program.tasks]
-    return Timeline(program, *_times(index, seconds, calls))
+    return Timeline(program, *_times(index, seconds, calls, program.contention))
+
+
+def slowed(start: float, seconds: float, busy_until: float, contention: float) -> float:
+    """When a kernel of so many seconds ends that starts at `start`, with links in use until `busy_until`.
+
+    Links in use at a kernel's start stay so until their queues are done, and no collective issued behind it starts before it ends.
+    """
+    beside = min((busy_until - start) / (1 + contention), seconds)  # of its work
+    return start + seconds + max(0.0, beside) * contention
 
 
 def _times(
-    index: Index, seconds: list[float], calls: list[int]
+    index: Index, seconds: list[float], calls: list[int], contention: float
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
     ready = [0.0] * len(index.makers)
@@ -159,6 +175,8 @@ def _times(
         clocks[0] = turn
         start = turn if stream == held else max(turn, clocks[stream or held])
         end = start + duration
+        if contention and not stream and not held:
+            end = slowed(start, duration, max(clocks[1], clocks[2]), contention)
         clocks[stream] = end
         if held:
             clocks[held] = end

@@ -76,6 +76,8 @@ class Hardware:
     """Edge of the square of results that one unit of a matrix product makes at a time."""
     units: int
     """How many such squares are made at once."""
+    contention: float = 0.0
+    """Part of its time by which a kernel takes longer while a collective runs beside it."""
     scatter_sends_all: bool = False
     """A reduce-scatter moves as much as an all-reduce, as gloo's does."""
     sources: tuple[tuple[str, str], ...] = ()
@@ -143,6 +145,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
+            contention=float(found["contention"]),
             scatter_sends_all=bool(found["scatter_sends_all"]),
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from passes.cost.program import ACROSS, COMPUTE, INSIDE, Buffer, Program, Task
+from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
 
 MESH = Mesh("dp=2")
+
+
+def contended(given: Program, contention: float) -> Program:
+    """The same where collectives slow kernels down."""
+    return replace(given, mesh=Mesh("dp=2", hardware=replace(hardware_named("h100"), name="slow", contention=contention)))
 
 
 def kernel(name: str, seconds: float, *inputs: str, **facts: object) -> Task:

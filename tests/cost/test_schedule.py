@@ -13,7 +13,7 @@ from passes.cost.order import LOOKAHEAD, Room
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import prefetch, schedule
 from passes.cost.simulate import simulate
-from tests.cost.programs import gather, kernel, program, programs
+from tests.cost.programs import contended, gather, kernel, program, programs
 
 LAW = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -120,6 +120,13 @@ def test_gradients_that_are_held_are_made_though_many_buckets_wait_for_them() ->
     assert simulate(prefetch(given, 0, held_seconds=1e6)).exposed < simulate(given).exposed
 
 
+def test_what_fits_beside_a_kernel_is_reckoned_with_contention() -> None:
+    given = _layers(3, compute=4, link=5)
+    timeline = simulate(prefetch(contended(given, 0.25), 100))
+    assert timeline.step_time == simulate(prefetch(given, 100)).step_time == 5 * 3 + 4, "links are the busiest"
+    assert timeline.compute == 5 + 5 + 4
+
+
 def test_the_backward_does_not_start_before_the_forward_has_ended() -> None:
     forward, backward = _layers(3), [gather("b", 3, "w0", prefetchable=True), kernel("bh", 1, "b", "h2")]
     tasks = (*forward.tasks, *(replace(task, backward=True) for task in backward))
@@ -187,11 +194,17 @@ def marked(draw: st.DrawFn) -> Program:
 
 @LAW
 @given(
-    marked(), st.sampled_from((0, 3, 100)), st.booleans(), st.sampled_from((0.0, 5.0, 50.0)), st.sampled_from((None, 0, 9))
+    marked(),
+    st.sampled_from((0, 3, 100)),
+    st.booleans(),
+    st.sampled_from((0.0, 5.0, 50.0)),
+    st.sampled_from((None, 0, 9)),
+    st.sampled_from((0.0, 0.5)),
 )
 def test_an_order_keeps_dependencies_and_is_never_worse(
-    given: Program, window: int, fill: bool, held: float, room: int | None
+    given: Program, window: int, fill: bool, held: float, room: int | None, contention: float
 ) -> None:
+    given = contended(given, contention)
     ordered = prefetch(given, window, fill=fill, held_seconds=held, room=room)
     assert sorted(_names(ordered)) == sorted(_names(given))
     made: set[str] = {"w"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from passes.cost.program import ACROSS, OPTIMIZER, PERSISTENT, STREAMS, Program
 from passes.cost.simulate import simulate
-from tests.cost.programs import gather, kernel, program, programs
+from tests.cost.programs import contended, gather, kernel, program, programs
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -39,6 +39,14 @@ def test_links_are_independent_and_each_is_a_queue() -> None:
 def test_a_collective_of_a_collective_holds_up_the_compute_stream() -> None:
     run = program(gather("g", 2, "w"), gather("h", 2, "g", stream=ACROSS), kernel("a", 1))
     assert _spans(run) == {"g": [0, 2], "h": [2, 4], "a": [2, 3]}
+
+
+def test_a_kernel_is_slower_while_a_link_is_in_use() -> None:
+    run = program(gather("g", 3, "w"), kernel("a", 1), kernel("b", 2), kernel("c", 1, "g"))
+    timeline = simulate(contended(run, 0.5))
+    assert timeline.ends == (3, 1.5, 4, 5), "of b, 1 s of work takes the 1.5 s until the gather has ended"
+    assert (timeline.compute, timeline.compute_by_task, timeline.exposed) == (5, (0, 1.5, 2.5, 1), 0)
+    assert simulate(run).ends == (3, 1, 3, 4)
 
 
 def test_the_optimizer_waits_for_all_gradients() -> None:
@@ -101,6 +109,15 @@ def test_a_step_is_compute_and_exposed_communication(given: Program) -> None:
     assert 0 <= timeline.exposed <= timeline.communication
     for task, exposed in timeline.exposed_by_task:
         assert 0 <= exposed <= task.seconds
+
+
+@LAW
+@given(programs(), st.sampled_from((0.25, 0.5, 2.0)))
+def test_contention_slows_what_is_hidden_and_no_more(given: Program, contention: float) -> None:
+    free, slow = simulate(given), simulate(contended(given, contention))
+    assert slow.step_time >= free.step_time
+    assert slow.step_time == pytest.approx(slow.compute + slow.exposed)
+    assert slow.compute - free.compute == pytest.approx(contention / (1 + contention) * slow.hidden)
 
 
 @LAW
