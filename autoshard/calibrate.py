@@ -71,8 +71,9 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
     """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
 
     `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" where there is one, else "cpu".
-    Every rank of a world has to call it, and gets the same figures: rank 0's for what a device does by itself, and
-    for transfers those of the slowest rank. Raises UserError for a mesh that is not of the world's size.
+    Every rank of a world has to call it, and gets the same figures: rank 0's for what a device does while the others of its
+    node do the same, as in training, and for transfers those of the slowest rank. Raises UserError for a mesh that is not
+    of the world's size.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -87,7 +88,7 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
                 f"mesh {axes} has {axes.size} ranks but the world has {size}; start as many processes "
                 f"(torchrun --nproc-per-node {axes.size} ...)"
             )
-        machine, products = _agreed(_measure_device(device, effort) if _rank() == 0 else None)
+        machine, products = _agreed(_measure_device(device, effort))
         transfers: tuple[TransferTime, ...] = ()
         if size > 1:
             devices = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
@@ -112,16 +113,11 @@ def _world(device: str) -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _agreed(measured: tuple[Hardware, tuple[ProductTime, ...]] | None) -> tuple[Hardware, tuple[ProductTime, ...]]:
-    """What rank 0 measured, while the others wait."""
+def _agreed(measured: tuple[Hardware, tuple[ProductTime, ...]]) -> tuple[Hardware, tuple[ProductTime, ...]]:
+    """What rank 0 measured."""
     held = [measured]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(held, src=0)
-    assert held[0] is not None
     return held[0]
 
 

@@ -150,7 +150,7 @@ def simulate(program: Program, *, links: float = 1.0) -> Timeline:
 def slowed(start: float, seconds: float, busy_until: float, contention: float) -> float:
     """When a kernel of so many seconds ends that starts at `start`, with links in use until `busy_until`.
 
-    Links in use at a kernel's start stay so until their queues are done, and no collective issued behind it starts before it ends.
+    Links in use at a kernel's start stay so until their queues are done; none issued behind it starts before it ends.
     """
     beside = min((busy_until - start) / (1 + contention), seconds)  # of its work
     return start + seconds + max(0.0, beside) * contention
