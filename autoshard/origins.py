@@ -1,19 +1,23 @@
 """Where in the user's code each node of a captured graph comes from: module FQN, file, line and text.
 
-A node has the stack of the call that made it; a backward node has that of its forward node. A node without
-any (the sum of two gradients, say) takes the origin of its nearest operand or user.
+A node has the stack of the call that made it; a backward node has that of its forward node. One of a module of torch's
+own that no line of the user's calls (in `nn.Sequential`, say) has the line where that module's forward begins. A node
+without any (the sum of two gradients, say) takes the origin of its nearest operand or user.
 """
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, Node
 
 from passes.ir.graph import Origin, origin_of, set_origin
@@ -27,7 +31,9 @@ def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:
     """Give every call its origin; `fqns` maps the id of a traced module to its name."""
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     for node in calls:
-        set_origin(node, replace(user_frame(node.meta.get("stack_trace")), fqn=_module_of(node, fqns)))
+        fqn, forward = _module_of(node, fqns)
+        frame = user_frame(node.meta.get("stack_trace"))
+        set_origin(node, replace(frame if frame.file else forward, fqn=fqn))
     for node in calls:
         _inherit(node, node.all_input_nodes)
     for node in reversed(calls):
@@ -41,17 +47,28 @@ def user_frame(stack: str | None) -> Origin:
     if not frames:
         return Origin()
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
-    file, line = (own or frames)[-1]
-    return Origin(file=file, line=line, source=linecache.getline(file, line).strip())
+    return _line(*(own or frames)[-1])
 
 
-def _module_of(node: Node, fqns: Mapping[int, str]) -> str:
+def _module_of(node: Node, fqns: Mapping[int, str]) -> tuple[str, Origin]:
+    """The innermost module of the model that a call is in, and where its forward begins."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for key in reversed(stack):
+    for key, (_, kind) in reversed(stack.items()):
         number = key.partition("@")[0]  # dynamo counts repeated calls of a module: "1234@1"
         if number.isdigit() and int(number) in fqns:
-            return fqns[int(number)]
-    return ""
+            return fqns[int(number)], _forward_of(kind)
+    return "", Origin()
+
+
+def _forward_of(kind: type[nn.Module]) -> Origin:
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, FunctionType):
+        return Origin()
+    return _line(forward.__code__.co_filename, forward.__code__.co_firstlineno)
+
+
+def _line(file: str, line: int) -> Origin:
+    return Origin(file=file, line=line, source=linecache.getline(file, line).strip())
 
 
 def _inherit(node: Node, others: list[Node]) -> None:
