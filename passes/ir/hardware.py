@@ -207,6 +207,7 @@ _GPU_SOURCES = (
     ("across.latency", _RING),
     ("tile", _TILE),
     ("attention", _FA2),
+    ("contention", "0: depends on the library's channels, and no published figure was found; calibrate measures it"),
 )
 _HOPPER_RATES = (("bf16", 989e12), ("f16", 989e12), ("f8", 1979e12), ("tf32", 494e12), ("f32", 67e12), ("f64", 67e12))
 _BLACKWELL_RATES = (("bf16", 2250e12), ("f16", 2250e12), ("f8", 4500e12), ("tf32", 1100e12), ("f32", 75e12))
@@ -340,6 +341,7 @@ _CPU = Hardware(
         ("inside.latency", "1 KiB takes 0.3-0.9 ms over 2 ranks, 2-8 ms over 4 that share 2 cores"),
         ("node_size", "all ranks on one machine: there is no figure for a network"),
         ("scatter_sends_all", "gloo's reduce-scatter moves 2 (k - 1) / k N"),
+        ("contention", "0: 0.07 to 0.13 with 2 and 4 ranks on a loopback of 1 Gbit/s, by its rate; calibrate measures it"),
     ),
 )
 _PRESETS = {preset.name: preset for preset in (_A100, _A100_PCIE, _H100, _H200, _B200, _GB200, _CPU)}
