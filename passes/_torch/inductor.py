@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch.inductor_order import GraphOrder
+from passes._torch.inductor_order import GraphOrder, JoinsBetweenCollectives
 from passes._torch.inductor_patterns import possible_patterns
 
 
@@ -53,8 +53,8 @@ class InductorCode:
     output_strides: tuple[tuple[int, ...] | None, ...]  # as the code returns them; None or () where as in the graph
 
 
-# Everything in Inductor that moves, merges or splits collectives and waits, off, and the graph's order behind what joins
-# kernels. Not every release has each.
+# Everything in Inductor that moves, merges or splits collectives and waits, off; no kernels joined that would hold a
+# collective back, and the graph's order behind what joins them. Not every release has each.
 _KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -65,6 +65,7 @@ _KEEP_ORDER: dict[str, Any] = {
     "bucket_reduce_scatters_fx": "none",
     "bucket_all_reduces_fx": "none",
     "dedup_reduce_scatters": False,
+    "_pre_fusion_custom_pass": JoinsBetweenCollectives(),
     "_post_fusion_custom_pass": GraphOrder(),
 }
 

@@ -66,6 +66,25 @@ stage LOCAL
 return output("output") %sin, gradient("v") %scattered_1, gradient("w") %scattered, gradient("input:x") %mm_5
 """
 
+# Two sums that read the same, which Inductor would make in one kernel; the first is sent long before the second is made.
+SUMS = """
+mesh dp=2
+stage LOCAL
+%x: f32[16, 8] = input("x")
+%y: f32[16, 8] = input("y")
+%w: f32[8, 8] = input("w")
+%mul: f32[16, 8] = mul.Tensor(%x, %y)
+%sum_1: f32[8] = sum.dim_IntList(%mul, [0])
+%scatter: f32[4] = _c10d_functional.reduce_scatter_tensor(%sum_1, "sum", 2, "autoshard:dp=2:dp")
+%mm: f32[16, 8] = mm(%x, %w)
+%mul_1: f32[16, 8] = mul.Tensor(%x, %mm)
+%sum_2: f32[8] = sum.dim_IntList(%mul_1, [0])
+%scatter_1: f32[4] = _c10d_functional.reduce_scatter_tensor(%sum_2, "sum", 2, "autoshard:dp=2:dp")
+%wait: f32[4] = _c10d_functional.wait_tensor(%scatter)
+%wait_1: f32[4] = _c10d_functional.wait_tensor(%scatter_1)
+return output("0") %wait, output("1") %wait_1
+"""
+
 _CALL = re.compile(
     r"_c10d_functional\.(\w+?)_?\.default\(|extern_kernels\.(\w+)\(|= torch\.ops\.aten\.(_scaled\w+?)\.default\("
 )
@@ -85,8 +104,9 @@ class _Written(Exception):
 
 
 def _codes(split: Split, mesh: Mesh) -> tuple[str, ...]:
-    """The code of forward and backward, as Inductor writes it."""
-    names = [(mesh.group_name(axes), axes) for axes in axes_used((split.forward, split.backward), mesh)]
+    """The code of forward and backward, if there is one, as Inductor writes it."""
+    halves = tuple(filter(None, (split.forward, split.backward)))
+    names = [(mesh.group_name(axes), axes) for axes in axes_used(halves, mesh)]
     for name, axes in names:
         register_group(name, dist.new_group(list(range(math.prod(map(mesh.axis_size, axes))))))
     codes: list[str] = []
@@ -95,7 +115,7 @@ def _codes(split: Split, mesh: Mesh) -> tuple[str, ...]:
         codes.append(code)
         raise _Written
 
-    for gm in (split.forward, split.backward):
+    for gm in halves:
         values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         facts = {"is_backward": gm is split.backward, "is_inference": False, "keep_order": True}
         with (
@@ -130,6 +150,14 @@ def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
     assert _in_code(backward) == _in_graph(split.backward) == [
         gather, "mm", gather, wait, "mm", scatter, "mm", scatter, wait, "mm", wait, wait,
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_kernel_behind_a_collective_is_not_joined_with_one_that_leads_to_it(ranks: None) -> None:
+    split = split_program(parse_graph(SUMS.strip())[0], mode="inductor")
+    (code,) = _codes(split, Mesh("dp=2", hardware="h100"))
+    scatter, wait = "reduce_scatter_tensor", "wait_tensor"
+    assert _in_code(code) == _in_graph(split.forward) == [scatter, "mm", scatter, wait, wait]
 
 
 # On CPU a gather calls that into a tensor which is given (`_out`).
