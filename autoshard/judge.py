@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.checkpointing import Settling
+from autoshard.checkpointing import Settling, Trial
+from autoshard.chunking import Chunking
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of
@@ -111,16 +112,22 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields."""
+    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields; `trial`
+    has all messages whole, `timeline` may have some in chunks."""
 
     folded: Folded
     recipes: Recipes
+    solution: Solution | None  # None: a recipe's
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
+    trial: Trial
     timeline: Timeline
-    recomputation: Recomputation | None = None
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        return self.trial.recomputation
 
     @property
     def cost(self) -> Cost:
@@ -158,10 +165,41 @@ def judge(
         with uncollected():
             return _judged(problem, folded, recipes, solution, worst, quick=quick)
     except UnlikeLayersError as error:
-        expanded = None if solution is None else solution.expanded(folded.repeats)
-        whole, layers = _normalized(problem), folded.remarks[-1]
-        told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
+        return _judged_whole(problem, folded, recipes, solution, worst, error, quick=quick)
+
+
+def in_chunks(problem: Problem, judged: Judged, *, quick: bool = False) -> Judged:
+    """`judged` with its messages in chunks, as far as it will be compiled so."""
+    try:
+        with uncollected():
+            timeline, remarks = Chunking(problem, judged.folded.repeats, judged.trial).run(quick=quick)
+        return replace(judged, timeline=timeline, remarks=(*judged.remarks, *remarks))
+    except UnlikeLayersError as error:
+        worst = judged.timeline.step_time
+        whole = _judged_whole(problem, judged.folded, judged.recipes, judged.solution, worst, error, quick=quick)
+        return in_chunks(problem, whole, quick=quick)
+
+
+def least_in_chunks(problem: Problem, judged: Judged) -> float:
+    """Seconds that a step of `judged` takes in chunks at least."""
+    return judged.timeline.step_time - Chunking(problem, judged.folded.repeats, judged.trial).could_save
+
+
+def _judged_whole(
+    problem: Problem,
+    folded: Folded,
+    recipes: Recipes,
+    solution: Solution | None,
+    worst: float,
+    error: UnlikeLayersError,
+    *,
+    quick: bool,
+) -> Judged:
+    """With all layers planned, as equal ones are not equal in the program."""
+    expanded = None if solution is None else solution.expanded(folded.repeats)
+    whole, layers = _normalized(problem), folded.remarks[-1]
+    told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
+    return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
 
 
 def _judged(
@@ -176,12 +214,13 @@ def _judged(
     return Judged(
         folded,
         recipes,
+        solution,
         recorder.facts,
         recorder.graphs,
         tuple(ctx.remarks),
         tuple(ctx.edges),
+        trial,
         trial.timeline,
-        trial.recomputation,
     )
 
 

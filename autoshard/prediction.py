@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch.fx import GraphModule
 
 from autoshard.options import Options
 from passes.cost.bucket import sizes
 from passes.cost.from_graph import OPTIMIZER_STATES
-from passes.cost.phases import joined, phases
+from passes.cost.phases import joined, phase_of, phases
 from passes.cost.program import Program, Task
 from passes.cost.schedule import WINDOWS, bucketed
 from passes.cost.simulate import Timeline, simulate
@@ -25,15 +26,24 @@ from passes.ir.repeats import Repeats
 QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
 
 
-def run_step(program: Program, options: Options, worst: float = float("inf"), *, quick: bool = False) -> Timeline:
+def run_step(
+    program: Program,
+    options: Options,
+    worst: float = float("inf"),
+    *,
+    quick: bool = False,
+    known: Mapping[int, Program] = MappingProxyType({}),
+) -> Timeline:
     """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
     of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
-    answer, of a fifth of the orders."""
+    answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
     tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
     found = list[Program]()
     for phase, others in phases(program):
-        if any(task.is_collective for task in phase.tasks):
+        if (number := phase_of(phase.tasks[0])) in known:
+            phase = known[number]
+        elif any(task.is_collective for task in phase.tasks):
             _, best = bucketed(phase, tried, memory_limit=limit, windows=windows, worst=worst - others)
             phase = best.program
         found.append(phase)

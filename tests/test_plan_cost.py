@@ -16,9 +16,9 @@ from autoshard.compile import split_program
 from autoshard.overlap import Overlap
 from autoshard.planner import make_plan
 from autoshard.report.table import format_plan
-from examples.llama import TINY, Llama
+from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.from_graph import program_of
-from passes.cost.simulate import simulate
+from passes.cost.simulate import Timeline, simulate
 from passes.ir.plan import Candidate, Cost, Memory, Search
 
 GIB = 1 << 30
@@ -125,20 +125,52 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
     """The plan is of a folded graph, a run takes the halves as they are compiled: of each, messages of a sort are joined
     as it is fastest for them."""
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32)
-    options = Options(recipe=recipe, mixed_precision=policy, split_matmuls=False)  # plans count no chunks
+    options = Options(recipe=recipe, mixed_precision=policy)
     mesh, config = Mesh(axes, hardware="a100-pcie"), replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
     made = plan(model, mesh, (tokens, tokens), options=options)
-    split = split_program(make_plan(model, (tokens, tokens), {}, mesh, options).graph, mode="inductor")
-    overlap = Overlap.of(options, mesh)
-    assert made.cost is not None and made.timeline is not None and overlap is not None
-    overlap.apply(split, mode="inductor")
-    run = simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
+    run = _compiled(model, (tokens, tokens), mesh, options)
+    assert made.cost is not None and made.timeline is not None
     assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
     assert run.peak_memory == pytest.approx(made.cost.peak_memory, rel=0.1)
     for program in (made.timeline.program, run.program):
         assert {(*task.axes, task.dtype) for task in program.tasks if len(task.steps) > 1} == in_buckets
+
+
+def _compiled(model: nn.Module, args: tuple[torch.Tensor, ...], mesh: Mesh, options: Options) -> Timeline:
+    """The step of the program that Inductor is given, of all layers."""
+    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="inductor")
+    overlap = Overlap.of(options, mesh)
+    assert overlap is not None
+    overlap.apply(split, mode="inductor")
+    return simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "recipe", "symmetric_memory"),
+    [("tp=8", "megatron", False), ("tp=8", "megatron", True), ("dp=4,tp=8", "fsdp+megatron", False)],
+)
+def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(axes: str, recipe: str, symmetric_memory: bool) -> None:
+    """Planned on a folded graph, compiled with all layers: what is cut, and what the step takes then, is the same."""
+    mesh, config = Mesh(axes, hardware="h100"), replace(LLAMA3_8B, layers=6, vocab=32768)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = Options(recipe=recipe, mixed_precision=policy, symmetric_memory=symmetric_memory)
+    with torch.device("meta"):
+        model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
+    made = plan(model, mesh, (tokens, tokens), options=options)
+    whole = plan(model, mesh, (tokens, tokens), options=replace(options, split_matmuls=False))
+    run = _compiled(model, (tokens, tokens), mesh, options)
+    assert made.repeats and made.cost is not None and made.timeline is not None and whole.cost is not None
+    assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
+    assert whole.cost.step_time > 1.01 * run.step_time  # so that what does not count chunks fails
+    assert run.peak_memory == pytest.approx(made.cost.peak_memory, rel=0.1)
+    cut = [sum(task.is_sending for task in one.program.tasks) for one in (made.timeline, run)]
+    assert cut[0] == cut[1]
+    assert any("decompose_matmuls: " in str(remark) and not remark.routine for remark in made.remarks)
+    exposed = sum(seconds for _, seconds in made.timeline.exposed_by_task)
+    assert sum(one.exposed or 0.0 for one in made.collectives) == pytest.approx(exposed)
 
 
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:

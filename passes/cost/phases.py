@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 from passes.cost.program import OPTIMIZER, PERSISTENT, Program, Task
@@ -15,7 +15,7 @@ def phases(program: Program) -> Iterator[tuple[Program, float]]:
     """
     parts: dict[int, list[Task]] = {}
     for task in program.tasks:
-        parts.setdefault(_phase(task), []).append(task)
+        parts.setdefault(phase_of(task), []).append(task)
     compute = {phase: sum(task.seconds for task in tasks if not task.is_collective) for phase, tasks in parts.items()}
     for phase in sorted(parts):
         yield _part(program, phase, parts[phase]), sum(compute.values()) - compute[phase]
@@ -29,7 +29,28 @@ def joined(program: Program, parts: Sequence[Program]) -> Program:
     return replace(program, tasks=tasks, buffers=(*program.buffers, *added))
 
 
-def _phase(task: Task) -> int:
+def unchanged(before: Program, found: Program, program: Program, changed: Set[int]) -> dict[int, Program]:
+    """The phases of `program` as `found` has them, of which all but the `changed` were the same `before`, but for the names of
+    buffers that they are given by those."""
+    names: dict[str, str] = {}
+    for phase in {phase_of(task) for task in program.tasks} - changed:
+        pairs = zip(*([task for task in one.tasks if phase_of(task) == phase] for one in (before, program)), strict=True)
+        for old, new in pairs:
+            names |= dict(zip(old.inputs, new.inputs, strict=True))
+    parts: dict[int, list[Task]] = {}
+    for task in found.tasks:
+        if phase_of(task) not in changed:
+            renamed = replace(task, inputs=tuple(names.get(name, name) for name in task.inputs))
+            parts.setdefault(phase_of(task), []).append(renamed)
+    made = {buffer.name: buffer for buffer in found.buffers}
+    return {
+        phase: replace(found, tasks=tuple(tasks), buffers=tuple(made[name] for task in tasks for name in task.outputs))
+        for phase, tasks in parts.items()
+    }
+
+
+def phase_of(task: Task) -> int:
+    """Number of its phase: forward, backward, update."""
     return 2 if task.kind == OPTIMIZER else int(task.backward)
 
 
@@ -37,13 +58,13 @@ def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
     index, buffers = program.index, []
     for number, buffer in enumerate(program.buffers):
         maker = index.makers[number]
-        made = _phase(program.tasks[maker]) if maker >= 0 else phase
-        last = max((_phase(program.tasks[reader]) for reader in index.readers[number]), default=made)
+        made = phase_of(program.tasks[maker]) if maker >= 0 else phase
+        last = max((phase_of(program.tasks[reader]) for reader in index.readers[number]), default=made)
         if buffer.kind in PERSISTENT:
             if made <= phase:
                 buffers.append(buffer)
         elif made == phase:
-            if maker >= 0 or any(_phase(program.tasks[reader]) == phase for reader in index.readers[number]):
+            if maker >= 0 or any(phase_of(program.tasks[reader]) == phase for reader in index.readers[number]):
                 buffers.append(replace(buffer, kind="output") if last > phase else buffer)
         elif made < phase <= last:
             buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # there from the start
