@@ -264,6 +264,7 @@ def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for one in collectives:
         key = one.kind, one.axes, one.bytes, one.backward, re.sub(r"\d+", "#", one.origin.fqn), one.origin.line, one.reason
+        key += (one.way,)
         groups.setdefault(key, []).append(one)
     for same in groups.values():
         first = same[0]
@@ -273,8 +274,8 @@ def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
         where = fold_names(dict.fromkeys(one.origin.fqn for one in same)) if first.origin.fqn else ""
         place = f"{str(first.origin).partition(' ')[0]} {where}".strip()
         way = "backward" if first.backward else "forward and again in the backward" if first.recomputed else "forward"
-        over = ", ".join(first.axes)
-        yield f"  {count}%{first.id}: {first.kind} over {over}, {format_bytes(first.bytes)}, {way}{time}"
+        how = ", ".join((format_bytes(first.bytes), way, *([first.way] if first.way else [])))
+        yield f"  {count}%{first.id}: {first.kind} over {', '.join(first.axes)}, {how}{time}"
         yield f"    {first.reason}      # {place}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -87,9 +88,11 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
     """
     known = {one.id: one for one in collectives}
     found: dict[str, Collective] = {}
+    sent = Counter((step, task.backward) for task in timeline.program.tasks if task.is_collective for step in task.steps)
     for task, exposed in timeline.exposed_by_task:
         for one, share in _shares(task, known):
-            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0))
+            chunks = max(sent[one.id, False], sent[one.id, True])
+            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0, chunks=chunks))
             assert before.seconds is not None and before.exposed is not None
             found[one.id] = replace(
                 before,
@@ -112,7 +115,7 @@ def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> 
     for one in collectives:
         same = times.get(_likeness(one))
         like = same.pop(0) if same else one
-        found.append(replace(one, seconds=like.seconds, exposed=like.exposed))
+        found.append(replace(one, seconds=like.seconds, exposed=like.exposed, bucket=like.bucket, chunks=like.chunks))
     return tuple(found)
 
 
