@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from autoshard.checkpointing import Trial, program_of_split
 from autoshard.overlap import Overlap
@@ -22,7 +22,7 @@ from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
 from passes.decompose_matmuls import exposed_by_form
 from passes.ir.chunks import sites_in
-from passes.ir.graph import copy_graph, made_for
+from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin
 from passes.ir.repeats import Repeats, set_repeats
 
 TOLD = 0.01  # of a step, that chunks must be able to hide. They hid 36 to 56 % of that (benchmarks.overlap 8b-tp)
@@ -69,8 +69,7 @@ class Chunking:
         changed = set[int]()
         for backward in self._waits:
             assert self._overlap is not None
-            halves[backward] = copy_graph(halves[backward])
-            set_repeats(halves[backward], self.repeats)
+            halves[backward] = self._by_itself(halves[backward])
             told = self._overlap.cut(split, halves[backward], mode=mode)
             changed |= {int(backward)} if any(not remark.routine for remark in told) else set()
             remarks += told
@@ -80,6 +79,25 @@ class Chunking:
         program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
         known = unchanged(self.trial.program, self.trial.timeline.program, program, changed)
         return run_step(program, self.problem.options, quick=quick, known=known), tuple(remarks)
+
+
+    def _by_itself(self, gm: GraphModule) -> GraphModule:
+        """A copy of a graph that says what it leaves out, and of which layers the values are that it is given."""
+        copied, made = copy_graph(gm), {node.name: node for node in self.trial.split.forward.graph.nodes}
+        set_repeats(copied, self.repeats)
+        for node in placeholders(copied.graph, InputRole.SAVED):
+            set_origin(node, replace(origin_of(node), fqn=_layer_of(made[input_of(node).name], self.repeats)))
+        return copied
+
+
+def _layer_of(node: Node, repeats: Repeats) -> str:
+    """The module that a value is of; of the sum behind a layer, which is of the module around, that of its latest operand."""
+    while not (fqn := origin_of(node).fqn) or any(run.prefix.startswith(f"{fqn}.") for run in repeats.runs):
+        calls = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
+        if not calls:
+            break
+        node = max(calls)
+    return origin_of(node).fqn
 
 
 def _as_named(program: Program, halves: Mapping[bool, GraphModule]) -> Program:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from autoshard.checkpointing import Settling, Trial
+from autoshard.checkpointing import Settling
 from autoshard.chunking import Chunking
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
@@ -112,8 +112,8 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields; `trial`
-    has all messages whole, `timeline` may have some in chunks."""
+    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields;
+    `chunking` says what could be saved in the `timeline` yet."""
 
     folded: Folded
     recipes: Recipes
@@ -122,12 +122,14 @@ class Judged:
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
-    trial: Trial
     timeline: Timeline
+    recomputation: Recomputation | None = None
+    chunking: Chunking | None = None
 
     @property
-    def recomputation(self) -> Recomputation | None:
-        return self.trial.recomputation
+    def least_time(self) -> float:
+        """Seconds of the step in chunks, at least."""
+        return self.timeline.step_time - (self.chunking.could_save if self.chunking is not None else 0.0)
 
     @property
     def cost(self) -> Cost:
@@ -170,19 +172,16 @@ def judge(
 
 def in_chunks(problem: Problem, judged: Judged, *, quick: bool = False) -> Judged:
     """`judged` with its messages in chunks, as far as it will be compiled so."""
+    if judged.chunking is None:
+        return judged
     try:
         with uncollected():
-            timeline, remarks = Chunking(problem, judged.folded.repeats, judged.trial).run(quick=quick)
-        return replace(judged, timeline=timeline, remarks=(*judged.remarks, *remarks))
+            timeline, remarks = judged.chunking.run(quick=quick)
+        return replace(judged, timeline=timeline, chunking=None, remarks=(*judged.remarks, *remarks))
     except UnlikeLayersError as error:
         worst = judged.timeline.step_time
         whole = _judged_whole(problem, judged.folded, judged.recipes, judged.solution, worst, error, quick=quick)
         return in_chunks(problem, whole, quick=quick)
-
-
-def least_in_chunks(problem: Problem, judged: Judged) -> float:
-    """Seconds that a step of `judged` takes in chunks at least."""
-    return judged.timeline.step_time - Chunking(problem, judged.folded.repeats, judged.trial).could_save
 
 
 def _judged_whole(
@@ -211,6 +210,7 @@ def _judged(
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    chunking = Chunking(problem, folded.repeats, trial)
     return Judged(
         folded,
         recipes,
@@ -219,8 +219,9 @@ def _judged(
         recorder.graphs,
         tuple(ctx.remarks),
         tuple(ctx.edges),
-        trial,
         trial.timeline,
+        trial.recomputation,
+        chunking if chunking.could_save else None,  # of others the program need not be kept
     )
 
 

@@ -62,11 +62,13 @@ class Overlap:
     def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
         """What `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
 
-        Where the graphs leave out layers, as `repeats_of` them says, it is decided for all.
+        Where the graphs leave out layers, as `repeats_of` them says, it is decided for all. Raises UnlikeLayersError where
+        those that are kept do not look alike.
         """
         ctx = PassContext(self.mesh)
-        chunks = tuple(one for one in self._passes(split, gm, mode) if isinstance(one, DecomposeMatmuls))
-        PassManager(chunks).run(gm, ctx)
+        for one in self._passes(split, gm, mode):
+            if isinstance(one, DecomposeMatmuls):
+                one.run(gm, ctx)
         return tuple(ctx.remarks)
 
     def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> tuple[Pass, ...]:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autoshard.constraints import recipes_of
 from autoshard.garbage import uncollected
-from autoshard.judge import Folded, Judged, in_chunks, judge, least_in_chunks, seeded
+from autoshard.judge import Folded, Judged, in_chunks, judge, seeded
 from autoshard.prediction import memory_of, state_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress
@@ -260,9 +260,8 @@ class _Contest:
         """Count what is sent in chunks, for the best and for those that could be better with it."""
         fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
         for name in sorted(fitting, key=lambda name: self.judged[name].cost.step_time):
-            judged = self.judged[name]
-            if name == self.best or least_in_chunks(self.problem, judged) < self.best_time:
-                self.judged[name] = in_chunks(self.problem, judged, quick=self.quick)
+            if name == self.best or self.judged[name].least_time < self.best_time:
+                self.judged[name] = in_chunks(self.problem, self.judged[name], quick=self.quick)
                 self.best = self._fastest() or self.best
 
     def _fastest(self) -> str | None:

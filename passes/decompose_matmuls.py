@@ -213,16 +213,17 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
     Of the messages that nothing waits for, only the one that is exposed longest: the others queue for their link, and would
     in chunks.
     """
-    forms = {site.collective.name: site.form for site in sites}
-    found, longest = dict.fromkeys(forms.values(), 0.0), (0.0, None)
+    forms: dict[str, object] = {site.collective.name: site.form for site in sites}
+    found, late = dict.fromkeys(forms.values(), 0.0), list[tuple[float, object]]()
     for task, seconds in exposed:
         for form in {forms[name] for name in task.nodes if name in forms}:
-            if not task.deferrable:
+            if task.deferrable:
+                late.append((seconds, form))
+            else:
                 found[form] += seconds
-            elif seconds > longest[0]:
-                longest = seconds, form
-    if longest[0]:
-        found[longest[1]] += longest[0]
+    if late:
+        longest, form = max(late, key=lambda one: one[0])
+        found[form] += longest
     return found
 
 
