@@ -66,20 +66,19 @@ class Chunking:
         """The step with its messages as they will be sent, and what is said of them. Raises UnlikeLayersError where equal
         layers are not cut alike."""
         split, halves, mode, remarks = self.trial.split, self._halves, self.problem.options.compile, list[Remark]()
-        changed = set[int]()
+        changed = set[bool]()
         for backward in self._waits:
             assert self._overlap is not None
             halves[backward] = self._by_itself(halves[backward])
             told = self._overlap.cut(split, halves[backward], mode=mode)
-            changed |= {int(backward)} if any(not remark.routine for remark in told) else set()
+            changed |= {backward} if any(not remark.routine for remark in told) else set()
             remarks += told
         if not changed:
             return self.trial.timeline, tuple(remarks)
         cut = replace(split, forward=halves[False], backward=halves.get(True))
         program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
-        known = unchanged(self.trial.program, self.trial.timeline.program, program, changed)
+        known = unchanged(self.trial.program, self.trial.timeline.program, program)
         return run_step(program, self.problem.options, quick=quick, known=known), tuple(remarks)
-
 
     def _by_itself(self, gm: GraphModule) -> GraphModule:
         """A copy of a graph that says what it leaves out, and of which layers the values are that it is given."""

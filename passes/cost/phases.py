@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.cost.program import OPTIMIZER, PERSISTENT, Program, Task
@@ -29,24 +29,31 @@ def joined(program: Program, parts: Sequence[Program]) -> Program:
     return replace(program, tasks=tasks, buffers=(*program.buffers, *added))
 
 
-def unchanged(before: Program, found: Program, program: Program, changed: Set[int]) -> dict[int, Program]:
-    """The phases of `program` as `found` has them, of which all but the `changed` were the same `before`, but for the names of
-    buffers that they are given by those."""
+def unchanged(before: Program, found: Program, program: Program) -> dict[int, Program]:
+    """Phases of `program`, by number, as `found` has them: of those whose tasks are the same as `before`, from which `found`
+    was made, but for the names of what other phases give them."""
+    kept = {}
+    for phase in {phase_of(task) for task in program.tasks}:
+        old, own, new = ([task for task in one.tasks if phase_of(task) == phase] for one in (before, found, program))
+        names = _renamed(old, new)
+        if names is not None:
+            tasks = tuple(replace(task, inputs=tuple(names.get(name, name) for name in task.inputs)) for task in own)
+            made = {name for task in tasks for name in task.outputs}
+            kept[phase] = replace(found, tasks=tasks, buffers=tuple(one for one in found.buffers if one.name in made))
+    return kept
+
+
+def _renamed(old: list[Task], new: list[Task]) -> dict[str, str] | None:
+    """What the inputs of tasks are called in others that are the same but for that; None where they are not."""
     names: dict[str, str] = {}
-    for phase in {phase_of(task) for task in program.tasks} - changed:
-        pairs = zip(*([task for task in one.tasks if phase_of(task) == phase] for one in (before, program)), strict=True)
-        for old, new in pairs:
-            names |= dict(zip(old.inputs, new.inputs, strict=True))
-    parts: dict[int, list[Task]] = {}
-    for task in found.tasks:
-        if phase_of(task) not in changed:
-            renamed = replace(task, inputs=tuple(names.get(name, name) for name in task.inputs))
-            parts.setdefault(phase_of(task), []).append(renamed)
-    made = {buffer.name: buffer for buffer in found.buffers}
-    return {
-        phase: replace(found, tasks=tuple(tasks), buffers=tuple(made[name] for task in tasks for name in task.outputs))
-        for phase, tasks in parts.items()
-    }
+    if len(old) != len(new):
+        return None
+    for one, other in zip(old, new, strict=True):
+        if replace(one, inputs=()) != replace(other, inputs=()) or len(one.inputs) != len(other.inputs):
+            return None
+        if any(names.setdefault(*pair) != pair[1] for pair in zip(one.inputs, other.inputs, strict=True)):
+            return None
+    return names
 
 
 def phase_of(task: Task) -> int:
