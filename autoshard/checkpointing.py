@@ -124,16 +124,21 @@ class Settling:
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
-        program = program_of(
-            split.forward,
-            split.backward,
-            problem.mesh,
-            outputs=split.outputs,
-            gradients=split.gradients,
-            optimizer=problem.options.optimizer,
-        )
-        program = unroll(program, self.repeats)
+        program = program_of_split(split, problem, self.repeats)
         return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
+
+
+def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Program:
+    """The step of all layers. Raises UnlikeLayersError where those that are kept do not look alike."""
+    program = program_of(
+        split.forward,
+        split.backward,
+        problem.mesh,
+        outputs=split.outputs,
+        gradients=split.gradients,
+        optimizer=problem.options.optimizer,
+    )
+    return unroll(program, repeats)
 
 
 def fits_surely(problem: Problem) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from autoshard.checkpointing import Settling
+from autoshard.chunking import Chunking
 from autoshard.garbage import uncollected
 from autoshard.pipeline import default_pipeline
 from autoshard.prediction import cost_of
@@ -111,16 +112,24 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields."""
+    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields;
+    `chunking` says what could be saved in the `timeline` yet."""
 
     folded: Folded
     recipes: Recipes
+    solution: Solution | None  # None: a recipe's
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
     edges: tuple[Edge, ...]
     timeline: Timeline
     recomputation: Recomputation | None = None
+    chunking: Chunking | None = None
+
+    @property
+    def least_time(self) -> float:
+        """Seconds of the step in chunks, at least."""
+        return self.timeline.step_time - (self.chunking.could_save if self.chunking is not None else 0.0)
 
     @property
     def cost(self) -> Cost:
@@ -158,10 +167,38 @@ def judge(
         with uncollected():
             return _judged(problem, folded, recipes, solution, worst, quick=quick)
     except UnlikeLayersError as error:
-        expanded = None if solution is None else solution.expanded(folded.repeats)
-        whole, layers = _normalized(problem), folded.remarks[-1]
-        told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-        return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
+        return _judged_whole(problem, folded, recipes, solution, worst, error, quick=quick)
+
+
+def in_chunks(problem: Problem, judged: Judged, *, quick: bool = False) -> Judged:
+    """`judged` with its messages in chunks, as far as it will be compiled so."""
+    if judged.chunking is None:
+        return judged
+    try:
+        with uncollected():
+            timeline, remarks = judged.chunking.run(quick=quick)
+        return replace(judged, timeline=timeline, chunking=None, remarks=(*judged.remarks, *remarks))
+    except UnlikeLayersError as error:
+        worst = judged.timeline.step_time
+        whole = _judged_whole(problem, judged.folded, judged.recipes, judged.solution, worst, error, quick=quick)
+        return in_chunks(problem, whole, quick=quick)
+
+
+def _judged_whole(
+    problem: Problem,
+    folded: Folded,
+    recipes: Recipes,
+    solution: Solution | None,
+    worst: float,
+    error: UnlikeLayersError,
+    *,
+    quick: bool,
+) -> Judged:
+    """With all layers planned, as equal ones are not equal in the program."""
+    expanded = None if solution is None else solution.expanded(folded.repeats)
+    whole, layers = _normalized(problem), folded.remarks[-1]
+    told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
+    return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
 
 
 def _judged(
@@ -173,15 +210,18 @@ def _judged(
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    chunking = Chunking(problem, folded.repeats, trial)
     return Judged(
         folded,
         recipes,
+        solution,
         recorder.facts,
         recorder.graphs,
         tuple(ctx.remarks),
         tuple(ctx.edges),
         trial.timeline,
         trial.recomputation,
+        chunking if chunking.could_save else None,  # of others the program need not be kept
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,13 @@ from autoshard.compile import Mode, Split
 from autoshard.garbage import uncollected
 from autoshard.options import Options
 from autoshard.pipeline import overlap_pipeline
-from passes.base import Observer, PassContext, Remark
+from passes.base import Observer, Pass, PassContext, Remark
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh
+from passes.ir.repeats import repeats_of
 from passes.manager import PassManager
 
 
@@ -54,27 +55,40 @@ class Overlap:
         ctx = PassContext(self.mesh)
         for gm in (split.forward, split.backward):
             if gm is not None:
-                limit = None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm))
-                fused = mode == "inductor"
-                passes = overlap_pipeline(
-                    memory_limit=limit,
-                    bucket_bytes=self.bucket_bytes,
-                    split_matmuls=self.split_matmuls,
-                    fused=fused,
-                    symmetric_memory=self.symmetric_memory,
-                )
                 with uncollected():
-                    PassManager(passes, observers).run(gm, ctx)
+                    PassManager(self._passes(split, gm, mode), observers).run(gm, ctx)
         return tuple(ctx.remarks)
+
+    def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
+        """What `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
+
+        Where the graphs leave out layers, as `repeats_of` them says, it is decided for all. Raises UnlikeLayersError where
+        those that are kept do not look alike.
+        """
+        ctx = PassContext(self.mesh)
+        for one in self._passes(split, gm, mode):
+            if isinstance(one, DecomposeMatmuls):
+                one.run(gm, ctx)
+        return tuple(ctx.remarks)
+
+    def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> tuple[Pass, ...]:
+        return overlap_pipeline(
+            memory_limit=None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm)),
+            bucket_bytes=self.bucket_bytes,
+            split_matmuls=self.split_matmuls,
+            fused=mode == "inductor",
+            symmetric_memory=self.symmetric_memory,
+        )
 
     def _beside(self, split: Split, gm: GraphModule) -> int:
         """Bytes that a device holds while `gm` runs and that are none of its values."""
-        given = {input_of(node) for node in placeholders(gm.graph)}
-        others = [v for i, v in zip(split.inputs, split.input_values, strict=True) if i not in given]
-        gradients = () if split.backward is None else returned(split.backward.graph)
-        states = OPTIMIZER_STATES[self.optimizer] * _nbytes(value_of(g) for g in gradients if isinstance(g, Node))
-        return _nbytes(others) + states
+        given, count = {input_of(node) for node in placeholders(gm.graph)}, repeats_of(gm).count
+        others = zip(split.inputs, split.input_values, strict=True)
+        total = sum(count(one.name) * _nbytes(value) for one, value in others if one not in given)
+        gradients = () if split.backward is None else zip(split.gradients, returned(split.backward.graph), strict=True)
+        states = sum(count(one.name) * _nbytes(value_of(node)) for one, node in gradients if isinstance(node, Node))
+        return total + OPTIMIZER_STATES[self.optimizer] * states
 
 
-def _nbytes(values: Iterable[Any]) -> int:
-    return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

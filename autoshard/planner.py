@@ -17,7 +17,7 @@ from autoshard.checkpointing import fits_surely
 from autoshard.constraints import AUTO, check_options, recipes_of, rule_of_thumb
 from autoshard.dumping import Dump, dump_of
 from autoshard.fit import check_model
-from autoshard.judge import Folded, Judged, Recorder, fold, judge, passes_of
+from autoshard.judge import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
 from autoshard.options import Options
 from autoshard.pipeline import default_pipeline
 from autoshard.plan import ShardingPlan
@@ -266,7 +266,7 @@ def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decisi
     """With what a step costs, where no search has found that out and the figures of the device are known."""
     if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
         return decision
-    judged = judge(problem, folded, decision.recipes)
+    judged = in_chunks(problem, judge(problem, folded, decision.recipes))
     collectives = timed(judged.facts["collectives"], judged.timeline)
     return replace(
         decision,

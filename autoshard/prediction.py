@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch.fx import GraphModule
 
 from autoshard.options import Options
 from passes.cost.bucket import sizes
 from passes.cost.from_graph import OPTIMIZER_STATES
-from passes.cost.phases import joined, phases
+from passes.cost.phases import joined, phase_of, phases
 from passes.cost.program import Program, Task
 from passes.cost.schedule import WINDOWS, bucketed
 from passes.cost.simulate import Timeline, simulate
@@ -25,15 +27,24 @@ from passes.ir.repeats import Repeats
 QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
 
 
-def run_step(program: Program, options: Options, worst: float = float("inf"), *, quick: bool = False) -> Timeline:
+def run_step(
+    program: Program,
+    options: Options,
+    worst: float = float("inf"),
+    *,
+    quick: bool = False,
+    known: Mapping[int, Program] = MappingProxyType({}),
+) -> Timeline:
     """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
     of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
-    answer, of a fifth of the orders."""
+    answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
     tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
     found = list[Program]()
     for phase, others in phases(program):
-        if any(task.is_collective for task in phase.tasks):
+        if (number := phase_of(phase.tasks[0])) in known:
+            phase = known[number]
+        elif any(task.is_collective for task in phase.tasks):
             _, best = bucketed(phase, tried, memory_limit=limit, windows=windows, worst=worst - others)
             phase = best.program
         found.append(phase)
@@ -77,9 +88,11 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
     """
     known = {one.id: one for one in collectives}
     found: dict[str, Collective] = {}
+    sent = Counter((step, task.backward) for task in timeline.program.tasks if task.is_collective for step in task.steps)
     for task, exposed in timeline.exposed_by_task:
         for one, share in _shares(task, known):
-            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0))
+            chunks = max(sent[one.id, False], sent[one.id, True])
+            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0, chunks=chunks))
             assert before.seconds is not None and before.exposed is not None
             found[one.id] = replace(
                 before,
@@ -102,7 +115,7 @@ def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> 
     for one in collectives:
         same = times.get(_likeness(one))
         like = same.pop(0) if same else one
-        found.append(replace(one, seconds=like.seconds, exposed=like.exposed))
+        found.append(replace(one, seconds=like.seconds, exposed=like.exposed, bucket=like.bucket, chunks=like.chunks))
     return tuple(found)
 
 

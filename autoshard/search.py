@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autoshard.constraints import recipes_of
 from autoshard.garbage import uncollected
-from autoshard.judge import Folded, Judged, judge, seeded
+from autoshard.judge import Folded, Judged, in_chunks, judge, seeded
 from autoshard.prediction import memory_of, state_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress
@@ -73,6 +73,7 @@ def search(
         assert contest.least is not None
         lines = contest.least.largest(problem.mesh)
         raise MemoryLimitError("\n  ".join((_too_small(contest.limit, *_smallest(contest)), *lines)))
+    contest.cut()
     return contest.choice()
 
 
@@ -254,6 +255,14 @@ class _Contest:
         if before is not None and (now is None or self._rank(before) <= self._rank(now)):
             self.solution, self.judged[SOLVED] = held[0], before
         self.best = self._fastest()
+
+    def cut(self) -> None:
+        """Count what is sent in chunks, for the best and for those that could be better with it."""
+        fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
+        for name in sorted(fitting, key=lambda name: self.judged[name].cost.step_time):
+            if name == self.best or self.judged[name].least_time < self.best_time:
+                self.judged[name] = in_chunks(self.problem, self.judged[name], quick=self.quick)
+                self.best = self._fastest() or self.best
 
     def _fastest(self) -> str | None:
         """Of those that fit."""

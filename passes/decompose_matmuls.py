@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,13 +11,16 @@ from torch.fx import GraphModule, Node
 from passes.base import Pass, PassContext
 from passes.cost.collective import link_of
 from passes.cost.from_graph import program_of_graph
+from passes.cost.program import Program, Task
 from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
+from passes.cost.unroll import unroll
 from passes.ir.chunks import Site, sites_in, split
 from passes.ir.excerpt import excerpt
-from passes.ir.graph import Stage, copy_graph
+from passes.ir.graph import Stage, copy_graph, origin_of
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import make_one, why_not_one
+from passes.ir.repeats import repeats_of
 from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # chunks that are tried
@@ -39,10 +42,10 @@ class DecomposeMatmuls(Pass):
        multiplies those of another (`passes/cost/pipelined.py`).
 
     Sites of one form (shapes, group, dtype) are treated alike: cut into the number of chunks that is fastest for one by
-    itself, or made one operator, whichever is faster, and only where `simulate` says that it is worth it: of the part of
-    the graph around one of them, scheduled by itself, and then of the scheduled graph with all that are changed, within
-    `memory_limit` (bytes at the graph's peak; None: a twentieth more than as it is given). `fused`: as for
-    `schedule_overlap`.
+    itself, or made one operator, whichever is faster, and only where `simulate` says that it is worth it: the device waits
+    for them in the scheduled graph; the part of the graph around one of them, scheduled by itself, is faster, and so is the
+    scheduled graph with all that are changed, within `memory_limit` (bytes at the graph's peak; None: a twentieth more than
+    as it is given). Of a graph that leaves out layers it is decided for all. `fused`: as for `schedule_overlap`.
 
     Before:
 
@@ -93,23 +96,36 @@ class DecomposeMatmuls(Pass):
         if ctx.mesh.hardware is None:
             ctx.remark(self, sites[0].collective, "left whole: the figures of this device are not known", routine=True)
             return False
+        program = self._program(gm, ctx.mesh)
+        cap = memory_cap(simulate(program), self.memory_limit)
+        whole = schedule(program, memory_limit=cap).timeline
+        forms, found = _by_form(sites), self._choices(gm, sites, whole, ctx.mesh)
+        firsts = {form: sites[numbers[0]].collective for form, numbers in forms.items()}
+        counts = {form: sum(_count(gm, sites[number]) for number in numbers) for form, numbers in forms.items()}
+        chosen = {form: choice for form, choice in found.items() if choice.way is not None}
+        refused = self._apply(gm, chosen, whole, cap, ctx.mesh) if chosen else ""
+        for form, choice in found.items():
+            told = refused if form in chosen and refused else choice.told
+            others = f", with {counts[form] - 1} like it" if counts[form] > 1 else ""
+            is_changed = form in chosen and not refused
+            how = "left whole" if not is_changed else "joined" if choice.way == ONE else "split"
+            ctx.remark(self, firsts[form], f"{how}{others}: {told}", routine=not is_changed)
+        return bool(chosen) and not refused
+
+    def _choices(self, gm: GraphModule, sites: list[Site], whole: Timeline, mesh: Mesh) -> dict[object, _Choice]:
+        """What pays for the sites of each form, in a graph that runs as `whole` says as it is."""
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         places = {node: place for place, node in enumerate(calls)}
-        forms = _by_form(sites)
-        collectives = {form: sites[numbers[0]].collective for form, numbers in forms.items()}
         found: dict[object, _Choice] = {}
-        for form, numbers in forms.items():
+        exposed = exposed_by_form(sites, whole.exposed_by_task)
+        for form, numbers in _by_form(sites).items():
+            if exposed[form] < WORTH * whole.step_time:
+                told = f"all but {format_seconds(exposed[form])} of {format_seconds(whole.step_time)} is hidden"
+                found[form] = _Choice(None, told)
+                continue
             start, end = _around(numbers, sites, places)
-            found[form] = self._choice(sites[numbers[0]], calls[start:end], found, ctx.mesh)
-        chosen = {form: choice for form, choice in found.items() if choice.way is not None}
-        refused = self._apply(gm, chosen, ctx.mesh) if chosen else ""
-        for form, numbers in forms.items():
-            told = refused if form in chosen and refused else found[form].told
-            others = f", with {len(numbers) - 1} like it" if len(numbers) > 1 else ""
-            is_changed = form in chosen and not refused
-            how = "left whole" if not is_changed else "joined" if found[form].way == ONE else "split"
-            ctx.remark(self, collectives[form], f"{how}{others}: {told}", routine=not is_changed)
-        return bool(chosen) and not refused
+            found[form] = self._choice(sites[numbers[0]], calls[start:end], found, mesh)
+        return found
 
     def _choice(self, site: Site, calls: list[Node], found: dict[object, _Choice], mesh: Mesh) -> _Choice:
         """What pays for the sites of a form, as one of them and the `calls` around it say, with what is chosen already."""
@@ -117,19 +133,16 @@ class DecomposeMatmuls(Pass):
         if not ways:
             return _Choice(None, told)
         part = self._tried(calls, found)
-        timeline = self._scheduled(part, mesh)
-        exposed, around = _exposed(site.form, part, timeline), f"{format_seconds(timeline.step_time)} around it"
-        if exposed < WORTH * timeline.step_time:
-            return _Choice(None, f"all but {format_seconds(exposed)} of {around} is hidden")
+        whole = self._scheduled(part, mesh).step_time
         times = {}
         for way, one in zip(ways, (part, *(self._tried(calls, found) for _ in ways[1:])), strict=True):
             self._change(one, {site.form: _Choice(way, "")})
             times[way] = self._scheduled(one, mesh).step_time
         best = min(ways, key=times.__getitem__)
-        saved = timeline.step_time - times[best]
+        saved = whole - times[best]
         verb = "saves" if best == ONE else "save"
-        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {around}{self._why_not_one(site, mesh)}"
-        return _Choice(best if saved >= WORTH * timeline.step_time else None, told)
+        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {format_seconds(whole)} around it"
+        return _Choice(best if saved >= WORTH * whole else None, told + self._why_not_one(site, mesh))
 
     def _ways(self, site: Site, mesh: Mesh) -> tuple[tuple[int, ...], str]:
         """The number of chunks that is fastest for a site by itself, and `ONE`, where they are faster than the whole; and
@@ -159,11 +172,9 @@ class DecomposeMatmuls(Pass):
             why = f"ranks joined by {link.name} share no memory"
         return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
-    def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], mesh: Mesh) -> str:
-        """Cut what is chosen; or leave the graph as it is, and say why."""
-        program = program_of_graph(gm, mesh, fused=self.fused)
-        cap = memory_cap(simulate(program), self.memory_limit)
-        before, whole = schedule(program, memory_limit=cap).timeline, copy_graph(gm)
+    def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], before: Timeline, cap: int, mesh: Mesh) -> str:
+        """Cut what is chosen; or leave the graph as it is, which takes as long as `before`, and say why."""
+        whole = copy_graph(gm)
         self._change(gm, chosen)
         behind = self._scheduled(gm, mesh, cap)
         refused = ""
@@ -177,7 +188,11 @@ class DecomposeMatmuls(Pass):
         return ""
 
     def _scheduled(self, gm: GraphModule, mesh: Mesh, cap: int | None = None) -> Timeline:
-        return schedule(program_of_graph(gm, mesh, fused=self.fused), memory_limit=cap).timeline
+        return schedule(self._program(gm, mesh), memory_limit=cap).timeline
+
+    def _program(self, gm: GraphModule, mesh: Mesh) -> Program:
+        """Of all layers, where `gm` leaves some out."""
+        return unroll(program_of_graph(gm, mesh, fused=self.fused), repeats_of(gm))
 
     def _tried(self, calls: list[Node], chosen: Mapping[object, _Choice]) -> GraphModule:
         part = excerpt(calls)
@@ -190,6 +205,26 @@ class DecomposeMatmuls(Pass):
             for site in sites_in(gm):
                 if site.form == form:
                     _change(site, way, self.name)
+
+
+def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]) -> dict[object, float]:
+    """Seconds that chunks of the sites of each form could hide, of those that each task of a step is `exposed`.
+
+    Of the messages that nothing waits for, only the one that is exposed longest: the others queue for their link, and would
+    in chunks.
+    """
+    forms: dict[str, object] = {site.collective.name: site.form for site in sites}
+    found, late = dict.fromkeys(forms.values(), 0.0), list[tuple[float, object]]()
+    for task, seconds in exposed:
+        for form in {forms[name] for name in task.nodes if name in forms}:
+            if task.deferrable:
+                late.append((seconds, form))
+            else:
+                found[form] += seconds
+    if late:
+        longest, form = max(late, key=lambda one: one[0])
+        found[form] += longest
+    return found
 
 
 @dataclass(frozen=True)
@@ -219,6 +254,11 @@ def _by_form(sites: list[Site]) -> dict[object, list[int]]:
     return found
 
 
+def _count(gm: GraphModule, site: Site) -> int:
+    """How many sites it stands for, where `gm` leaves out layers."""
+    return repeats_of(gm).count(origin_of(site.collective).fqn)
+
+
 def _around(alike: list[int], sites: list[Site], places: dict[Node, int]) -> tuple[int, int]:
     """Of the site in the middle of those `alike`: the calls from the one before it up to the one behind it, no more than
     `REACH` sites of any form to either side."""
@@ -232,12 +272,6 @@ def _around(alike: list[int], sites: list[Site], places: dict[Node, int]) -> tup
 
 def _place(site: Site, places: dict[Node, int]) -> int:
     return min(places[node] for node in (site.collective, *site.products))
-
-
-def _exposed(form: object, gm: GraphModule, timeline: Timeline) -> float:
-    """Seconds of a timeline in which the device waits for the collectives of the sites of a form."""
-    names = {site.collective.name for site in sites_in(gm) if site.form == form}
-    return sum(seconds for task, seconds in timeline.exposed_by_task if not names.isdisjoint(task.nodes))
 
 
 def _calls(site: Site) -> list[Node]:

@@ -16,9 +16,9 @@ from autoshard.compile import split_program
 from autoshard.overlap import Overlap
 from autoshard.planner import make_plan
 from autoshard.report.table import format_plan
-from examples.llama import TINY, Llama
+from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.from_graph import program_of
-from passes.cost.simulate import simulate
+from passes.cost.simulate import Timeline, simulate
 from passes.ir.plan import Candidate, Cost, Memory, Search
 
 GIB = 1 << 30
@@ -69,8 +69,8 @@ module       values and weights, as stored -> as made                           
 (optimizer)                                                                               -        -
 B=6 D=8 F=8; F_dp: F is cut over dp; {U_dp}: a term of a sum over dp
 collective      over  fwd  bwd  received  exposed  for
-reduce_scatter  dp      -    4     288 B  16.0 ms  linear.py:130 gradient
-all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered for use""",
+reduce_scatter  dp      -    4     288 B  16.0 ms  linear.py:130 gradient, in a bucket
+all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered for use, 3 in a bucket""",
     )
 
 
@@ -125,20 +125,106 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
     """The plan is of a folded graph, a run takes the halves as they are compiled: of each, messages of a sort are joined
     as it is fastest for them."""
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32)
-    options = Options(recipe=recipe, mixed_precision=policy, split_matmuls=False)  # plans count no chunks
+    options = Options(recipe=recipe, mixed_precision=policy)
     mesh, config = Mesh(axes, hardware="a100-pcie"), replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
     made = plan(model, mesh, (tokens, tokens), options=options)
-    split = split_program(make_plan(model, (tokens, tokens), {}, mesh, options).graph, mode="inductor")
-    overlap = Overlap.of(options, mesh)
-    assert made.cost is not None and made.timeline is not None and overlap is not None
-    overlap.apply(split, mode="inductor")
-    run = simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
+    run = _compiled(model, (tokens, tokens), mesh, options)
+    assert made.cost is not None and made.timeline is not None
     assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
     assert run.peak_memory == pytest.approx(made.cost.peak_memory, rel=0.1)
     for program in (made.timeline.program, run.program):
         assert {(*task.axes, task.dtype) for task in program.tasks if len(task.steps) > 1} == in_buckets
+
+
+def _compiled(model: nn.Module, args: tuple[torch.Tensor, ...], mesh: Mesh, options: Options) -> Timeline:
+    """The step of the program that Inductor is given, of all layers."""
+    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="inductor")
+    overlap = Overlap.of(options, mesh)
+    assert overlap is not None
+    overlap.apply(split, mode="inductor")
+    return simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Blocks(nn.Module):
+    """Equal layers whose messages over tp take about as long as their products."""
+
+    def __init__(self, layers: int, dim: int = 4096) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dim, 4 * dim) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def blocks(layers: int = 8) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    with torch.device("meta"):
+        return Blocks(layers).bfloat16(), (torch.empty(2, 8192, 4096, dtype=torch.bfloat16),)
+
+
+@pytest.mark.parametrize("symmetric_memory", [False, True])
+def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bool) -> None:
+    (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
+    options = Options(recipe="megatron", symmetric_memory=symmetric_memory)
+    made = plan(model, mesh, args, options=options)
+    whole = plan(model, mesh, args, options=replace(options, split_matmuls=False))
+    run = _compiled(model, args, mesh, options)
+    assert made.repeats and made.cost is not None and made.timeline is not None and whole.cost is not None
+    assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
+    assert whole.cost.step_time > 1.05 * run.step_time
+    assert run.peak_memory == pytest.approx(made.cost.peak_memory, rel=0.1)
+    sent = [sum(task.is_sending for task in one.program.tasks) for one in (made.timeline, run)]
+    assert sent[0] == sent[1]
+    exposed = sum(seconds for _, seconds in made.timeline.exposed_by_task)
+    assert sum(one.exposed or 0.0 for one in made.collectives) == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(("symmetric_memory", "way"), [(False, "in 4 chunks"), (True, "in one operator with its product")])
+def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, way: str) -> None:
+    (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
+    made = plan(model, mesh, args, options=Options(recipe="megatron", symmetric_memory=symmetric_memory))
+    changed = [one for one in made.collectives if one.way]
+    assert {one.way for one in changed} == {f"{way} (decompose_matmuls)"}
+    lines = format_plan(made, width=100, colour=False).splitlines()
+    assert any(line.startswith("reduce_scatter") and line.endswith(f", {way}") for line in lines)
+    told = " ".join(str(made.explain(changed[0].id)).split())
+    assert f"forward, {way} (decompose_matmuls), exposed" in told
+    assert ShardingPlan.from_json(made.to_json()).collectives == made.collectives
+
+
+def test_a_search_counts_the_chunks_of_what_it_chooses() -> None:
+    (model, args), mesh, options = blocks(), Mesh("tp=8", hardware="h100"), Options(inputs={"x": {"tp": "R"}})
+    made, run = plan(model, mesh, args, options=options), _compiled(model, args, mesh, options)
+    assert made.cost is not None and made.search is not None and any(one.chunks > 1 for one in made.collectives)
+    assert made.cost == next(one.cost for one in made.search.candidates if one.name == made.search.chosen)
+    assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_plan_of_two_axes_counts_the_chunks_that_are_sent() -> None:
+    """Gathers of parameters on one link, chunks on the other; planned on a folded graph, compiled with all layers."""
+    mesh, config = Mesh("dp=4,tp=8", hardware="h100"), replace(LLAMA3_8B, layers=8, vocab=32768)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = Options(recipe="fsdp+megatron", mixed_precision=policy)
+    with torch.device("meta"):
+        model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
+    made = plan(model, mesh, (tokens, tokens), options=options)
+    run = _compiled(model, (tokens, tokens), mesh, options)
+    assert made.repeats and made.cost is not None and any(one.chunks > 1 for one in made.collectives)
+    assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
 
 
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:

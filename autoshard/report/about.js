@@ -95,7 +95,7 @@ function aboutCollective(id) {
       ["runs in",
         `${one.backward ? "backward" : "forward"}${one.recomputed ? ", and again in the backward" : ""}`], [
         "because", one.reason
-      ], ["module", moduleLink(one.fqn)],
+      ], ["sent", one.way], ["module", moduleLink(one.fqn)],
       ["message", taskOf.has(id) ? link("task", taskOf.get(id), one.bucket ? `${one.bucket}, with others` : plan
         .step.tasks.name[taskOf.get(id)]) : ""]),
     lineLink(one.line),

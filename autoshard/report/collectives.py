@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.table import Table
 from rich.text import Text
@@ -49,9 +51,10 @@ def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, colu
     if rest := [one for group in groups[SHOWN:] for one in group.members]:
         figures = _figures(Group(tuple(rest)), is_timed=is_timed)
         rows.append((f"{len(groups) - SHOWN} more", "", *figures, "less each"))
+    ways = ["".join(f", {way}" for way in _ways(group)) for group in groups[:SHOWN]]
     taken = sum(2 + max(map(len, cells)) for cells in list(zip(headers, *rows, strict=True))[:-1])
-    for row in rows:
-        table.add_row(*row[:-1], Text(_cut(row[-1], max(columns - taken, 20))))
+    for row, way in zip_longest(rows, ways, fillvalue=""):
+        table.add_row(*row[:-1], Text(_cut(row[-1], max(columns - taken, 20) - len(way)) + way))
     return table
 
 
@@ -62,6 +65,13 @@ def _cut(text: str, length: int) -> str:
 def _row(group: Group, *, is_timed: bool) -> tuple[str, ...]:
     first = group.members[0]
     return (first.kind, ".".join(first.axes), *_figures(group, is_timed=is_timed), cause_of(first))
+
+
+def _ways(group: Group) -> Iterator[str]:
+    """`in 4 chunks`, `3 in a bucket`: how its members are sent, and how many where that is not all."""
+    ways = Counter(one.way.partition(" (")[0] for one in group.members if one.way)
+    for way, count in ways.items():
+        yield way if count == len(group.members) else f"{count} {way}"
 
 
 def grouped(collectives: Iterable[Collective]) -> list[Group]:

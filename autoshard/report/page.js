@@ -163,7 +163,8 @@ function tasksOf(kind, id) {
   if (!plan.step) return null;
   const { tasks } = plan.step;
   if (kind === "task") return new Set([+id]);
-  if (kind === "collective") return taskOf.has(id) ? new Set([taskOf.get(id)]) : null;
+  if (kind === "collective") return taskOf.has(id) ? new Set(tasks.steps.flatMap((steps, n) => (steps.split(" ")
+    .includes(id) ? [n] : []))) : null;
   if (kind === "module") { const fqns = new Set((moduleNamed.get(id) || { fqns: [] }).fqns); return new Set(tasks
       .fqn.flatMap((fqn, n) => (fqns.has(fqn) ? [n] : []))); }
   if (kind === "value") { const node = (valueNamed.get(id) || { node: id }).node; return new Set(tasks.nodes

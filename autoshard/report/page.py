@@ -162,7 +162,7 @@ def _collective(one: Collective) -> dict[str, Any]:
     line = f"{origin.file.rsplit('/', 1)[-1]}:{origin.line}" if origin.file else ""
     facts = asdict(one)
     del facts["origin"]
-    return facts | {"fqn": origin.fqn, "line": line, "file": origin.file, "source": origin.source}
+    return facts | {"way": one.way, "fqn": origin.fqn, "line": line, "file": origin.file, "source": origin.source}
 
 
 def _step(timeline: Timeline) -> dict[str, Any]:

@@ -195,8 +195,8 @@ class _Builder:
         given = input_of(node)
         kind = _INPUT_KINDS[given.role]
         name = f"{given.role.value}.{given.name}"
-        fqn = given.name if kind in ("parameter", "buffer") else ""
         is_saved = given.role is InputRole.SAVED
+        fqn = given.name if kind in ("parameter", "buffer") else origin_of(node).fqn if is_saved else ""
         self.buffers[name] = Buffer(name, _nbytes(value_of(node)), kind, fqn, node.name, self.backward and not is_saved)
         if given.role in (InputRole.PARAMETER, InputRole.COORDINATE):
             self.early.add(name)

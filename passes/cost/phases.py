@@ -15,7 +15,7 @@ def phases(program: Program) -> Iterator[tuple[Program, float]]:
     """
     parts: dict[int, list[Task]] = {}
     for task in program.tasks:
-        parts.setdefault(_phase(task), []).append(task)
+        parts.setdefault(phase_of(task), []).append(task)
     compute = {phase: sum(task.seconds for task in tasks if not task.is_collective) for phase, tasks in parts.items()}
     for phase in sorted(parts):
         yield _part(program, phase, parts[phase]), sum(compute.values()) - compute[phase]
@@ -29,7 +29,35 @@ def joined(program: Program, parts: Sequence[Program]) -> Program:
     return replace(program, tasks=tasks, buffers=(*program.buffers, *added))
 
 
-def _phase(task: Task) -> int:
+def unchanged(before: Program, found: Program, program: Program) -> dict[int, Program]:
+    """Phases of `program`, by number, as `found` has them: of those whose tasks are the same as `before`, from which `found`
+    was made, but for the names of what other phases give them."""
+    kept = {}
+    for phase in {phase_of(task) for task in program.tasks}:
+        old, own, new = ([task for task in one.tasks if phase_of(task) == phase] for one in (before, found, program))
+        names = _renamed(old, new)
+        if names is not None:
+            tasks = tuple(replace(task, inputs=tuple(names.get(name, name) for name in task.inputs)) for task in own)
+            made = {name for task in tasks for name in task.outputs}
+            kept[phase] = replace(found, tasks=tasks, buffers=tuple(one for one in found.buffers if one.name in made))
+    return kept
+
+
+def _renamed(old: list[Task], new: list[Task]) -> dict[str, str] | None:
+    """What the inputs of tasks are called in others that are the same but for that; None where they are not."""
+    names: dict[str, str] = {}
+    if len(old) != len(new):
+        return None
+    for one, other in zip(old, new, strict=True):
+        if replace(one, inputs=()) != replace(other, inputs=()) or len(one.inputs) != len(other.inputs):
+            return None
+        if any(names.setdefault(*pair) != pair[1] for pair in zip(one.inputs, other.inputs, strict=True)):
+            return None
+    return names
+
+
+def phase_of(task: Task) -> int:
+    """Number of its phase: forward, backward, update."""
     return 2 if task.kind == OPTIMIZER else int(task.backward)
 
 
@@ -37,13 +65,13 @@ def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
     index, buffers = program.index, []
     for number, buffer in enumerate(program.buffers):
         maker = index.makers[number]
-        made = _phase(program.tasks[maker]) if maker >= 0 else phase
-        last = max((_phase(program.tasks[reader]) for reader in index.readers[number]), default=made)
+        made = phase_of(program.tasks[maker]) if maker >= 0 else phase
+        last = max((phase_of(program.tasks[reader]) for reader in index.readers[number]), default=made)
         if buffer.kind in PERSISTENT:
             if made <= phase:
                 buffers.append(buffer)
         elif made == phase:
-            if maker >= 0 or any(_phase(program.tasks[reader]) == phase for reader in index.readers[number]):
+            if maker >= 0 or any(phase_of(program.tasks[reader]) == phase for reader in index.readers[number]):
                 buffers.append(replace(buffer, kind="output") if last > phase else buffer)
         elif made < phase <= last:
             buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # there from the start

@@ -7,7 +7,7 @@ longer than all else that a pass does about it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,16 +44,37 @@ def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Ma
     key = _key(target, args, kwargs)
     if key is None:
         return _run(mode, target, args, kwargs)
+    if key not in _known and target.is_view:
+        _remember(key, _viewed(target, args, kwargs))
     if key in _known:
         return _made(mode, _known[key], args)
     value = _run(mode, target, args, kwargs)
     is_view = target.is_view and shares_memory(value, value_of(_first(args)))
     if is_view and value.dtype is not value_of(_first(args)).dtype:
         return value
+    _remember(key, _Form.of(value, is_view=is_view))
+    return value
+
+
+def _viewed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Form | None:
+    """What a view gives, found without the fake mode: it is the same on every device. None for what is no view after all."""
+    given = value_of(_first(args))
+    memory = torch.empty(given.untyped_storage().nbytes() // given.itemsize, dtype=given.dtype, device="meta")
+    base = memory.as_strided(given.shape, given.stride(), given.storage_offset())
+    try:
+        value = target(base, *values_in(args[1:]), **values_in(kwargs))
+    except RuntimeError:  # strides forbid it: let the fake mode say so
+        return None
+    if value.dtype is not given.dtype or not shares_memory(value, memory):
+        return None
+    return replace(_Form.of(value, is_view=True), device=given.device)
+
+
+def _remember(key: Any, form: _Form | None) -> None:
     if len(_known) == KNOWN:
         _known.clear()
-    _known[key] = _Form.of(value, is_view=is_view)
-    return value
+    if form is not None:
+        _known[key] = form
 
 
 def is_viewable(value: torch.Tensor, shape: Sequence[int]) -> bool:

@@ -220,6 +220,15 @@ def set_note(node: Node, note: str) -> None:
     node.meta["autoshard_note"] = note
 
 
+def made_for(node: Node) -> str:
+    """Name of the call that `node` does a part of the work of, in the graph before a pass cut it; else its own."""
+    return str(node.meta.get("autoshard_made_for", node.name))
+
+
+def set_made_for(node: Node, name: str) -> None:
+    node.meta["autoshard_made_for"] = name
+
+
 def value_of(node: Node) -> Any:
     """The fake tensor (or tuple of them, or number) that the node gives."""
     return node.meta["val"]

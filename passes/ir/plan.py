@@ -63,6 +63,15 @@ class Collective:
     bucket: str | None = None  # the message that carries it with others (in the backward, if in both); None: its own
     seconds: float | None = None  # how long it takes; its part, by bytes, of the bucket's. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
+    chunks: int = 1  # messages that it is sent in, one behind the other; 0: an operator sends it that computes as well
+
+    @property
+    def way(self) -> str:
+        """How it is sent, and the pass that will see to it, where that is not in a message of its own."""
+        if self.chunks != 1:
+            way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
+            return f"{way} (decompose_matmuls)"
+        return "in a bucket (bucket_collectives)" if self.bucket is not None else ""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,10 @@ from passes.ir.graph import (
     copy_facts,
     has_layout,
     layouts_of,
+    made_for,
     note_of,
     set_layouts,
+    set_made_for,
     set_note,
     set_value,
     tensor_of,
@@ -74,4 +76,5 @@ class Writer:
         set_value(new, fake_call(self.fake_mode, op, args, kwargs))
         copy_facts(self.facts, new)
         set_note(new, note_of(self.facts))
+        set_made_for(new, made_for(self.facts))
         return new

@@ -15,12 +15,14 @@ from autoshard.options import Options
 from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
-from passes.cost.phases import joined, phases
+from passes.cost.phases import joined, phases, unchanged
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
+from tests.cost.programs import kernel
+from tests.cost.programs import program as small
 from tests.models import Case, build
 
 
@@ -173,3 +175,13 @@ def test_the_phases_of_a_step_take_by_themselves_what_they_take_in_it(recipe: st
     assert [one.peak_memory for one in alone] == [max(step.memory[first:end]) for first, end in pairwise(ends)]
     for one, (_, least) in zip(alone, parts, strict=True):
         assert 0 < least <= step.step_time - one.step_time
+
+
+def test_a_phase_that_reads_what_has_another_name_keeps_its_order() -> None:
+    late, later = kernel("late", 1.0, "w", backward=True), kernel("later", 1.0, "made", backward=True)
+    before = small(kernel("made", 1.0, "w"), later, late)
+    after = small(kernel("part", 1.0, "w"), kernel("whole", 1.0, "part"), replace(later, inputs=("whole",)), late)
+    known = unchanged(before, before.reordered([0, 2, 1]), after)
+    assert list(known) == [1]
+    assert known[1].tasks == (late, replace(later, inputs=("whole",)))
+    assert unchanged(before, before, small(*before.tasks[:2], replace(late, seconds=2.0))).keys() == {0}

@@ -42,9 +42,9 @@ B=8 S=4 D=16 F=48; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
 collective      over  fwd  bwd  received  exposed  for
 all_gather      tp     31   32  31.5 KiB   520 us  plans.py:25 mm
 reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:25 megatron: row-parallel output
-all_gather      dp     64   63  95.2 KiB  15.2 us  plans.py:25 fsdp: gathered for use
+all_gather      dp     64   63  95.2 KiB  15.2 us  plans.py:25 fsdp: gathered for use, in a bucket
 all_reduce      tp      1    -       4 B  12.1 us  plans.py:38 output
-reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:25 gradient
+reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:25 gradient, in a bucket
 reduce_scatter  tp      -   31  15.5 KiB      0 s  plans.py:25 add.Tensor
 all_reduce      dp      1    -       4 B      0 s  plans.py:38 output""",
     )
