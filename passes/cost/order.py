@@ -3,8 +3,8 @@
 What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, as long as the
-   bytes gathered ahead of their use fit the window, and the memory that is left until then where that is short, and its
-   link will be free before the next kernel ends: no queue builds up that others wait behind.
+   bytes gathered ahead of their use fit the window, and its link will be free before the next kernel ends: no queue
+   builds up that others wait behind.
 2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
 3. Any other collective is on the critical path: it is issued as soon as its operand is there.
 4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
@@ -12,6 +12,8 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
    last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
    beside it. Those whose reductions take longest go first then.
+6. Where memory is short, what is gathered ahead, or made by a kernel that goes ahead, has to fit into what is free until
+   its turn; and a gather that has time lets the reductions go that wait for its link, which hold what they read.
 """
 
 from __future__ import annotations
@@ -180,12 +182,21 @@ class _Scheduler:
             number = numbers[at]
             if issued[number]:
                 continue
-            if streams[number] == 0 and missing[number] == 0 and turns[number] <= now:
+            can_start = streams[number] == 0 and missing[number] == 0 and turns[number] <= now
+            if can_start and (queue is not self.path or self._has_room(number)):
                 return number
             limit -= 1
             if not limit:
                 return None
         return None
+
+    def _has_room(self, number: int) -> bool:
+        """Whether there is memory for what a kernel of the path makes from now on, and not from its own turn on."""
+        waiting = self.path.first()
+        if self.room is None or waiting is None or number == waiting:
+            return True
+        made = sum([self.sizes[buffer] for buffer in self.index.outputs[number]])
+        return self.ahead + made <= self.room.least(waiting, number - 1)
 
     def _can_start(self, number: int) -> bool:
         return self.streams[number] == 0 and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
@@ -214,7 +225,7 @@ class _Scheduler:
             ahead = self.ahead + unit.nbytes
             if ahead > self.window or self.clocks[unit.stream] > until:
                 return False
-            if self.room is not None and ahead > self.room.least(waiting, unit.use - 1):
+            if self.room is not None and (self.reductions[unit.stream] or ahead > self.room.least(waiting, unit.use - 1)):
                 return False
         for number in unit.tasks:
             if not self.issued[number]:
