@@ -154,16 +154,27 @@ class _Scheduler:
         late = self._startable(self.late, LATE)
         if late is not None:
             return late
-        if self.held.first() is not None:
-            held = self.held.waiting(HELD + 1)
-            if len(held) > HELD and all([self._can_start(number) for number in held]):
-                return held[0]
+        held = self._held_too_long() if self.held.numbers else None
+        if held is not None:
+            return held
         kernel = self._startable(self.path, LOOKAHEAD)
         if kernel is None:
             kernel = self._startable(self.held, HELD + 1)
         if kernel is None:
             kernel = self._startable(self.last, len(self.tasks))
         return self._ahead() if kernel is None else kernel
+
+    def _held_too_long(self) -> int | None:
+        """The first kernel that is held, where more than `HELD` are and can start."""
+        first, numbers, waiting = self.held.first(), self.held.numbers, 0
+        for at in range(self.held.head, len(numbers)):
+            if not self.issued[numbers[at]]:
+                if not self._can_start(numbers[at]):
+                    return None
+                waiting += 1
+                if waiting > HELD:
+                    return first
+        return None
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
@@ -174,7 +185,7 @@ class _Scheduler:
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:
         """The first kernel that can start, of the first `limit` tasks that wait."""
-        if queue.first() is None:
+        if not queue.numbers or queue.first() is None:
             return None
         numbers, issued, streams, missing, turns = queue.numbers, queue.issued, self.streams, self.missing, self.turns
         now = self.clocks[0]
@@ -204,7 +215,7 @@ class _Scheduler:
     def _communicate(self, until: float) -> bool:
         """Issue collectives; those that can wait only on a link that is free before `until`."""
         count = len(self.order)
-        for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]]:
+        for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]] if self.urgent else ():
             self.urgent.remove(number)
             self._issue(number)
         while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
