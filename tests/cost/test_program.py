@@ -15,12 +15,15 @@ from autoshard.options import Options
 from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
+from passes.cost.last_program import LastProgram
 from passes.cost.phases import joined, phases
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
+from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
+from passes.ir.text import parse_graph
 from tests.models import Case, build
 
 
@@ -173,3 +176,27 @@ def test_the_phases_of_a_step_take_by_themselves_what_they_take_in_it(recipe: st
     assert [one.peak_memory for one in alone] == [max(step.memory[first:end]) for first, end in pairwise(ends)]
     for one, (_, least) in zip(alone, parts, strict=True):
         assert 0 < least <= step.step_time - one.step_time
+
+
+def test_a_program_is_made_again_only_for_a_graph_that_was_changed() -> None:
+    gm, mesh = parse_graph(KEPT)
+    mesh, programs = mesh.on(hardware_named("h100")), LastProgram()
+    first = programs.of(gm, mesh, fused=True)
+    assert programs.of(gm, mesh, fused=True) is first
+    assert len(programs.of(gm, mesh, fused=False).tasks) > len(first.tasks)
+    second = programs.of(gm, mesh, fused=True)
+    assert second == first and second is not first
+    x, neg, _, mm, _ = gm.graph.nodes
+    mm.replace_input_with(neg, x)
+    assert programs.of(gm, mesh, fused=True) == program_of_graph(gm, mesh) != first
+
+
+KEPT = """
+mesh dp=2
+stage LOCAL
+%x: f32[8, 8] = input("x")
+%neg: f32[8, 8] = neg(%x)
+%relu: f32[8, 8] = relu(%neg)
+%mm: f32[8, 8] = mm(%relu, %neg)
+return output("0") %mm
+"""
