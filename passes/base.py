@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule, Node
 
+from passes.cost.last_program import LastProgram
 from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
 from passes.ir.hardware import hardware_named
@@ -56,6 +57,7 @@ class PassContext:
     unknown_ops: Literal["replicate", "error"] = "replicate"
     remarks: list[Remark] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)  # how placements travelled, in the order in which they did
+    programs: LastProgram = field(default_factory=LastProgram)
 
     def remark(self, pass_: Pass, node: Node, text: str, *, routine: bool = False) -> None:
         """Record what `pass_` decided or declined for `node`."""

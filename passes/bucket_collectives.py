@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from passes._torch import OpOverload, fake_mode_of
+from passes._torch import OpOverload, fake_mode_of, fake_view
 from passes.base import Pass, PassContext
 from passes.cost.bucket import SMALLER, buckets, neighbours, sizes
-from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program
 from passes.cost.schedule import WORTH, Schedule, bucketed, memory_cap, prefetch, schedule
 from passes.cost.simulate import simulate
@@ -102,7 +101,7 @@ class BucketCollectives(Pass):
     fused: bool = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        program = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
+        program = ctx.programs.of(gm, ctx.priced(self, gm), fused=self.fused)
         if ctx.mesh.hardware is None:
             joined = neighbours(program, self.limit // SMALLER)
             _join_all(gm, program, joined)
@@ -114,7 +113,7 @@ class BucketCollectives(Pass):
             return False
         before = copy_graph(gm)
         _join_all(gm, program, joined)
-        again = program_of_graph(gm, ctx.priced(self, gm), fused=self.fused)
+        again = ctx.programs.of(gm, ctx.priced(self, gm), fused=self.fused)
         failing = _is_worse(again, best, program, cap)
         if failing:
             gm.graph = before.graph
@@ -207,9 +206,13 @@ class _Bucket:
         self.fake_mode = fake_mode_of([value_of(members[0])])
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self.known(fake_call(self.fake_mode, op, args, kwargs), op, *args, **kwargs)
+
+    def known(self, value: torch.Tensor, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """A call of which the fake value is known."""
         with self.graph.inserting_before(self.before):
             new = add_call(self.graph, op, args, kwargs)
-        set_value(new, fake_call(self.fake_mode, op, args, kwargs))
+        set_value(new, value)
         copy_facts(self.members[0], new)
         set_note(new, note_of(self.members[0]))
         set_recompute(new, is_recompute(self.members[0]))
@@ -256,9 +259,11 @@ class _Bucket:
 
     def columns(self, table: Node, lengths: list[int]) -> list[Node]:
         """`table` [ranks, sum of lengths], cut into its members' columns."""
-        parts = []
-        for i, length in enumerate(lengths):
-            start = sum(lengths[:i])
-            part = self.call(aten.slice.Tensor, table, 1, start, start + length)
+        held, parts, start = tensor_of(table), [], 0
+        for length in lengths:
+            shape, place = (held.shape[0], length), int(held.storage_offset()) + start * held.stride(1)
+            value = fake_view(self.fake_mode, held, shape, held.stride(), place)  # each is of a form of its own
+            part = self.known(value, aten.slice.Tensor, table, 1, start, start + length)
             parts.append(self.call(aten.clone.default, part, memory_format=torch.contiguous_format))
+            start += length
         return parts

@@ -71,7 +71,7 @@ class ScheduleOverlap(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         mesh = ctx.priced(self, gm)
-        given = simulate(program_of_graph(gm, mesh, fused=self.fused))
+        given = simulate(ctx.programs.of(gm, mesh, fused=self.fused))
         if not any(task.is_collective for task in given.program.tasks):
             return False
         before = list(gm.graph.nodes)

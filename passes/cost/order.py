@@ -3,8 +3,8 @@
 What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, as long as the
-   bytes gathered ahead of their use fit the window, and the memory that is left until then where that is short, and its
-   link will be free before the next kernel ends: no queue builds up that others wait behind.
+   bytes gathered ahead of their use fit the window, and its link will be free before the next kernel ends: no queue
+   builds up that others wait behind.
 2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
 3. Any other collective is on the critical path: it is issued as soon as its operand is there.
 4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
@@ -12,6 +12,8 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
    last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
    beside it. Those whose reductions take longest go first then.
+6. Where memory is short, what is gathered ahead, or made by a kernel that goes ahead, has to fit into what is free until
+   its turn; and a gather that has time lets the reductions go that wait for its link, which hold what they read.
 """
 
 from __future__ import annotations
@@ -152,16 +154,27 @@ class _Scheduler:
         late = self._startable(self.late, LATE)
         if late is not None:
             return late
-        if self.held.first() is not None:
-            held = self.held.waiting(HELD + 1)
-            if len(held) > HELD and all([self._can_start(number) for number in held]):
-                return held[0]
+        held = self._held_too_long() if self.held.numbers else None
+        if held is not None:
+            return held
         kernel = self._startable(self.path, LOOKAHEAD)
         if kernel is None:
             kernel = self._startable(self.held, HELD + 1)
         if kernel is None:
             kernel = self._startable(self.last, len(self.tasks))
         return self._ahead() if kernel is None else kernel
+
+    def _held_too_long(self) -> int | None:
+        """The first kernel that is held, where more than `HELD` are and can start."""
+        first, numbers, waiting = self.held.first(), self.held.numbers, 0
+        for at in range(self.held.head, len(numbers)):
+            if not self.issued[numbers[at]]:
+                if not self._can_start(numbers[at]):
+                    return None
+                waiting += 1
+                if waiting > HELD:
+                    return first
+        return None
 
     def _ahead(self) -> int | None:
         """A kernel that makes the operand of a later gather."""
@@ -172,7 +185,7 @@ class _Scheduler:
 
     def _startable(self, queue: _Queue, limit: int) -> int | None:
         """The first kernel that can start, of the first `limit` tasks that wait."""
-        if queue.first() is None:
+        if not queue.numbers or queue.first() is None:
             return None
         numbers, issued, streams, missing, turns = queue.numbers, queue.issued, self.streams, self.missing, self.turns
         now = self.clocks[0]
@@ -180,12 +193,21 @@ class _Scheduler:
             number = numbers[at]
             if issued[number]:
                 continue
-            if streams[number] == 0 and missing[number] == 0 and turns[number] <= now:
+            can_start = streams[number] == 0 and missing[number] == 0 and turns[number] <= now
+            if can_start and (queue is not self.path or self._has_room(number)):
                 return number
             limit -= 1
             if not limit:
                 return None
         return None
+
+    def _has_room(self, number: int) -> bool:
+        """Whether there is memory for what a kernel of the path makes from now on, and not from its own turn on."""
+        waiting = self.path.first()
+        if self.room is None or waiting is None or number == waiting:
+            return True
+        made = sum([self.sizes[buffer] for buffer in self.index.outputs[number]])
+        return self.ahead + made <= self.room.least(waiting, number - 1)
 
     def _can_start(self, number: int) -> bool:
         return self.streams[number] == 0 and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
@@ -193,7 +215,7 @@ class _Scheduler:
     def _communicate(self, until: float) -> bool:
         """Issue collectives; those that can wait only on a link that is free before `until`."""
         count = len(self.order)
-        for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]]:
+        for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]] if self.urgent else ():
             self.urgent.remove(number)
             self._issue(number)
         while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
@@ -214,7 +236,7 @@ class _Scheduler:
             ahead = self.ahead + unit.nbytes
             if ahead > self.window or self.clocks[unit.stream] > until:
                 return False
-            if self.room is not None and ahead > self.room.least(waiting, unit.use - 1):
+            if self.room is not None and (self.reductions[unit.stream] or ahead > self.room.least(waiting, unit.use - 1)):
                 return False
         for number in unit.tasks:
             if not self.issued[number]:

@@ -120,6 +120,7 @@ class _Fusion:
     def __init__(self, graph: Graph) -> None:
         self._of: dict[Node, _Region] = {}
         self._all: list[_Region] = []
+        self._inputs: dict[Node, list[Node]] = {}  # per node, whose values it reads
         for index, node in enumerate(graph.nodes):
             if node.op == "call_function" and not is_alias(node):
                 self._add(index, node)
@@ -153,39 +154,44 @@ class _Fusion:
 
     def _read_by(self, node: Node) -> list[_Region]:
         """Regions of the node's operands, once each, in order of operands."""
-        sources = (self._of.get(source_of(operand)) for operand in node.all_input_nodes)
-        return list(dict.fromkeys(source for source in sources if source is not None))
+        found: dict[_Region, None] = {}
+        for source in self._inputs[node]:
+            if (region := self._of.get(source)) is not None:
+                found[region] = None
+        return list(found)
 
     def _add(self, index: int, node: Node) -> None:
+        self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
-        candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_fusible(node.target) else []
-        joined = next((region for region in candidates if self._join(node, region, read)), None)
+        elements, is_open = _elements(node), is_fusible(node.target)
+        candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
+        joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
             joined = _Region(
                 first=index,
                 rank=1 + max((region.rank for region in read), default=0),
-                is_open=is_fusible(node.target),
+                is_open=is_open,
                 phase=node.meta.get("partitioner_tag"),
-                elements=_elements(node),
+                elements=elements,
             )
             self._all.append(joined)
-        self._put(node, joined)
+        self._put(node, joined, elements)
         for region in read:
             if region is not joined and not self._merge(region, joined, read):
                 region.is_read = True
 
-    def _join(self, node: Node, region: _Region, read: list[_Region]) -> bool:
+    def _join(self, node: Node, region: _Region, read: list[_Region], elements: int) -> bool:
         """Make room for `node` in `region`, where it can join."""
         below = max((other.rank for other in read if other is not region), default=-1)
         if below >= region.rank and region.is_read:
             return False  # another operand may depend on the region
-        if not region.is_open or len(region.nodes) == MAX_NODES or not self._fits(node, region):
+        if not region.is_open or len(region.nodes) == MAX_NODES or not self._fits(node, region, elements):
             return False
         region.rank = max(region.rank, below + 1)
         return True
 
-    def _fits(self, node: Node, region: _Region) -> bool:
-        if _are_apart(node.meta.get("partitioner_tag"), region.phase) or not _nests(_elements(node), region.elements):
+    def _fits(self, node: Node, region: _Region, elements: int) -> bool:
+        if _are_apart(node.meta.get("partitioner_tag"), region.phase) or not _nests(elements, region.elements):
             return False
         if region.late and any(source_of(operand) in region.late for operand in operands(node)):
             return False
@@ -194,10 +200,10 @@ class _Fusion:
         # One loop sums along rows, or down columns: the sums of rows can be used in it, those of columns cannot.
         return not region.late if _reduces_rows(node) else not region.reduces_rows
 
-    def _put(self, node: Node, region: _Region) -> None:
+    def _put(self, node: Node, region: _Region, elements: int) -> None:
         region.nodes.append(node)
         region.phase = region.phase or node.meta.get("partitioner_tag")
-        region.elements = max(region.elements, _elements(node))
+        region.elements = max(region.elements, elements)
         self._of[node] = region
         if is_reduction(node.target):
             if _reduces_rows(node):
@@ -244,7 +250,7 @@ def _elements(node: Node) -> int:
 
 def _nests(one: int, other: int) -> bool:
     """Whether a loop over the elements of one can be part of a loop over those of the other."""
-    small, large = sorted((one, other))
+    small, large = (one, other) if one < other else (other, one)
     return small > 0 and large % small == 0
 
 

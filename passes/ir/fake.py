@@ -115,18 +115,19 @@ def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_new = result.alias_info is None
     if str(result.type) != "Tensor" or not (is_new or (target.is_view and args and isinstance(args[0], Node))):
         return None
-    return target, torch.get_default_dtype(), described(args), described(kwargs)
+    return target, torch.get_default_dtype(), described(args, placed=not is_new), described(kwargs, placed=not is_new)
 
 
-def described(value: Any) -> Any:
-    """Arguments as a key that is equal for calls of one form: operands by all but their memory."""
+def described(value: Any, *, placed: bool = True) -> Any:
+    """Arguments as a key that is equal for calls of one form: operands by all but their memory, and, unless `placed`, where
+    they stand in it."""
     if isinstance(value, Node):
         held = value_of(value)
         if isinstance(held, torch.Tensor):
-            return held.shape, held.stride(), held.storage_offset(), held.dtype, held.device
+            return held.shape, held.stride(), held.storage_offset() if placed else 0, held.dtype, held.device
         return type(held), held
     if isinstance(value, tuple | list):
-        return tuple([described(item) for item in value])
+        return tuple([described(item, placed=placed) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, described(item)) for name, item in value.items()])
+        return tuple([(name, described(item, placed=placed)) for name, item in value.items()])
     return type(value), value

@@ -16,13 +16,19 @@ from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
 from passes.cost.phases import joined, phases, unchanged
+=======
+from passes.cost.last_program import LastProgram
+from passes.cost.phases import joined, phases
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
+from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
 from tests.cost.programs import kernel
 from tests.cost.programs import program as small
+=======
+from passes.ir.text import parse_graph
 from tests.models import Case, build
 
 
@@ -185,3 +191,27 @@ def test_a_phase_that_reads_what_has_another_name_keeps_its_order() -> None:
     assert list(known) == [1]
     assert known[1].tasks == (late, replace(later, inputs=("whole",)))
     assert unchanged(before, before, small(*before.tasks[:2], replace(late, seconds=2.0))).keys() == {0}
+
+
+def test_a_program_is_made_again_only_for_a_graph_that_was_changed() -> None:
+    gm, mesh = parse_graph(KEPT)
+    mesh, programs = mesh.on(hardware_named("h100")), LastProgram()
+    first = programs.of(gm, mesh, fused=True)
+    assert programs.of(gm, mesh, fused=True) is first
+    assert len(programs.of(gm, mesh, fused=False).tasks) > len(first.tasks)
+    second = programs.of(gm, mesh, fused=True)
+    assert second == first and second is not first
+    x, neg, _, mm, _ = gm.graph.nodes
+    mm.replace_input_with(neg, x)
+    assert programs.of(gm, mesh, fused=True) == program_of_graph(gm, mesh) != first
+
+
+KEPT = """
+mesh dp=2
+stage LOCAL
+%x: f32[8, 8] = input("x")
+%neg: f32[8, 8] = neg(%x)
+%relu: f32[8, 8] = relu(%neg)
+%mm: f32[8, 8] = mm(%relu, %neg)
+return output("0") %mm
+"""

@@ -152,6 +152,31 @@ def test_where_memory_is_short_nothing_is_gathered_ahead_and_elsewhere_all_the_s
     assert best.peak_memory <= limit and best.exposed == 3 + 3, "the first gather, and that behind the fourth layer"
 
 
+def test_where_memory_is_short_no_kernel_goes_ahead_that_makes_more_than_there_is_room_for() -> None:
+    layers = _layers(8)
+    tasks = (*(replace(t, workspace=60 * (t.name == "h6")) for t in layers.tasks), kernel("mask", 1))
+    given = program(*tasks, sizes={f"g{n}": 10 for n in range(8)}, kinds={"mask": "output"})
+    limit = simulate(given).peak_memory
+    assert _names(prefetch(given, 10))[:2] == ["g0", "mask"]
+    best = schedule(given, memory_limit=limit).timeline
+    assert best.peak_memory <= limit and best.exposed == 3 + 2, "the first gather, and g7, beside which it is made"
+
+
+def test_where_memory_is_short_reductions_go_before_gathers_that_have_time() -> None:
+    """On a link that is always busy: gathers that go first make every gradient wait for the end."""
+    tasks: list[Task] = []
+    for n in range(6):
+        tasks += [replace(gather(f"g{n}", 3, f"w{n}", prefetchable=True), backward=True)]
+        tasks += [replace(kernel(f"dx{n}", 1, f"g{n}", *([f"dx{n - 1}"] if n else [])), backward=True)]
+        tasks += _reduced(f"dw{n}", 1, 3, f"dx{n}")
+    given = program(*tasks, sizes={f"g{n}": 10 for n in range(6)} | {f"dw{n}": 20 for n in range(6)})
+    free, tight = schedule(given), schedule(given, memory_limit=60)
+    assert free.timeline.step_time == tight.timeline.step_time == 12 * 3
+    assert free.timeline.peak_memory == 132 and tight.timeline.peak_memory == 59
+    assert _names(free.program).index("r.dw0") > _names(free.program).index("g5")
+    assert _names(tight.program).index("r.dw0") < _names(tight.program).index("g2")
+
+
 def test_a_gather_goes_earlier_than_it_has_to_where_memory_has_room() -> None:
     layers = _layers(8, compute=6, link=1)
     given = replace(layers, tasks=tuple(replace(t, seconds=6.0) if t.name == "g4" else t for t in layers.tasks))

@@ -1,0 +1,40 @@
+"""The program of a graph, made once for passes that ask for it one behind the other.
+
+To make one takes as long as a pass; most passes are given the graph that the one before them has priced.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from passes.cost.from_graph import program_of_graph
+from passes.cost.program import Program
+from passes.ir.graph import outputs_of
+from passes.ir.mesh import Mesh
+
+
+@dataclass
+class LastProgram:
+    """Remembers the program that was asked for last, and all of the graph that it was made of."""
+
+    _facts: list[Any] = field(default_factory=list)
+    _found: Program | None = None
+
+    def of(self, gm: GraphModule, mesh: Mesh, *, fused: bool) -> Program:
+        """`program_of_graph`, made again only for another graph, mesh or `fused`, or one that was changed."""
+        facts: list[Any] = [mesh, fused, outputs_of(gm.graph)]
+        for node in gm.graph.nodes:
+            facts += (node, node.target, node.args, node.kwargs, *node.meta.values())
+        if self._found is None or not _are_same(facts, self._facts):
+            self._found = program_of_graph(gm, mesh, fused=fused)
+        self._facts = facts
+        return self._found
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists have the same objects: arguments and facts of a node are replaced, and never changed in place."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
