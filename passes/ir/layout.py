@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -29,16 +30,44 @@ from passes.ir.mesh import Mesh
 PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
 
 
-@dataclass(frozen=True)
-class Replicate:
+class _Interned(type):
+    """Equal values are one object: a search compares and hashes them millions of times, which then takes no call."""
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls.known: dict[tuple[Any, ...], Any] = {}  # by the arguments that were given, and by all
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = None if kwargs else cls.known.get(args)
+        if found is None:
+            made = super().__call__(*args, **kwargs)
+            found = cls.known.setdefault(_values(made), made)
+            if not kwargs:
+                cls.known[args] = found
+        return found
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, field.name) for field in fields(value))
+
+
+class _Single(metaclass=_Interned):
+    """What is pickled or copied is made again, so that it stays one object."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), _values(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Replicate(_Single):
     """Every rank of the axis holds the whole value."""
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True)
-class Shard:
+@dataclass(frozen=True, eq=False)
+class Shard(_Single):
     """Each rank of the axis holds the part of `dim` whose digit after `outer` is its coordinate."""
 
     dim: int
@@ -48,8 +77,8 @@ class Shard:
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
 
 
-@dataclass(frozen=True)
-class Partial:
+@dataclass(frozen=True, eq=False)
+class Partial(_Single):
     """Each rank of the axis holds a term; the value is their reduction by `op`."""
 
     op: str = "sum"
@@ -62,8 +91,8 @@ Placement = Replicate | Shard | Partial
 R = Replicate()
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, eq=False)
+class Layout(_Single):
     """The placements of a value, one per mesh axis, in mesh order."""
 
     placements: tuple[Placement, ...]
