@@ -127,6 +127,8 @@ class Space:
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
     replicated_results: frozenset[int] = frozenset()  # results equal on all ranks whatever is sharded
+    rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # ^ that `factor_row` made, by factor, digit and size of the axis
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,13 @@ def replicated_row(operands: int, results: int) -> Row:
 
 def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
     """The row that shards `factor` at digit `outer` over `size` ranks; None where the op has none."""
+    key = factor, outer, size
+    if key not in space.rows:
+        space.rows[key] = _factor_row(space, *key)
+    return space.rows[key]
+
+
+def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
     if factor in space.blocked or space.sizes[factor] % (outer * size):
         return None
     operands: list[Placement] = []

@@ -281,11 +281,13 @@ class _Search:
             if self._is_proven() or self._is_late() or weights is None:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
-            left = left.joined(self._near(relaxation))
             gain = relaxation.dual.bound - self.paid - best[0]
             idle = 0 if gain > GAIN * best[0] else idle + 1
             if gain > 0:
                 best = best[0] + gain, relaxation.weights
+            if self._is_proven():
+                break
+            left = left.joined(self._near(relaxation))
             if idle == PATIENCE:
                 break
         if relaxation.weights is not best[1]:
