@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
+from passes.ir.fake import KNOWN, described
 from passes.ir.graph import results_of, value_of
 from passes.ir.layout import Layout, Partial, Placement, R, Shard
 from passes.ir.mesh import Mesh
@@ -303,6 +304,7 @@ class Rule:
 
 _RULES: dict[OpOverload, Rule] = {}
 _TAGGED: dict[torch.Tag, Rule] = {}
+_SPACES: dict[Any, Space | None] = {}  # of calls, by their form
 
 
 def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -> None:
@@ -342,6 +344,19 @@ def rule_of(op: object) -> Rule | None:
     if op in _RULES or op._schema.is_mutable:
         return _RULES.get(op)
     return next((rule for tag, rule in _TAGGED.items() if tag in op.tags), None)
+
+
+def space_of(node: Node) -> Space | None:
+    """The index space of a call, made once for all calls of one form; None where no rule knows it."""
+    rule = rule_of(node.target)
+    if rule is None:
+        return None
+    form = rule, node.target, described(node.args), described(node.kwargs)
+    if form not in _SPACES:
+        if len(_SPACES) == KNOWN:
+            _SPACES.clear()
+        _SPACES[form] = rule.space(call_of(node))
+    return _SPACES[form]
 
 
 def _einsum(text: str, *, linear: bool) -> SpaceOf:
