@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.constraints import check_options
+from autoshard.garbage import uncollected
 from autoshard.judge import Folded, refold, seeded
 from autoshard.options import Options
 from autoshard.prediction import memory_of
@@ -81,4 +82,5 @@ class Basis:
         wanted = equipped(wanted, changed.hardware, self.problem.device)
         check_options(changed, wanted)
         problem = replace(self.problem, mesh=wanted, options=changed)
-        return self.replan(problem, refold(problem, self.problem, self.folded), not prove)
+        with uncollected():
+            return self.replan(problem, refold(problem, self.problem, self.folded), not prove)

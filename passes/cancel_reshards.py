@@ -33,7 +33,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_even
 from passes.ir.mesh import Mesh
-from passes.rules.rule import Row, Space, call_of, row_giving, rule_of
+from passes.rules.rule import Row, Space, row_giving, space_of
 
 aten = torch.ops.aten
 
@@ -126,8 +126,7 @@ def _above_move(node: Node, mesh: Mesh) -> bool:
     move = _source(node)
     if move.target not in _MOVES or _is_part_of_replicated(node):
         return False
-    rule = rule_of(move.target)
-    space = rule.space(call_of(move)) if rule is not None else None
+    space = space_of(move)
     if space is None:
         return False
     row = _layout_through(space, layout_of(node), mesh)
@@ -184,8 +183,7 @@ def _in_parts(node: Node, mesh: Mesh) -> bool:
     is_factory = not operands(source)
     if not is_factory and any(not is_reshard(u) or layout_of(u) != layout for u in source.users):
         return False
-    rule = rule_of(source.target)
-    space = rule.space(call_of(source)) if rule is not None else None
+    space = space_of(source)
     if space is None:
         return False
     moved = [a for a, (p, q) in enumerate(zip(layout_of(source).placements, layout.placements, strict=True)) if p != q]

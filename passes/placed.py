@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from passes.base import PassContext
-from passes.ir.fake import described
 from passes.ir.graph import (
     InputRole,
     operands,
@@ -20,7 +18,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even
-from passes.rules.rule import Row, Space, call_of, rule_of
+from passes.rules.rule import Row, Space, space_of
 
 
 class Placed:
@@ -37,7 +35,6 @@ class Placed:
         self.results: dict[Node, list[tuple[Placement, ...]]] = {}
         self.needs: dict[Node, list[tuple[Placement, ...]]] = {}
         self._spaces: dict[Node, Space | None] = {}  # of calls, for all axes
-        self._forms: dict[Any, Space | None] = {}  # of equal calls, as repeated layers make them
 
     def allows(self, node: Node, row: Row) -> bool:
         """Whether `row` on the next axis fits the digits that earlier axes already use."""
@@ -87,14 +84,5 @@ class Placed:
     def space_of(self, node: Node) -> Space | None:
         """The index space of a call; None where no rule knows it."""
         if node not in self._spaces:
-            self._spaces[node] = self._made_space(node)
+            self._spaces[node] = space_of(node)
         return self._spaces[node]
-
-    def _made_space(self, node: Node) -> Space | None:
-        rule = rule_of(node.target)
-        if rule is None:
-            return None
-        form = (node.target, described(node.args), described(node.kwargs))
-        if form not in self._forms:
-            self._forms[form] = rule.space(call_of(node))
-        return self._forms[form]

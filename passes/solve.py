@@ -34,7 +34,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.recipes.weights import weights_of
-from passes.rules.rule import call_of, rule_of
+from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
 from passes.search.find import Goal, find
 from passes.search.solution import Placed, Solution, keys_of
@@ -92,8 +92,7 @@ def _has_no_space(node: Node) -> bool:
     """Whether no rule says how to shard the call."""
     if not isinstance(node.target, OpOverload) or not results_of(node):
         return False
-    rule = rule_of(node.target)
-    return rule is None or rule.space(call_of(node)) is None
+    return space_of(node) is None
 
 
 def _with_hardware(mesh: Mesh) -> Mesh:

@@ -59,7 +59,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS
 from passes.ir.text import format_node, format_type
 from passes.ir.tokens import DTYPE_NAMES, FUNCTION_NAMES
-from passes.rules.rule import Row, Space, call_of, linear_row, row_giving, row_sharding, rule_of
+from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, space_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -254,8 +254,7 @@ class _Check:
                 self._op(node)
 
     def _op(self, node: Node) -> None:
-        rule = rule_of(node.target)
-        space = rule.space(call_of(node)) if rule is not None else None
+        space = space_of(node)
         for axis, (name, size) in enumerate(zip(self.mesh.names, self.mesh.sizes, strict=True)):
             needs = tuple(need.on(axis) for need in needs_of(node))
             gives = tuple(layout.on(axis) for layout in layouts_of(node))

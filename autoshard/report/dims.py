@@ -31,7 +31,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, Partial, Shard
 from passes.ir.mesh import Mesh
-from passes.rules.rule import Space, call_of, rule_of
+from passes.rules.rule import Space, space_of
 
 Factors = tuple[int, ...]  # of one dim, outermost first; () for a dim of size 1
 
@@ -176,8 +176,7 @@ def _tie_layers(factors: _Factors, graph: Graph, dims: dict[Node, tuple[tuple[Fa
 
 
 def _space_of(node: Node) -> Space | None:
-    rule = rule_of(node.target) if node.op == "call_function" else None
-    return None if rule is None else rule.space(call_of(node))
+    return space_of(node) if node.op == "call_function" else None
 
 
 def _named(graph: Graph, dims: dict[Node, tuple[tuple[Factors, ...], ...]]) -> dict[int, str]:

@@ -264,6 +264,7 @@ def is_tensor(node: Node) -> bool:
 
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_NUMBERS = (int, float)
 
 
 def operands(node: Node) -> tuple[Node, ...]:
@@ -279,7 +280,7 @@ def operands(node: Node) -> tuple[Node, ...]:
             _collect(value, found)
     if node.kwargs:
         _collect(node.kwargs, found)
-    return tuple([value for value in found if not isinstance(value.meta.get("val"), bool | int | float)])
+    return tuple([value for value in found if not isinstance(value.meta.get("val"), _NUMBERS)])
 
 
 def _collect(value: Any, found: list[Node]) -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -29,16 +30,44 @@ from passes.ir.mesh import Mesh
 PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
 
 
-@dataclass(frozen=True)
-class Replicate:
+class _Interned(type):
+    """Equal values are one object: a search compares and hashes them millions of times, which then takes no call."""
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls.known: dict[tuple[Any, ...], Any] = {}  # by the arguments that were given, and by all
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = None if kwargs else cls.known.get(args)
+        if found is None:
+            made = super().__call__(*args, **kwargs)
+            found = cls.known.setdefault(_values(made), made)
+            if not kwargs:
+                cls.known[args] = found
+        return found
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return tuple(getattr(value, field.name) for field in fields(value))
+
+
+class _Single(metaclass=_Interned):
+    """What is pickled or copied is made again, so that it stays one object."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), _values(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Replicate(_Single):
     """Every rank of the axis holds the whole value."""
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True)
-class Shard:
+@dataclass(frozen=True, eq=False)
+class Shard(_Single):
     """Each rank of the axis holds the part of `dim` whose digit after `outer` is its coordinate."""
 
     dim: int
@@ -48,8 +77,8 @@ class Shard:
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
 
 
-@dataclass(frozen=True)
-class Partial:
+@dataclass(frozen=True, eq=False)
+class Partial(_Single):
     """Each rank of the axis holds a term; the value is their reduction by `op`."""
 
     op: str = "sum"
@@ -62,8 +91,8 @@ Placement = Replicate | Shard | Partial
 R = Replicate()
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, eq=False)
+class Layout(_Single):
     """The placements of a value, one per mesh axis, in mesh order."""
 
     placements: tuple[Placement, ...]
@@ -137,11 +166,16 @@ def fits(placement: Placement, shape: Sequence[int], size: int) -> bool:
 
 def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """Whether all axes split `shape` into equal parts, with digits that do not overlap."""
+    return _is_even(layout.placements, tuple(shape), mesh.sizes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     last, end = -1, 1
-    for dim, outer, axis in sorted([(p.dim, p.outer, a) for a, p in enumerate(layout.placements) if isinstance(p, Shard)]):
+    for dim, outer, axis in sorted([(p.dim, p.outer, a) for a, p in enumerate(placements) if isinstance(p, Shard)]):
         if dim >= len(shape) or outer % (end if dim == last else 1):
             return False
-        last, end = dim, outer * mesh.sizes[axis]
+        last, end = dim, outer * sizes[axis]
         if shape[dim] % end:
             return False
     return True
@@ -149,6 +183,11 @@ def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """As `is_even`, but the innermost digit of a dim may be padded: how parameters are stored."""
+    return _is_storable(layout, tuple(shape), mesh.sizes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     for dim, size in enumerate(shape):
         axes = layout.axes_on(dim)
         if not axes:
@@ -157,41 +196,46 @@ def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
         outside = layout.with_on(inner, R)
         placement = layout.on(inner)
         assert isinstance(placement, Shard)
-        if not _dim_is_even(outside, dim, size, mesh) or size % placement.outer:
+        if not _dim_is_even(outside, dim, size, sizes) or size % placement.outer:
             return False
-        if any(placement.outer % _end(layout, a, mesh) for a in axes[:-1]):
+        if any(placement.outer % _end(layout, a, sizes) for a in axes[:-1]):
             return False
     return True
 
 
-def _dim_is_even(layout: Layout, dim: int, size: int, mesh: Mesh) -> bool:
+def _dim_is_even(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
     end = 1
     for axis in layout.axes_on(dim):
         placement = layout.on(axis)
         assert isinstance(placement, Shard)
         if placement.outer % end:
             return False
-        end = placement.outer * mesh.sizes[axis]
+        end = placement.outer * sizes[axis]
     return size % end == 0
 
 
-def _end(layout: Layout, axis: int, mesh: Mesh) -> int:
+def _end(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
     placement = layout.on(axis)
     assert isinstance(placement, Shard)
-    return placement.outer * mesh.sizes[axis]
+    return placement.outer * sizes[axis]
 
 
 def local_shape(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
     """Shape of one rank's part, padding included."""
+    return _local_shape(layout, tuple(shape), mesh.sizes)
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_shape(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     local = []
     for dim, size in enumerate(shape):
         axes = layout.axes_on(dim)
-        even = math.prod(mesh.sizes[a] for a in axes)
-        if axes and size % _end(layout, axes[-1], mesh):
+        even = math.prod(sizes[a] for a in axes)
+        if axes and size % _end(layout, axes[-1], sizes):
             placement = layout.on(axes[-1])
             assert isinstance(placement, Shard)
-            before = math.prod(mesh.sizes[a] for a in axes[:-1])
-            local.append(placement.outer // before * -(-(size // placement.outer) // mesh.sizes[axes[-1]]))
+            before = math.prod(sizes[a] for a in axes[:-1])
+            local.append(placement.outer // before * -(-(size // placement.outer) // sizes[axes[-1]]))
         else:
             local.append(size // even)
     return tuple(local)

@@ -94,6 +94,7 @@ def _kind(have: Placement, to: Placement) -> Kind | None:
     return None
 
 
+@lru_cache(maxsize=1 << 16)
 def _step(
     kind: Kind, group: tuple[tuple[int, Placement], ...], layout: Layout, shape: tuple[int, ...], mesh: Mesh
 ) -> Step | None:

@@ -31,7 +31,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Placement, R, Shard
 from passes.ir.mesh import Mesh
 from passes.recipes.weights import on_parameter, weights_of
-from passes.rules.rule import Row, Space, call_of, factor_row, row_giving, row_sharding, rule_of
+from passes.rules.rule import Row, Space, factor_row, row_giving, row_sharding, space_of
 
 aten = torch.ops.aten
 
@@ -147,8 +147,7 @@ class _Search:
             self.carried[node] = (self.carried[source][position],)
             self.sources[node] = self.sources[source]
             return True
-        rule = rule_of(node.target)
-        space = rule.space(call_of(node)) if rule is not None else None
+        space = space_of(node)
         if space is None:
             return self._blocked(node)
         first = next(i for i, v in enumerate(inputs) if isinstance(self.carried.get(v, (None,))[0], Shard))
@@ -199,8 +198,7 @@ class _Search:
             if node.target not in _PRODUCTS:
                 continue
             left, right = (value in self.weights for value in operands(node))
-            rule = rule_of(node.target)
-            space = rule.space(call_of(node)) if rule is not None else None
+            space = space_of(node)
             if left != right and space is not None:
                 linear = _Linear(node, space, activation=int(left), weight=int(right))
                 if len(linear.columns) == 1 and len(linear.contracted) == 1:
@@ -294,8 +292,7 @@ class _Search:
             if is_reshard(value):
                 value = operands(value)[0]
                 continue
-            rule = rule_of(value.target)
-            space = rule.space(call_of(value)) if rule is not None else None
+            space = space_of(value)
             row = row_giving(space, 0, placement, self.size) if space is not None else None
             if row is None or not isinstance(row.operands[0], Shard):
                 return None

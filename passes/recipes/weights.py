@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from passes.ir.graph import InputRole, input_of, is_reshard, operands
 from passes.ir.layout import Placement, Shard
-from passes.rules.rule import call_of, row_giving, rule_of
+from passes.rules.rule import row_giving, space_of
 
 aten = torch.ops.aten
 
@@ -39,8 +39,7 @@ def on_parameter(value: Node, placement: Placement, weights: dict[Node, Node], s
     while value is not weights[value]:
         source = operands(value)[0]
         if not is_reshard(value):
-            rule = rule_of(value.target)
-            space = rule.space(call_of(value)) if rule is not None else None
+            space = space_of(value)
             row = row_giving(space, 0, placement, size) if space is not None else None
             if row is None or not isinstance(row.operands[0], Shard):
                 return None

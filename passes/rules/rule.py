@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
+from passes.ir.fake import KNOWN, described
 from passes.ir.graph import results_of, value_of
 from passes.ir.layout import Layout, Partial, Placement, R, Shard
 from passes.ir.mesh import Mesh
@@ -127,6 +128,8 @@ class Space:
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
     replicated_results: frozenset[int] = frozenset()  # results equal on all ranks whatever is sharded
+    rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # ^ that `factor_row` made, by factor, digit and size of the axis
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,13 @@ def replicated_row(operands: int, results: int) -> Row:
 
 def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
     """The row that shards `factor` at digit `outer` over `size` ranks; None where the op has none."""
+    key = factor, outer, size
+    if key not in space.rows:
+        space.rows[key] = _factor_row(space, *key)
+    return space.rows[key]
+
+
+def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
     if factor in space.blocked or space.sizes[factor] % (outer * size):
         return None
     operands: list[Placement] = []
@@ -294,6 +304,7 @@ class Rule:
 
 _RULES: dict[OpOverload, Rule] = {}
 _TAGGED: dict[torch.Tag, Rule] = {}
+_SPACES: dict[Any, Space | None] = {}  # of calls, by their form
 
 
 def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -> None:
@@ -333,6 +344,19 @@ def rule_of(op: object) -> Rule | None:
     if op in _RULES or op._schema.is_mutable:
         return _RULES.get(op)
     return next((rule for tag, rule in _TAGGED.items() if tag in op.tags), None)
+
+
+def space_of(node: Node) -> Space | None:
+    """The index space of a call, made once for all calls of one form; None where no rule knows it."""
+    rule = rule_of(node.target)
+    if rule is None:
+        return None
+    form = rule, node.target, described(node.args), described(node.kwargs)
+    if form not in _SPACES:
+        if len(_SPACES) == KNOWN:
+            _SPACES.clear()
+        _SPACES[form] = rule.space(call_of(node))
+    return _SPACES[form]
 
 
 def _einsum(text: str, *, linear: bool) -> SpaceOf:

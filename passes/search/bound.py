@@ -34,12 +34,14 @@ class Slot:
     order: Ints = field(init=False)
     starts: Ints = field(init=False)
     present: Ints = field(init=False)
+    is_full: bool = field(init=False)  # no layout that no choice has
 
     def __post_init__(self) -> None:
         self.order = np.argsort(self.at, kind="stable")
         ordered = self.at[self.order]
         self.starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
         self.present = ordered[self.starts]
+        self.is_full = len(self.present) == self.size
 
     def compacted(self, kept: Sequence[Ints], layouts: Ints) -> Slot:
         """The same of the choices (per variable) that are kept, which have no other `layouts`."""
@@ -47,8 +49,12 @@ class Slot:
 
     def least(self, costs: Floats) -> Floats:
         """Per layout, the least cost of a choice that has it."""
+        ordered = costs[self.order]
+        least: Floats = ordered if len(self.starts) == len(ordered) else np.minimum.reduceat(ordered, self.starts)
+        if self.is_full:
+            return least
         found = np.full(self.size, NEVER)
-        found[self.present] = np.minimum.reduceat(costs[self.order], self.starts)
+        found[self.present] = least
         return found
 
     def having(self, choices: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -109,8 +115,11 @@ class Exchange:
     def share(self) -> None:
         """What users pay for a move without need goes to all in equal parts."""
         if len(self.users) > 1:
-            given = np.minimum(self.costs, self.paid) * self.used
-            change = (given.sum(0) / self.counts - given) * self.used
+            given = np.minimum(self.costs, self.paid)
+            change = np.add.reduce(given, axis=0)
+            change /= self.counts
+            change = np.subtract(change, given, out=given)
+            change *= self.used
             self.paid += change
             self.costs += change
 
@@ -138,6 +147,9 @@ class Left:
         return Left(choices, [a | b for a, b in zip(self.moves, other.moves, strict=True)])
 
 
+_Ahead = tuple[list[tuple[int, int]], int]  # exchanges and user numbers, -1 less it for the maker; and how many are not ahead
+
+
 @dataclass(eq=False)
 class Dual:
     """`bound` plus what is left in `choices` and in the exchanges is what a plan costs."""
@@ -150,6 +162,7 @@ class Dual:
     struck: list[NDArray[np.bool_]] = field(default_factory=list)  # per variable and choice
     made: list[list[int]] = field(default_factory=list)  # per variable, exchanges it makes
     used: list[list[tuple[int, int]]] = field(default_factory=list)  # per variable, exchanges and user numbers
+    ahead: list[list[_Ahead]] = field(default_factory=list)  # per variable, backward and forward
 
     def __post_init__(self) -> None:
         self.struck = [np.zeros(len(costs), dtype=np.bool_) for costs in self.choices]
@@ -159,6 +172,20 @@ class Dual:
             self.made[exchange.maker.variable].append(number)
             for user, slot in enumerate(exchange.users):
                 self.used[slot.variable].append((number, user))
+        variables = range(len(self.choices))
+        self.ahead = [[self._ahead(variable, forward=forward) for variable in variables] for forward in (False, True)]
+
+    def _ahead(self, variable: int, *, forward: bool) -> _Ahead:
+        ahead: list[tuple[int, int]] = []
+        behind = 0
+        ends = [(n, -1 - user, s.variable) for n in self.made[variable] for user, s in enumerate(self.exchanges[n].users)]
+        ends += [(number, user, self.exchanges[number].maker.variable) for number, user in self.used[variable]]
+        for number, user, other in ends:
+            if (other > variable) == forward and other != variable:
+                ahead.append((number, user))
+            else:
+                behind += 1
+        return ahead, behind
 
     def ascend(self, sweeps: int, tolerance: float = 1e-5) -> None:
         """Walk forward and backward until the bound grows by less than `tolerance` of itself."""
@@ -237,54 +264,50 @@ class Dual:
         for number in self.made[variable]:
             exchange = self.exchanges[number]
             exchange.share()
-            least = exchange.costs.min(2)
-            exchange.costs -= least[:, :, None]
-            if self.slack < NEVER:
-                exchange.costs[exchange.costs > self.slack] = NEVER
-            costs = costs + least.sum(0)[exchange.maker.at]
+            moves = exchange.costs
+            least = np.minimum.reduce(moves, axis=2)
+            moves -= least[:, :, None]
+            self._close(moves)
+            costs = costs + (least[0] if len(least) == 1 else np.add.reduce(least, axis=0))[exchange.maker.at]
         for number, user in self.used[variable]:
             exchange = self.exchanges[number]
-            least = exchange.costs[user].min(0)
-            exchange.costs[user] -= least[None, :]
-            if self.slack < NEVER:
-                exchange.costs[user][exchange.costs[user] > self.slack] = NEVER
+            moves = exchange.costs[user]
+            least = np.minimum.reduce(moves, axis=0)
+            moves -= least
+            self._close(moves)
             costs = costs + least[exchange.users[user].at]
-        low = float(costs.min())
+        low = float(np.minimum.reduce(costs))
         self.bound += low
-        costs -= low
+        costs = costs - low
         self.slack -= low
-        self.struck[variable] |= costs > self.slack
+        if self.slack < NEVER:
+            self.struck[variable] |= costs > self.slack
         costs[self.struck[variable]] = NEVER
         self.choices[variable] = costs
 
+    def _close(self, moves: Floats) -> None:
+        """Strike what is over the slack."""
+        if self.slack < NEVER:
+            np.copyto(moves, NEVER, where=moves > self.slack)
+
     def _visit(self, variable: int, *, forward: bool) -> None:
         self._collect(variable)
-        ahead: list[tuple[Exchange, int, Slot]] = []  # user number, or -1 - it where the variable is the maker
-        behind = 0
-        for number in self.made[variable]:
-            exchange = self.exchanges[number]
-            for user, slot in enumerate(exchange.users):
-                if (slot.variable > variable) == forward and slot.variable != variable:
-                    ahead.append((exchange, -1 - user, exchange.maker))
-                else:
-                    behind += 1
-        for number, user in self.used[variable]:
-            exchange = self.exchanges[number]
-            if (exchange.maker.variable > variable) == forward and exchange.maker.variable != variable:
-                ahead.append((exchange, user, exchange.users[user]))
-            else:
-                behind += 1
+        ahead, behind = self.ahead[forward][variable]
         if not ahead:
             return
-        part = self.choices[variable] / max(len(ahead), behind)
         rest = self.choices[variable]
-        for exchange, user, slot in ahead:
+        part = rest / max(len(ahead), behind)
+        for number, user in ahead:
+            exchange = self.exchanges[number]
+            slot = exchange.maker if user < 0 else exchange.users[user]
             moved = slot.least(part)
             rest = rest - moved[slot.at]
             if user < 0:
-                exchange.costs[-1 - user] += moved[:, None]
+                moves = exchange.costs[-1 - user]
+                moves += moved[:, None]
             else:
-                exchange.costs[user] += moved[None, :]
+                moves = exchange.costs[user]
+                moves += moved
         self.choices[variable] = np.maximum(rest, 0.0)
 
     def decode(self, order: Sequence[int]) -> list[int]:

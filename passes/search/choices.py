@@ -16,7 +16,6 @@ from itertools import permutations, product
 
 from torch.fx import Graph, Node
 
-from passes._torch import OpOverload
 from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
 from passes.ir.layout import Layout, Partial, Placement, Shard
 from passes.ir.mesh import Mesh
@@ -24,13 +23,12 @@ from passes.rules.rule import (
     Dims,
     Row,
     Space,
-    call_of,
     factor_at,
     factor_row,
     replicated_row,
     row_giving,
     row_sharding,
-    rule_of,
+    space_of,
 )
 
 ROWS = 12  # per node and axis: digits beyond the first dozen are left out
@@ -140,8 +138,7 @@ def _space(node: Node) -> Space | None:
         dims: Dims = tuple((f"d{dim}",) if size > 1 else () for dim, size in enumerate(shape))
         sizes = {f"d{dim}": size for dim, size in enumerate(shape) if size > 1}
         return Space(sizes, (), (dims,))
-    rule = rule_of(node.target)
-    return rule.space(call_of(node)) if rule is not None and isinstance(node.target, OpOverload) else None
+    return space_of(node)
 
 
 def _whole(node: Node) -> list[_Option]:

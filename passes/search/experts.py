@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 from torch.fx import GraphModule, Node
@@ -65,6 +66,7 @@ def _picked(gm: GraphModule, built: Built, placed: GraphModule) -> list[int]:
     return [int(counts.argmax()) for counts in agreed]
 
 
+@lru_cache(maxsize=1 << 16)
 def _likeness(one: Layout, other: Layout) -> int:
     """Axes on which two layouts are the same."""
     return sum(a == b for a, b in zip(one.placements, other.placements, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch.fx import GraphModule, Node
@@ -65,6 +65,7 @@ class Prepared:
     draft: Draft
     kernels: Kernels
     built: Built
+    searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, to go on with when asked the same
 
     @staticmethod
     def of(graph: GraphModule, draft: Draft, kernels: Kernels, deadline: float) -> Prepared:
@@ -86,16 +87,24 @@ class Prepared:
         Raises MemoryLimitError where no plan was found that fits.
         """
         started = time.perf_counter()
-        for plan, bound in _Search(self.sides, goal).run():
+        for plan, bound in self._search(goal).each():
             yield self._solution(plan, bound, started)
+
+    def _search(self, goal: Goal) -> _Search:
+        """One that found plans for the same goal, unless it had to hurry, or a new one."""
+        held = self.searches.get(goal)
+        if held is None or not held.found or goal.time_limit is not None:
+            self.searches.clear()
+            held = self.searches[goal] = _Search(self.sides, goal)
+        return held
 
     def explore(self, goal: Goal) -> Searched:
         """The last of `solutions`, with what the search found out on the way.
 
         Raises MemoryLimitError where no plan was found that fits.
         """
-        search = _Search(self.sides, goal)
-        plan, _ = list(search.run())[-1]
+        search = self._search(goal)
+        plan, _ = list(search.each())[-1]
         return Searched(self.graph, self.built, plan, search.relaxation)
 
     def least(self, *, keep: bool | None = None) -> Iterator[Solution]:
@@ -174,6 +183,15 @@ class _Search:
         self.plans: list[Plan] = []  # that relaxations pointed to, whether they fit or not
         self.is_tired = False  # what is left is too much to go on
         self.paid = 0.0  # seconds that the limit is worth at the price on bytes
+        self.found: list[tuple[Plan, float]] = []
+        self._rest = self.run()
+
+    def each(self) -> Iterator[tuple[Plan, float]]:
+        """Those of `run`, from the first, however often it is asked for them."""
+        yield from tuple(self.found)
+        for one in self._rest:
+            self.found.append(one)
+            yield one
 
     def run(self) -> Iterator[tuple[Plan, float]]:
         relaxation = self.relaxation
@@ -281,11 +299,13 @@ class _Search:
             if self._is_proven() or self._is_late() or weights is None:
                 break
             self._reweigh(relaxation, weights.between(best[1]))
-            left = left.joined(self._near(relaxation))
             gain = relaxation.dual.bound - self.paid - best[0]
             idle = 0 if gain > GAIN * best[0] else idle + 1
             if gain > 0:
                 best = best[0] + gain, relaxation.weights
+            if self._is_proven():
+                break
+            left = left.joined(self._near(relaxation))
             if idle == PATIENCE:
                 break
         if relaxation.weights is not best[1]:

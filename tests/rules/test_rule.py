@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,6 +119,12 @@ def test_operands_without_the_factor_are_replicated() -> None:
         "P(sum), R -> P(sum)",
         "R, P(sum) -> P(sum)",
     }
+
+
+def test_a_space_that_is_changed_has_rows_of_its_own() -> None:
+    space = Space({"m": 8}, ((("m",),),), ((("m",),),))
+    assert factor_row(space, "m", 1, 2) is not None
+    assert factor_row(replace(space, blocked=frozenset({"m"})), "m", 1, 2) is None
 
 
 def test_an_argument_is_found_by_name_or_default() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ import passes.rules  # registers the rules
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
+from passes.search.bound import Dual
 from passes.search.evaluate import evaluate
 from passes.search.find import Goal, prepare, solve
 from passes.search.sides import Sides
@@ -134,6 +136,22 @@ def test_a_price_on_bytes_finds_a_plan_that_fits() -> None:
     poor, bound = solve(problem, prices, Goal(memory_limit=limit))
     assert poor.memory <= limit * (1 + 1e-6)
     assert rich.objective <= poor.objective and bound <= poor.objective
+
+
+def test_a_search_that_is_asked_the_same_goes_on_with_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, mesh = parse_graph(deep_graph(4, "dp=2,tp=2"))
+    goal, mesh = Goal(gap=0.1), Mesh(mesh.names, mesh.sizes, hardware="h100")
+    new = prepare(gm, mesh).explore(goal)
+    prepared = prepare(gm, mesh)
+    first = next(prepared.solutions(goal))
+    with monkeypatch.context() as patched:
+        patched.setattr(Dual, "ascend", lambda *_: pytest.fail("it was searched for again"))
+        found = prepared.explore(goal)
+        assert replace(next(prepared.solutions(goal)), seconds=first.seconds) == first
+    assert (found.plan.picked, found.plan.objective) == (new.plan.picked, new.plan.objective)
+    assert found.relaxation.dual.bound == new.relaxation.dual.bound
+    shorter = prepared.explore(Goal(memory_limit=found.plan.memory * 0.9, gap=0.1))
+    assert shorter.plan.memory <= found.plan.memory * 0.9
 
 
 def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
