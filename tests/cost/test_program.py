@@ -15,20 +15,17 @@ from autoshard.options import Options
 from autoshard.planner import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
-from passes.cost.phases import joined, phases, unchanged
-=======
 from passes.cost.last_program import LastProgram
-from passes.cost.phases import joined, phases
+from passes.cost.phases import joined, phases, unchanged
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
+from passes.ir.text import parse_graph
 from tests.cost.programs import kernel
 from tests.cost.programs import program as small
-=======
-from passes.ir.text import parse_graph
 from tests.models import Case, build
 
 
