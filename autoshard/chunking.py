@@ -69,7 +69,7 @@ class Chunking:
         changed = set[bool]()
         for backward in self._waits:
             assert self._overlap is not None
-            halves[backward] = self._by_itself(halves[backward])
+            halves[backward] = layered(halves[backward], split.forward, self.repeats)
             told = self._overlap.cut(split, halves[backward], mode=mode)
             changed |= {backward} if any(not remark.routine for remark in told) else set()
             remarks += told
@@ -80,13 +80,15 @@ class Chunking:
         known = unchanged(self.trial.program, self.trial.timeline.program, program)
         return run_step(program, self.problem.options, quick=quick, known=known), tuple(remarks)
 
-    def _by_itself(self, gm: GraphModule) -> GraphModule:
-        """A copy of a graph that says what it leaves out, and of which layers the values are that it is given."""
-        copied, made = copy_graph(gm), {node.name: node for node in self.trial.split.forward.graph.nodes}
-        set_repeats(copied, self.repeats)
-        for node in placeholders(copied.graph, InputRole.SAVED):
-            set_origin(node, replace(origin_of(node), fqn=_layer_of(made[input_of(node).name], self.repeats)))
-        return copied
+
+def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:
+    """A copy of a forward or backward in which layers are left out that says so, and of which layers the values are that it
+    is given of the `forward`."""
+    copied, made = copy_graph(half), {node.name: node for node in forward.graph.nodes}
+    set_repeats(copied, repeats)
+    for node in placeholders(copied.graph, InputRole.SAVED):
+        set_origin(node, replace(origin_of(node), fqn=_layer_of(made[input_of(node).name], repeats)))
+    return copied
 
 
 def _layer_of(node: Node, repeats: Repeats) -> str:

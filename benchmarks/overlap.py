@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
+from autoshard.chunking import layered
 from autoshard.compile import split_program
 from autoshard.constraints import recipes_of
 from autoshard.judge import fold
@@ -173,11 +174,12 @@ def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: typ
     usual = default_pipeline(problem.seed(gm, recipes_of(case.recipe, mesh)), problem.cast)[1:]
     PassManager(tuple(one for one in usual if without is None or not isinstance(one, without))).run(gm, ctx)
     split = split_program(gm, mode="eager")
-    for half in (split.forward, split.backward):
-        if half is not None:
-            PassManager(on_halves).run(half, ctx)
+    assert split.backward is not None
+    forward, backward = (layered(half, split.forward, folded.repeats) for half in (split.forward, split.backward))
+    for half in (forward, backward):
+        PassManager(on_halves).run(half, ctx)
     facts = {"outputs": split.outputs, "gradients": split.gradients}
-    return unroll(program_of(split.forward, split.backward, mesh, **facts), folded.repeats)
+    return unroll(program_of(forward, backward, mesh, **facts), folded.repeats)
 
 
 def asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]:
