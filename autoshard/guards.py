@@ -194,8 +194,8 @@ def digest(tensor: torch.Tensor) -> str:
 def _fold(flat: torch.Tensor) -> str:
     """A sum of 8-byte words with random weights, modulo 2**64, a block after the other: where the tensor is."""
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(1 << 62), 1 << 62, (HASHED_BYTES_MAX,), generator=generator).to(flat.device) * 2 + 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.randint(-(1 << 62), 1 << 62, (HASHED_BYTES_MAX,), generator=generator, device="cpu").to(flat.device) * 2 + 1
     sums = [int((block * weights[: block.numel()]).sum()) for block in torch.split(words, HASHED_BYTES_MAX)]
     rest = bytes(flat[words.numel() * 8 :].tolist())
     return hashlib.blake2b(repr(sums).encode() + rest, digest_size=16).hexdigest()

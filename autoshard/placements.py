@@ -161,7 +161,7 @@ class Storage:
 
     def _indices(self, dim: int, size: int) -> torch.Tensor:
         """Global indices on `dim` that this rank stores, in order."""
-        indices = torch.arange(size)
+        indices = torch.arange(size, device="cpu")
         for axis in reversed(self.layout.axes_on(dim)):
             placement = self.layout.on(axis)
             assert isinstance(placement, Shard)

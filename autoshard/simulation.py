@@ -145,9 +145,9 @@ class Ranks:
     def _part(self, node: Node, rank: int, values: Mapping[Input, Tensor], seed: int) -> Tensor:
         what, coordinate = input_of(node), self.mesh.coordinates()[rank]
         if what.role is InputRole.COORDINATE:
-            return torch.tensor([coordinate[self.mesh.index(what.name)]])
+            return torch.tensor([coordinate[self.mesh.index(what.name)]], device="cpu")
         if what.role is InputRole.SEED:
-            return torch.tensor(seed)
+            return torch.tensor(seed, device="cpu")
         if what in self.held[rank]:
             return self.held[rank][what]
         part = local_part(values[what], layout_of(node), self.mesh, coordinate).contiguous()
@@ -215,9 +215,9 @@ def run_whole(gm: GraphModule, ranks: Ranks) -> Step:
 def tangent(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The gradient of what comes behind the model, for its output `name`: a loss counts once."""
     if not shape:
-        return torch.ones((), dtype=dtype)
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator).to(dtype)
+        return torch.ones((), dtype=dtype, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(sum(name.encode()))
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator, device="cpu").to(dtype)
 
 
 def run_on_one_device(call: Call, *, training: bool = True) -> Step:

@@ -77,6 +77,12 @@ def test_a_model_is_equal_value_by_value() -> None:
     assert found.not_compared == "it draws random numbers"
 
 
+def test_a_default_device_of_the_user_is_not_that_of_what_is_checked() -> None:
+    case = build("mlp", dtype=torch.float32)
+    with torch.device("meta"):
+        assert check(case.model, "dp=2,tp=2", case.args, options=Options(recipe="fsdp+megatron", hardware="h100"))
+
+
 def test_a_given_plan_is_followed() -> None:
     model, x = made()
     options = Options(recipe="fsdp+ddp", mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

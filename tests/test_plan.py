@@ -61,9 +61,9 @@ B=6 S=4 D=12 F=8; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
 all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
-reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient
+reduce_scatter  dp      -    6     408 B  1.00 ms  test_plan.py:33 gradient, in a bucket
 all_reduce      dp      1    -       4 B  1.00 ms  test_plan.py:34 output
-all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered for use
+all_gather      dp      6    3     696 B  1.00 ms  test_plan.py:33 fsdp: gathered fo..., in a bucket
 reduce_scatter  tp      -    1     192 B   995 us  test_plan.py:33 add.Tensor
 all_reduce      tp      1    -       4 B   992 us  test_plan.py:34 output""",
     )

@@ -70,7 +70,7 @@ module       values and weights, as stored -> as made                           
 B=6 D=8 F=8; F_dp: F is cut over dp; {U_dp}: a term of a sum over dp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  dp      -    4     288 B  16.0 ms  linear.py:130 gradient, in a bucket
-all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered for use, 3 in a bucket""",
+all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered fo..., 3 in a bucket""",
     )
 
 

@@ -72,7 +72,7 @@ def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> 
 def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
     """What `order` is, if it is that of a gather or a scatter at all: rows that stay together are of one rank."""
     count = len(order)
-    moved = (order != torch.arange(count)).nonzero()
+    moved = (order != torch.arange(count, device="cpu")).nonzero()
     behind = int(moved[0]) if len(moved) else count // ranks
     rows = Rows(count // ranks // behind, ranks, behind)
     return rows if rows.count == count else None
@@ -93,7 +93,7 @@ def _order_of(node: Node) -> Sequence[int]:
 def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | None:
     """Which row of a value of `shape` stands where behind `moves`."""
     width = shape[-1]
-    rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+    rows = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
     for kind, given in moves:
         if kind == "permute":
             if given[-1] != len(given) - 1:
@@ -107,9 +107,9 @@ def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | N
 
 
 def _identity(rows: Rows) -> torch.Tensor:
-    return torch.arange(rows.count)
+    return torch.arange(rows.count, device="cpu")
 
 
 def _by_rank(rows: Rows) -> torch.Tensor:
     """The rows, numbered as they stand in [before, ranks, behind], in the order [ranks, before, behind]."""
-    return torch.arange(rows.count).view(rows.before, rows.ranks, rows.behind).transpose(0, 1).flatten()
+    return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.behind).transpose(0, 1).flatten()
