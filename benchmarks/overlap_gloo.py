@@ -70,11 +70,8 @@ def main() -> None:
 
 
 def hardware(ranks: int) -> Hardware:
-    """This machine as measured: a core, or a rank's part of one, and the loopback while all ranks send at once."""
-    machine = calibrate(f"dp={ranks}").hardware
-    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
-    flops = tuple((dtype, share * rate) for dtype, rate in machine.flops)
-    return replace(machine, name="throttled", flops=flops, memory_bandwidth=share * machine.memory_bandwidth)
+    """This machine as measured while all ranks compute at once, and the loopback while all send."""
+    return replace(calibrate(f"dp={ranks}").hardware, name="throttled")
 
 
 @dataclass(frozen=True)
