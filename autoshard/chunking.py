@@ -25,7 +25,7 @@ from passes.ir.chunks import sites_in
 from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin
 from passes.ir.repeats import Repeats, set_repeats
 
-TOLD = 0.01  # of a step, that chunks must be able to hide. They hid 36 to 56 % of that (benchmarks.overlap 8b-tp)
+TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
 
 
 @dataclass(frozen=True)
