@@ -20,8 +20,9 @@ from torch.fx import GraphModule, Node
 from autoshard.options import Options
 from autoshard.plan import ShardingPlan
 from autoshard.planner import Planned, make_plan
+from autoshard.rounding import Rounding
 from autoshard.settings import options_of
-from autoshard.simulation import NOISE, Call, Ranks, Step, Whole, norm_of, relative_error, run_on_one_device
+from autoshard.simulation import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
 from autoshard.topology import mesh_of
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
@@ -60,6 +61,7 @@ class Difference:
     op: str = ""
     row: str = ""
     origin: Origin = field(default_factory=Origin)
+    is_rounding: bool = False  # rounding alone may make it
 
     def __str__(self) -> str:
         place = f", {self.origin}" if str(self.origin) else ""
@@ -78,6 +80,7 @@ class Check:
     results: tuple[Difference, ...]  # outputs, gradients and new buffers that differ from the model's
     tolerance: float
     not_compared: str = ""  # why results were not compared with the model's
+    rounded: int = 0  # values and results that differ by no more than rounding moves them
 
     def __bool__(self) -> bool:
         return self.first is None and not self.results
@@ -86,7 +89,9 @@ class Check:
         on = f"{self.mesh.size} simulated ranks ({self.mesh})"
         if self:
             own = f"the model's own were not compared: {self.not_compared}" if self.not_compared else "as are all results"
-            return f"equal on {on}\n{self.compared} values are within {self.tolerance:.0e} of one device's; {own}"
+            lines = [f"equal on {on}", f"{self.compared} values are within {self.tolerance:.0e} of one device's; {own}"]
+            but = "further off, by no more than a change in the last digit of parameters and inputs moves them"
+            return "\n".join([*lines, f"{self.rounded} of these are {but}"] if self.rounded else lines)
         lines = [f"not equal on {on}, to within {self.tolerance:.0e}:"]
         if self.first is not None:
             lines.append(f"the first value that differs: {self.first}")
@@ -136,15 +141,23 @@ def check(
 
 def comparison(explicit: GraphModule, planned: Planned, call: Call, tolerance: float, *, is_exact: bool = True) -> Check:
     """As `check`, for a program that was planned; `explicit` is it with global shapes and collectives."""
-    ranks = Ranks.of(call, planned)
+    ranks, training = Ranks.of(call, planned), torch.is_grad_enabled()
     watch = _Comparison(explicit, ranks, tolerance)
     results = ranks.run(watch=watch.compare)
-    found: tuple[Difference, ...] = ()
-    why = "it draws random numbers" if watch.is_random else "" if is_exact else "it computes in another precision"
+    rounding = Rounding(call, training, ranks, watch.drawn)
+    values, found = watch.differences(rounding), tuple[Difference, ...]()
+    why = "it draws random numbers" if watch.drawn else "" if is_exact else "it computes in another precision"
     if not why:
-        wanted = run_on_one_device(call, training=torch.is_grad_enabled())
-        found = tuple(unequal(results.step, wanted, tolerance))
-    return Check(planned.plan.mesh, watch.compared, watch.first, found, tolerance, why)
+        found = tuple(differences(results.step, run_on_one_device(call, training=training), tolerance, rounding))
+    return Check(
+        planned.plan.mesh,
+        watch.compared,
+        next((one for one in values if not one.is_rounding), None),
+        tuple(one for one in found if not one.is_rounding),
+        tolerance,
+        why,
+        sum(one.is_rounding for one in (*values, *found)),
+    )
 
 
 def check_values(call: Call) -> None:
@@ -202,18 +215,13 @@ class _Comparison:
         self.nodes = {node.name: node for node in gm.graph.nodes}
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.whole = Whole(ranks)
-        self.wrong: dict[Node, float] = {}
+        self.wrong: dict[Node, tuple[float, float]] = {}  # distance, and in parts of the value
         self.compared = 0
 
     @property
-    def is_random(self) -> bool:
-        return any(map(is_random, self.gm.graph.nodes))
-
-    @property
-    def first(self) -> Difference | None:
-        """In the order of the program: what it is made of is not wrong."""
-        node = min(self.wrong, key=self.order.__getitem__, default=None)
-        return None if node is None else self._difference(node)
+    def drawn(self) -> dict[Node, Any]:
+        """What the ranks drew at random."""
+        return {node: value for node, value in self.whole.values.items() if is_random(node)}
 
     def compare(self, local: Node, parts: Sequence[Any]) -> None:
         for name in stands_for(local):
@@ -222,9 +230,13 @@ class _Comparison:
                 self.whole.values[node] = self._assembled(node, parts)
             elif is_tensor(node):
                 self.compared += 1
-                error = _error(self._assembled(node, parts), self.whole.value(node))
-                if error > self.tolerance:
-                    self.wrong[node] = error
+                got, want = self._assembled(node, parts), self.whole.value(node)
+                if not is_equal(got, want, self.tolerance):
+                    self.wrong[node] = distance(got, want), relative_error(got, want)
+
+    def differences(self, rounding: Rounding) -> tuple[Difference, ...]:
+        """In the order of the program: what the first is made of is not wrong."""
+        return tuple(self._difference(node, rounding) for node in sorted(self.wrong, key=self.order.__getitem__))
 
     def _assembled(self, node: Node, parts: Sequence[Any]) -> Any:
         if not is_tensor(node):
@@ -236,10 +248,13 @@ class _Comparison:
             return tuple(whole)
         return assemble(list(parts), tuple(tensor_of(node).shape), layout_of(node), self.mesh)
 
-    def _difference(self, node: Node) -> Difference:
+    def _difference(self, node: Node, rounding: Rounding) -> Difference:
+        far, error = self.wrong[node]
         rows = [f"on {name}: {_row(node, axis)}" for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1]
         what = f"the collective {format_target(node.target)}" if is_step(node) else f"the rule of {format_target(node.target)}"
-        return Difference(node.name, self.wrong[node], format_target(node.target), f"{what} {'; '.join(rows)}", origin_of(node))
+        row = f"{what} {'; '.join(rows)}"
+        is_rounding = far <= rounding.of_value(node, self.whole.value(node))
+        return Difference(node.name, error, format_target(node.target), row, origin_of(node), is_rounding)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -251,12 +266,10 @@ def is_random(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    if got.shape != want.shape:
-        return float("inf")
-    if not want.is_floating_point():
-        return 0.0 if torch.equal(got, want) else 1.0
-    return relative_error(got, want)
+def is_equal(got: Tensor, want: Tensor, tolerance: float) -> bool:
+    """Whole numbers have to be the same."""
+    is_whole = not (want.is_floating_point() or want.is_complex())
+    return torch.equal(got, want) if is_whole else relative_error(got, want) <= tolerance
 
 
 def _row(node: Node, axis: int) -> str:
@@ -267,22 +280,19 @@ def _row(node: Node, axis: int) -> str:
     return f"{', '.join(str(one.on(axis)) for one in given)} -> {', '.join(str(one.on(axis)) for one in layouts_of(node))}"
 
 
-def unequal(got: Step, want: Step, tolerance: float) -> Iterator[Difference]:
+def differences(got: Step, want: Step, tolerance: float, rounding: Rounding) -> Iterator[Difference]:
     """The results of a step that are not those of another."""
     changed = {name: want.buffers[name] for name in got.buffers}
     kinds = (
-        ("output", got.outputs, want.outputs),
-        ("gradient", got.gradients, want.gradients),
-        ("buffer", got.buffers, changed),
+        ("outputs", got.outputs, want.outputs),
+        ("gradients", got.gradients, want.gradients),
+        ("buffers", got.buffers, changed),
     )
     for kind, mine, theirs in kinds:
-        yield from (Difference(f"{kind} {name}", float("inf")) for name in sorted(mine.keys() ^ theirs.keys()))
-        largest = max((norm_of(t) for t in theirs.values() if t.is_floating_point()), default=0.0)
-        for name, tensor in mine.items():
-            if name not in theirs:
-                continue
-            floor = NOISE * largest if tensor.is_floating_point() else 0.0
-            same = tensor.shape == theirs[name].shape
-            error = relative_error(tensor, theirs[name], floor) if same else float("inf")
-            if error > tolerance:
-                yield Difference(f"{kind} {name}", error)
+        what = kind.removesuffix("s")
+        yield from (Difference(f"{what} {name}", float("inf")) for name in sorted(mine.keys() ^ theirs.keys()))
+        for name in (name for name in mine if name in theirs):
+            one, other = mine[name], theirs[name]
+            if not is_equal(one, other, tolerance):
+                is_rounding = distance(one, other) <= rounding.of_result(kind, name, other)
+                yield Difference(f"{what} {name}", relative_error(one, other), is_rounding=is_rounding)

@@ -35,7 +35,6 @@ from passes.ir.mesh import Mesh
 from passes.ranks import run_ranks
 
 SEED = 1234  # of the random numbers of a step
-NOISE = 1e-5  # of the largest norm of its kind: what is smaller is zero but for rounding, and measured by this
 
 
 class Call(NamedTuple):
@@ -248,16 +247,31 @@ def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(value, f"{path}.{key}" if path else str(key))
 
 
-def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over that of `want`, or over `floor` if that is larger; nan counts as infinite."""
-    error, scale = norm_of(got.double() - want.double()), max(norm_of(want), floor)
-    if error != error:
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference over that of `want`."""
+    error, norm = distance(got, want), norm_of(want)
+    return error / norm if norm else float("inf") if error else 0.0
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference. An infinity or nan is at no distance of itself, and infinitely far from all else, as is
+    a tensor of another shape."""
+    one, other = _reals(got), _reals(want)
+    if one.shape != other.shape:
         return float("inf")
-    return error / scale if error else 0.0
+    alike = (one == other) | (one.isnan() & other.isnan())
+    error = float(torch.where(alike, 0.0, one - other).norm())
+    return float("inf") if error != error else error
 
 
 def norm_of(tensor: Tensor) -> float:
-    return float(tensor.double().norm())
+    """Of what is finite of it."""
+    numbers = _reals(tensor)
+    return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _check_copies(name: str, parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -52,7 +53,7 @@ def test_a_wrong_rule_is_found_with_its_row_and_line() -> None:
     assert not found and found.first is not None
     assert_expected_inline(str(found).replace(str(found.first.error), ""), """\
 not equal on 4 simulated ranks (dp=2,tp=2), to within 1e-04:
-the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:41
+the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:42
   return self.down(torch.ops.autoshard_test.centred(self.up(x)))
   the rule of autoshard_test.centred on dp: R -> R; on tp: S(1) -> S(1)
 result output output is off by 3.0e-01
@@ -75,6 +76,42 @@ def test_a_model_is_equal_value_by_value() -> None:
     assert found, str(found)
     assert found.compared > 150
     assert found.not_compared == "it draws random numbers"
+
+
+class Normalized(nn.Module):
+    """The bias in front of the normalization has no gradient but rounding; half of the rows are masked with -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = F.silu(self.norm(self.conv(x))).mean(-1)
+        scores = self.head(torch.fft.fft(mixed).abs() * mixed)
+        return scores.masked_fill(scores < 0, -torch.inf).logsumexp(-1).clamp(min=-9).sum()
+
+
+def test_what_is_all_rounding_is_equal() -> None:
+    torch.manual_seed(0)
+    found = check(Normalized(), "dp=2,tp=2", (torch.randn(12, 6, 9),), options=Options(recipe="fsdp+megatron"))
+    assert found, str(found)
+    assert found.rounded == 3  # as it is made, as it is reduced, and beside the model's
+    assert str(found).endswith(
+        "\n3 of these are further off, by no more than a change in the last digit of parameters and inputs moves them"
+    )
+
+
+class Centred(Normalized):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.ops.autoshard_test.centred(x.flatten(1)).unflatten(1, (6, 9)))
+
+
+def test_a_fault_in_front_of_rounding_is_found() -> None:
+    torch.manual_seed(0)
+    options = Options(recipe={"dp": "fsdp"}, inputs={"x": {"tp": "S(1)"}})
+    found = check(Centred(), "dp=2,tp=2", (torch.randn(12, 6, 9),), options=options)
+    assert found.first is not None and found.first.op == "autoshard_test.centred"
+    assert "gradient conv.weight" in {one.value for one in found.results}
 
 
 def test_a_default_device_of_the_user_is_not_that_of_what_is_checked() -> None:

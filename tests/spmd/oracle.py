@@ -13,13 +13,14 @@ from autoshard.constraints import check_options
 from autoshard.options import Options
 from autoshard.planner import make_plan, program_problem
 from autoshard.problem import Problem, captured_problem
-from autoshard.simulation import NOISE, SEED, Call, Ranks, Results, Step, norm_of, relative_error, tangent
+from autoshard.simulation import SEED, Call, Ranks, Results, Step, distance, norm_of, tangent
 from autoshard.topology import equipped
 from passes.ir.mesh import Mesh
 from tests.models import Case
 
 __all__ = ["NOISE", "SEED", "Ranks", "Results", "Step", "relative_error", "tangent"]
 
+NOISE = 1e-5  # of the largest norm of its kind: what is smaller is zero but for rounding, and measured by this
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to a tensor's norm
 
 
@@ -101,3 +102,7 @@ def _differences(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor
             yield f"{what} {name} is off by {error:.1e}"
 
 
+def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference over that of `want`, or over `floor` if that is larger."""
+    error = distance(got, want)
+    return error / max(norm_of(want), floor) if error else 0.0
