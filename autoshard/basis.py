@@ -75,7 +75,7 @@ class Basis:
                 raise UserError(f"plan.with_({name}=...) {why}; with_ takes mesh, {', '.join(known)}")
         if hardware is not None:
             options = {**options, "hardware": hardware}
-        changed = replace(self.problem.options, **options)
+        changed = replace(self.problem.options, **{"dump": False, **options})  # not over that of the plan that is asked
         wanted = self.problem.mesh if mesh is None else mesh_of(mesh)
         if mesh is not None and wanted.hardware is None and self.problem.mesh.hardware is not None:
             wanted = wanted.on(self.problem.mesh.hardware)

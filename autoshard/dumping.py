@@ -45,6 +45,6 @@ def dump_of(options: Options) -> Dump | None:
     untouched = {name for name in asked if getattr(options, name) == getattr(Options(), name)}
     options = replace(options, **{name: value for name, value in asked.items() if value and name in untouched})
     rank, is_each = dist.get_rank() if dist.is_initialized() else 0, options.dump_ranks == "all"
-    if options.dump is not None and (is_each or rank == 0):
+    if options.dump and (is_each or rank == 0):
         return Dump(Dumper(Path(options.dump), options.dump_mode, rank if is_each else None))
     return Dump(Dumper(None, options.dump_mode)) if is_traced() else None

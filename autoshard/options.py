@@ -109,8 +109,9 @@ class Options:
     """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
     searched for, unless a `passes.solve.Solve()` is among them."""
 
-    dump: str | PathLike[str] | None = None
-    """A folder for the graph after every pass that changed it, and for what is compiled; `AUTOSHARD_DUMP` where not given."""
+    dump: str | PathLike[str] | Literal[False] | None = None
+    """A folder for the graph after every pass that changed it, and for what is compiled; `AUTOSHARD_DUMP` where not given.
+    `False`: none."""
 
     dump_mode: Literal["full", "diff"] = "full"
     """Whole graphs, which can be read back, or behind the first what each pass changed; `AUTOSHARD_DUMP_MODE`."""

@@ -147,8 +147,9 @@ class ShardingPlan:
         (`params=`, `memory_limit=`, `recipe=`, ...). The model is not captured again.
 
         A plan that has to be searched for is the first good one, in seconds; how much better another could be is in its
-        `search`. With `prove`, as with a recipe, it is equal to what `plan(...)` gives when asked for the same. Raises
-        PlanError for a plan that does not hold its model: one that was loaded, or that runs.
+        `search`. With `prove`, as with a recipe, it is equal to what `plan(...)` gives when asked for the same. Its passes
+        are dumped where `dump=` says. Raises PlanError for a plan that does not hold its model: one that was loaded, or
+        that runs.
         """
         if self.basis is None:
             raise PlanError(

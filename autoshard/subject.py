@@ -58,7 +58,9 @@ def _readings(plan: ShardingPlan, gm: GraphModule, what: str) -> Iterator[Subjec
     nodes = tuple(node for node in gm.graph.nodes if node.name == kept)
     yield Subject(what, "value", nodes, tuple(_moving(plan, gm, nodes)))
     collectives = tuple(one for one in plan.collectives if what in (one.id, one.bucket))
-    yield Subject(what, "collective", tuple(_moved(plan, gm, collectives)), collectives)
+    yield Subject(what, "collective", tuple(_captured(plan, gm, (one.id for one in collectives))), collectives)
+    nodes = tuple(_captured(plan, gm, (kept,)))  # that a pass made the value of
+    yield Subject(what, "value", nodes, tuple(_moving(plan, gm, nodes)))
     nodes = tuple(node for node in gm.graph.nodes if what == _line(node))
     yield Subject(what, "line", nodes, tuple(one for one in plan.collectives if what == _place(one)))
     nodes = tuple(node for node in gm.graph.nodes if _is_inside(_fqn(node), kept))
@@ -89,12 +91,12 @@ def _moving(plan: ShardingPlan, gm: GraphModule, nodes: tuple[Node, ...]) -> Ite
             yield one
 
 
-def _moved(plan: ShardingPlan, gm: GraphModule, collectives: tuple[Collective, ...]) -> Iterator[Node]:
-    """The values of the captured program that collectives move."""
+def _captured(plan: ShardingPlan, gm: GraphModule, names: Iterable[str]) -> Iterator[Node]:
+    """What values of the program with collectives are made of, in the captured one."""
     lines = (re.match(r"%(\w+): .* = \w+(?:\.\w+)?\(%(\w+)", line) for line in plan.graphs.get("COLLECTIVE", "").splitlines())
     made_of = {match[1]: match[2] for match in lines if match}
     nodes = {node.name: node for node in gm.graph.nodes}
-    for name in dict.fromkeys(one.id.partition("@")[0] for one in collectives):
+    for name in dict.fromkeys(name.partition("@")[0] for name in names):
         while name not in nodes and name in made_of:
             name = made_of[name]
         if name in nodes:

@@ -124,10 +124,13 @@ def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None
 
 def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, dump=tmp_path, bucket_bytes=0)
-    plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)
+    made = plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)
+    made.with_(recipe="ddp")  # is not dumped over it
     for path in sorted(tmp_path.iterdir())[1:]:
         assert unnamed(path.read_text()) == unnamed((dump / path.name).read_text()), path.name
     assert (tmp_path / "09_localize.txt").exists()
+    made.with_(recipe="ddp", dump=tmp_path / "other")
+    assert "ddp" in (tmp_path / "other" / "02_seed.txt").read_text()
 
 
 def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:

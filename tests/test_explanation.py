@@ -150,6 +150,17 @@ def test_a_collective_is_the_value_that_it_moves() -> None:
     assert "insisted: tp:S(0) in front of its users: megatron: row-parallel output" in text
 
 
+def test_a_value_that_a_pass_made_is_that_of_which_it_is_made() -> None:
+    made = propagated()
+    captured, explicit = (
+        {line.partition(":")[0] for line in made.graph(stage).splitlines() if line.startswith("%")}
+        for stage in ("CAPTURED", "COLLECTIVE")
+    )
+    assert explicit - captured
+    for asked in explicit - captured:
+        assert {choice.name for choice in made.explain(asked).choices} <= {*captured, *made.parameters, *made.inputs}, asked
+
+
 def test_a_source_line_and_a_layer_that_was_left_out() -> None:
     with torch.device("meta"):
         found = plan(Deep(), Mesh("dp=2", hardware="h100"), (torch.empty(4, 8),), options=Options(recipe="fsdp"))
