@@ -97,14 +97,13 @@ def _is_movable(task: Task) -> bool:
 def _levels(program: Program) -> list[int]:
     """Per task, collectives between a gather and the parameters, or between a reduction and the gradients."""
     index, tasks = program.index, program.tasks
+    counts = [int(stream > 0) for stream in index.streams]
     levels = [0] * len(tasks)
-    for number in range(len(tasks)):
-        makers = (index.makers[buffer] for buffer in index.inputs[number])
-        levels[number] = max((levels[m] + tasks[m].is_collective for m in makers if m >= 0), default=0)
+    for number, sources in enumerate(index.sources):
+        levels[number] = max([levels[source] + counts[source] for source in sources], default=0)
     ahead = [0] * len(tasks)
     for number in reversed(range(len(tasks))):
-        readers = (reader for buffer in index.outputs[number] for reader in index.readers[buffer])
-        ahead[number] = max((ahead[r] + tasks[r].is_collective for r in readers), default=0)
+        ahead[number] = max([ahead[target] + counts[target] for target in index.targets[number]], default=0)
     return [ahead[n] if task.deferrable and not task.prefetchable else levels[n] for n, task in enumerate(tasks)]
 
 

@@ -183,7 +183,7 @@ def _tried(
     held_seconds: float = 0.0,
     room: int | None = None,
 ) -> Schedule:
-    program = ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room)
+    program = ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room).program
     return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes, room)
 
 
@@ -191,7 +191,7 @@ def prefetch(
     program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0, room: int | None = None
 ) -> Program:
     """`program` in the order of `passes.cost.order`, or as it is where that is not faster."""
-    found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room)
+    found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room).program
     return found if simulate(found).step_time < simulate(program).step_time else program
 
 
