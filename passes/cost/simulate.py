@@ -106,7 +106,7 @@ class Timeline:
         """Bytes live at each task's turn."""
         return tuple(bytes_by_turn(self.program, self._lives))
 
-    @property
+    @cached_property
     def peak_memory(self) -> int:
         return max(self.memory, default=0)
 
