@@ -20,7 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor_order import GraphOrder, JoinsBetweenCollectives
@@ -39,9 +39,11 @@ def run_joint_graph_passes(gm: GraphModule) -> None:
 
 def _last_uses(folder: ConstantFolder) -> dict[Node, list[Node]]:
     """By node, whose values can go behind it: as torch finds them, but for its walk through all arguments."""
-    last, output = defaultdict[Node, list[Node]](list), folder.module.graph.output_node()
+    graph = folder.module.graph
+    assert isinstance(graph, Graph)
+    last, output = defaultdict[Node, list[Node]](list), graph.output_node()
     seen = {output}
-    for node in reversed(folder.module.graph.nodes):
+    for node in reversed(graph.nodes):
         if node is output:
             continue
         last[node] += [read for read in node.all_input_nodes if read not in seen]
