@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -103,7 +104,7 @@ class BucketCollectives(Pass):
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         program = ctx.programs.of(gm, ctx.priced(self, gm), fused=self.fused)
         if ctx.mesh.hardware is None:
-            joined = neighbours(program, self.limit // SMALLER)
+            joined = tuple(neighbours(program, self.limit // SMALLER))
             _join_all(gm, program, joined)
             return bool(joined)
         cap = memory_cap(simulate(program), self.memory_limit)
@@ -134,7 +135,7 @@ def _is_worse(again: Program, best: Schedule, program: Program, cap: int) -> str
     return "" if peak <= cap and seconds <= plain else told
 
 
-def _join_all(gm: GraphModule, program: Program, joined: list[list[int]]) -> None:
+def _join_all(gm: GraphModule, program: Program, joined: Sequence[Sequence[int]]) -> None:
     nodes = {node.name: node for node in gm.graph.nodes}
     for members in joined:
         _join([nodes[program.tasks[number].nodes[-1]] for number in members])

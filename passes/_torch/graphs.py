@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._ops import OpOverload as OpOverload
@@ -17,6 +19,17 @@ from torch.fx.node import map_arg
 def lazy_code() -> AbstractContextManager[None]:
     """Graph modules that torch makes inside write their Python code when they are called first, if ever."""
     return _use_lazy_graph_module(True)
+
+
+@contextmanager
+def no_code() -> Iterator[None]:
+    """Graph modules that torch makes inside have no Python code; `module_of` makes of each one that can be called."""
+    with lazy_code(), mock.patch.object(GraphModule, "recompile", _not_compiled):
+        yield
+
+
+def _not_compiled(gm: GraphModule) -> None:
+    """Nothing: no code is written."""
 
 
 def module_of(graph: Graph, root: torch.nn.Module) -> GraphModule:

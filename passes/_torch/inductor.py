@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -13,11 +15,12 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor_order import GraphOrder, JoinsBetweenCollectives
@@ -26,8 +29,28 @@ from passes._torch.inductor_patterns import possible_patterns
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
     """What Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
-    with _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]), possible_patterns():
+    with (
+        _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
+        possible_patterns(),
+        mock.patch.object(ConstantFolder, "node_to_last_non_output_use", _last_uses),
+    ):
         joint_graph_passes(gm)
+
+
+def _last_uses(folder: ConstantFolder) -> dict[Node, list[Node]]:
+    """By node, whose values can go behind it: as torch finds them, but for its walk through all arguments."""
+    graph = folder.module.graph
+    assert isinstance(graph, Graph)
+    last, output = defaultdict[Node, list[Node]](list), graph.output_node()
+    seen = {output}
+    for node in reversed(graph.nodes):
+        if node is output:
+            continue
+        last[node] += [read for read in node.all_input_nodes if read not in seen]
+        seen.update(node.all_input_nodes)
+        if list(node.users) == [output]:
+            last[node].append(node)
+    return last
 
 
 @contextmanager

@@ -2,16 +2,20 @@
 
 A pattern is a tree of calls; where the graph has no call of what one of them is, the pattern is nowhere in it. The graph is
 asked when a pattern's turn comes, as those found before may have added calls: first for the call that was missing before.
+Products are padded on a GPU alone: without one each would be looked at for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 from unittest import mock
 
+import torch
+from torch._inductor.fx_passes.pad_mm import should_pad_addmm, should_pad_bmm, should_pad_mm
 from torch._inductor.pattern_matcher import (
     CallFunction,
     MultiOutputPattern,
@@ -22,6 +26,7 @@ from torch._inductor.pattern_matcher import (
 from torch.fx import Graph, GraphModule
 
 _apply = PatternMatcherPass.apply
+_PADDING = (should_pad_mm, should_pad_bmm, should_pad_addmm)
 
 
 def possible_patterns() -> AbstractContextManager[Any]:
@@ -41,10 +46,12 @@ class _Possible(dict[Any, Any]):
     def __init__(self, patterns: dict[Any, list[PatternEntry]], graph: Graph) -> None:
         super().__init__(patterns)
         self._table = graph._find_nodes_lookup_table.table
+        self._is_padded = _is_on_gpu(graph)
         self._missing: dict[PatternExpr, tuple[tuple[str, Any], ...]] = {}  # a call that was not there when last asked
 
     def __getitem__(self, key: Any) -> Iterator[PatternEntry]:
-        return (entry for entry in super().__getitem__(key) if self._is_possible(entry.pattern))
+        entries = (entry for entry in super().__getitem__(key) if self._is_padded or not _is_padding(entry.extra_check))
+        return (entry for entry in entries if self._is_possible(entry.pattern))
 
     def _is_possible(self, pattern: PatternExpr) -> bool:
         known = self._missing.get(pattern)
@@ -58,6 +65,18 @@ class _Possible(dict[Any, Any]):
 
     def _is_there(self, keys: tuple[tuple[str, Any], ...]) -> bool:
         return any(map(self._table.get, keys))
+
+
+def _is_on_gpu(graph: Graph) -> bool:
+    """Whether any input is."""
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, torch.Tensor) and value.device.type in ("cuda", "xpu") for value in values)
+
+
+@cache
+def _is_padding(check: Callable[..., Any]) -> bool:
+    """Whether an entry's check asks, behind its own, whether a product is worth padding."""
+    return inspect.isfunction(check) and inspect.getclosurevars(check).nonlocals.get("extra_check") in _PADDING
 
 
 @cache

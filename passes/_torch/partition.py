@@ -10,7 +10,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from passes._torch.graphs import lazy_code
+from passes._torch.graphs import module_of, no_code
 
 _REGION = 0  # one for all that is tagged, as the partitioner saves what a higher region reads
 
@@ -43,14 +43,14 @@ def min_cut_partition(
     joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
-    with lazy_code(), mock.patch.object(partitioners, "has_recomputable_rng_ops", _draws_again):
+    with no_code(), mock.patch.object(partitioners, "has_recomputable_rng_ops", _draws_again):
         forward, backward = min_cut_rematerialization_partition(
             joint,
             None,
             num_fwd_outputs=num_forward_outputs,
             static_lifetime_input_indices=list(static_inputs),
         )
-    return forward, backward
+    return module_of(forward.graph, forward), module_of(backward.graph, backward)
 
 
 def _draws_again(joint: GraphModule) -> bool:

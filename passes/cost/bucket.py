@@ -25,32 +25,59 @@ def sizes(limit: int) -> tuple[int, ...]:
 
 
 def bucket(program: Program, nbytes: int | Sizes) -> Program:
-    """`program` with its `buckets` of at most `nbytes`, of all sorts or each its own.
-
-    A bucket of gathers stands where the first of its members stood, one of reductions where the last did. A kernel
-    copies the members' operands together, another one the results apart.
-    """
-    joinable = buckets(program, nbytes)
-    if not joinable:
-        return program
-    places: dict[str, int] = {}
-    tasks = {task.name: task for task in program.tasks}
-    buffers = list(program.buffers)
-    for members in joinable:
-        for number in members:
-            del tasks[program.tasks[number].name]
-        joined, more = _join(program, members)
-        place = members[0] if program.tasks[members[0]].prefetchable else members[-1]
-        for task in joined:
-            tasks[task.name] = task
-            places[task.name] = place
-        buffers += more
-    return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
+    """`program` with its `buckets` of at most `nbytes`, of all sorts or each its own."""
+    bucketing = Bucketing(program)
+    return bucketing.joined(bucketing.buckets(nbytes))
 
 
-def buckets(program: Program, nbytes: int | Sizes) -> list[list[int]]:
+def buckets(program: Program, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
     """The `neighbours` of which one collective is faster than several, copies included."""
-    return [members for members in neighbours(program, nbytes) if _is_faster(program, members)]
+    return Bucketing(program).buckets(nbytes)
+
+
+class Bucketing:
+    """A program whose messages are joined in several ways."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._levels = _levels(program)
+        self._joins: dict[tuple[int, ...], tuple[tuple[Task, ...], tuple[Buffer, ...]]] = {}
+
+    def buckets(self, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
+        """The neighbours of which one collective of at most `nbytes` is faster than several, copies included."""
+        return tuple(members for members in _neighbours(self.program, self._levels, nbytes) if self._is_faster(members))
+
+    def joined(self, joinable: Sequence[tuple[int, ...]]) -> Program:
+        """The program with these buckets.
+
+        A bucket of gathers stands where the first of its members stood, one of reductions where the last did. A kernel
+        copies the members' operands together, another one the results apart.
+        """
+        program = self.program
+        if not joinable:
+            return program
+        places: dict[str, int] = {}
+        tasks = {task.name: task for task in program.tasks}
+        buffers = list(program.buffers)
+        for members in joinable:
+            for number in members:
+                del tasks[program.tasks[number].name]
+            joined, more = self._join(members)
+            place = members[0] if program.tasks[members[0]].prefetchable else members[-1]
+            for task in joined:
+                tasks[task.name] = task
+                places[task.name] = place
+            buffers += more
+        return replace(program, tasks=_in_order(program, list(tasks.values()), places), buffers=tuple(buffers))
+
+    def _is_faster(self, members: tuple[int, ...]) -> bool:
+        joined, _ = self._join(members)
+        return sum(task.seconds for task in joined) < sum(self.program.tasks[number].seconds for number in members)
+
+    def _join(self, members: tuple[int, ...]) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
+        if members not in self._joins:
+            self._joins[members] = _join(self.program, members)
+        return self._joins[members]
 
 
 def seconds_by_sort(program: Program) -> dict[Sort, float]:
@@ -65,13 +92,16 @@ def _sort(task: Task) -> Sort:
     return task.axes, task.dtype
 
 
-def neighbours(program: Program, nbytes: int | Sizes) -> list[list[int]]:
+def neighbours(program: Program, nbytes: int | Sizes) -> list[tuple[int, ...]]:
     """Numbers of collectives, two or more, that can share a message of at most `nbytes` (of the larger side).
 
     Members are of one kind, group, dtype and direction, next to each other in the program, and as many collectives away
     from the parameter or the gradient: none waits for itself.
     """
-    levels = _levels(program)
+    return _neighbours(program, _levels(program), nbytes)
+
+
+def _neighbours(program: Program, levels: list[int], nbytes: int | Sizes) -> list[tuple[int, ...]]:
     found: list[list[int]] = []
     open_: dict[object, tuple[list[int], int]] = {}
     for number, task in enumerate(program.tasks):
@@ -85,7 +115,7 @@ def neighbours(program: Program, nbytes: int | Sizes) -> list[list[int]]:
             found.append(members)
         members.append(number)
         open_[key] = members, filled + task.nbytes
-    return [members for members in found if len(members) > 1]
+    return [tuple(members) for members in found if len(members) > 1]
 
 
 def _is_movable(task: Task) -> bool:
@@ -97,20 +127,14 @@ def _is_movable(task: Task) -> bool:
 def _levels(program: Program) -> list[int]:
     """Per task, collectives between a gather and the parameters, or between a reduction and the gradients."""
     index, tasks = program.index, program.tasks
+    counts = [int(stream > 0) for stream in index.streams]
     levels = [0] * len(tasks)
-    for number in range(len(tasks)):
-        makers = (index.makers[buffer] for buffer in index.inputs[number])
-        levels[number] = max((levels[m] + tasks[m].is_collective for m in makers if m >= 0), default=0)
+    for number, sources in enumerate(index.sources):
+        levels[number] = max([levels[source] + counts[source] for source in sources], default=0)
     ahead = [0] * len(tasks)
     for number in reversed(range(len(tasks))):
-        readers = (reader for buffer in index.outputs[number] for reader in index.readers[buffer])
-        ahead[number] = max((ahead[r] + tasks[r].is_collective for r in readers), default=0)
+        ahead[number] = max([ahead[target] + counts[target] for target in index.targets[number]], default=0)
     return [ahead[n] if task.deferrable and not task.prefetchable else levels[n] for n, task in enumerate(tasks)]
-
-
-def _is_faster(program: Program, members: Sequence[int]) -> bool:
-    joined, _ = _join(program, members)
-    return sum(task.seconds for task in joined) < sum(program.tasks[number].seconds for number in members)
 
 
 def _join(program: Program, members: Sequence[int]) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:

@@ -22,8 +22,7 @@ def lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> t
     final = len(tasks) - 1
     leaves = _leaves(index, starts, ends)
     firsts, lasts = [0] * len(program.buffers), [final] * len(program.buffers)
-    for number, buffer in enumerate(program.buffers):
-        maker, readers = index.makers[number], index.readers[number]
+    for number, (buffer, maker, readers) in enumerate(zip(program.buffers, index.makers, index.readers, strict=True)):
         persistent = buffer.kind in PERSISTENT
         is_held = persistent or buffer.kind == "activation" or not readers  # before the first task that reads it
         firsts[number] = maker if maker >= 0 else 0 if is_held else readers[0]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.program import OPTIMIZER, Program
 from passes.cost.simulate import Timeline, simulate
 
 NONE, MANY = -1, -2  # ends that a task leads to
@@ -38,12 +37,11 @@ class Facts:
 
     @staticmethod
     def of(program: Program) -> Facts:
-        makers = program.index.makers
         return Facts(
             program,
-            tuple(_phases(program.tasks)),
+            tuple([number for number, call in enumerate(program.index.calls) if call == phase] for phase in range(3)),
             _units(program),
-            [sum([makers[b] >= 0 for b in inputs]) for inputs in program.index.inputs],
+            [len(sources) for sources in program.index.sources],
             _late(program),
             *_ends(program),
         )
@@ -54,13 +52,18 @@ class Facts:
         return simulate(self.program)
 
     @cached_property
+    def in_unit(self) -> set[int]:
+        """Tasks of the units."""
+        return {number for unit in self.units for number in unit.tasks}
+
+    @cached_property
     def slack(self) -> tuple[int, ...]:
         """Kernels of the backward that lead to one gradient alone, and not to the one that ends last."""
-        tasks, in_unit = self.program.tasks, {number for unit in self.units for number in unit.tasks}
+        streams, in_unit = self.program.index.streams, self.in_unit
         return tuple(
             number
             for number, end in enumerate(self.ends)
-            if end >= 0 and not (tasks[number].is_collective or self.is_late[number] or number in in_unit)
+            if end >= 0 and not (streams[number] or self.is_late[number] or number in in_unit)
         )
 
     @cached_property
@@ -87,14 +90,6 @@ class Facts:
         return sorted(found, key=lambda number: (-reductions[self.ends[number]], self.ends[number], number))
 
 
-def _phases(tasks: tuple[Task, ...]) -> Iterator[list[int]]:
-    """Forward, backward and optimizer."""
-    updates = {number for number, task in enumerate(tasks) if task.kind == OPTIMIZER}
-    for backward in (False, True):
-        yield [n for n, task in enumerate(tasks) if task.backward is backward and n not in updates]
-    yield sorted(updates)
-
-
 def _units(program: Program) -> list[Unit]:
     """Gathers of parameters in the order of use, each with what it needs and none before it had."""
     index, tasks = program.index, program.tasks
@@ -102,8 +97,7 @@ def _units(program: Program) -> list[Unit]:
     members = {*gathers, *_behind(program, gathers)}
     uses = [len(tasks)] * len(tasks)
     for number in sorted(members, reverse=True):
-        readers = [reader for buffer in index.outputs[number] for reader in index.readers[buffer]]
-        uses[number] = min((uses[r] if r in members else r for r in readers), default=len(tasks))
+        uses[number] = min([uses[r] if r in members else r for r in index.targets[number]], default=len(tasks))
     units, taken = [], set(gathers)
     for number in sorted(gathers, key=lambda n: (tasks[n].backward, uses[n], n)):
         kernels = sorted(n for n in _behind(program, [number]) if n not in taken)
@@ -124,9 +118,8 @@ def _behind(program: Program, numbers: list[int]) -> set[int]:
     queue = list(numbers)
     while queue:
         number = queue.pop()
-        for buffer in index.inputs[number]:
-            maker = index.makers[buffer]
-            if maker >= 0 and maker not in found and program.tasks[maker].backward is program.tasks[number].backward:
+        for maker in index.sources[number]:
+            if maker not in found and program.tasks[maker].backward is program.tasks[number].backward:
                 found.add(maker)
                 queue.append(maker)
     return found
@@ -134,11 +127,11 @@ def _behind(program: Program, numbers: list[int]) -> set[int]:
 
 def _late(program: Program) -> list[bool]:
     """Per task, whether it reads what comes of a gradient's reduction."""
-    index = program.index
     late = [False] * len(program.tasks)
-    for number, task in enumerate(program.tasks):
-        makers = (index.makers[buffer] for buffer in index.inputs[number])
-        late[number] = task.kind != OPTIMIZER and any(late[m] or program.tasks[m].deferrable for m in makers if m >= 0)
+    comes_late = [task.deferrable for task in program.tasks]  # its result: it is late, or a reduction itself
+    for number, (task, sources) in enumerate(zip(program.tasks, program.index.sources, strict=True)):
+        if task.kind != OPTIMIZER and any([comes_late[source] for source in sources]):
+            late[number] = comes_late[number] = True
     return late
 
 
@@ -164,7 +157,7 @@ def _ends(program: Program) -> tuple[list[int], set[int]]:
                     found.add(len(tasks) + buffer)
                 elif ends[reader] != NONE:
                     found.add(ends[reader])
-        if task.deferrable or any(program.buffers[b].kind == "gradient" for b in index.outputs[number]):
+        if task.deferrable or "gradient" in [program.buffers[buffer].kind for buffer in index.outputs[number]]:
             ends[number] = min(found, default=number)
             heads[ends[number]] = max(ways[number], heads.get(ends[number], 0.0))
         elif found:
@@ -181,18 +174,14 @@ def _joins(program: Program) -> list[bool]:
     """Per task, whether it is a kernel that joins several values for reductions of gradients."""
     index, tasks = program.index, program.tasks
     return [
-        not task.is_collective
-        and len(task.inputs) > 1
-        and bool(readers := [reader for b in index.outputs[number] for reader in index.readers[b]])
-        and all(tasks[reader].deferrable for reader in readers)
-        for number, task in enumerate(tasks)
+        stream == 0 and len(inputs) > 1 and bool(readers) and all([tasks[reader].deferrable for reader in readers])
+        for stream, inputs, readers in zip(index.streams, index.inputs, index.targets, strict=True)
     ]
 
 
 def _ways(program: Program) -> list[float]:
     """Per task, the longest way to its end."""
-    index, ways = program.index, [0.0] * len(program.tasks)
-    for number, task in enumerate(program.tasks):
-        makers = (index.makers[buffer] for buffer in index.inputs[number])
-        ways[number] = task.seconds + max((ways[m] for m in makers if m >= 0), default=0.0)
+    ways: list[float] = []
+    for seconds, sources in zip(program.index.seconds, program.index.sources, strict=True):
+        ways.append(seconds + max([ways[source] for source in sources], default=0.0))
     return ways

@@ -18,7 +18,10 @@ What an expert's runtime does, as list scheduling on the machine of `simulate`:
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
+from dataclasses import dataclass
 from itertools import accumulate
 
 from passes.cost.movable import Facts, Unit
@@ -30,13 +33,22 @@ HELD = 16  # kernels; about the weights of two layers
 LATE = 4  # kernels behind reductions, which end in order but for those on another link
 
 
-def ordered(facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float, room: int | None = None) -> Program:
-    """The program of `facts` in the order of the module's text: at most `window_bytes` gathered ahead of their use, and,
-    with `room`, none that brings memory above so many bytes."""
+@dataclass(frozen=True)
+class Ordered:
+    """A program in the order of the module's text. All `windows`, in bytes, give this one."""
+
+    program: Program
+    windows: range
+
+
+def ordered(facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float, room: int | None = None) -> Ordered:
+    """The program of `facts` with at most `window_bytes` gathered ahead of their use, and, with `room`, none that brings
+    memory above so many bytes."""
     scheduler = _Scheduler(facts, window_bytes, fill=fill, held_seconds=held_seconds)
     if room is not None:
         scheduler.room = Room([room - nbytes for nbytes in facts.given.memory])
-    return facts.program.reordered(scheduler.run())
+    program = facts.program.reordered(scheduler.run())
+    return Ordered(program, range(scheduler.taken, scheduler.refused))
 
 
 class Room:
@@ -56,30 +68,21 @@ class Room:
 
 
 class _Queue:
-    """Tasks in program order, some of which are issued."""
+    """Tasks that wait for their turn, and the first of them in `front`, as many as can start out of turn."""
 
-    def __init__(self, numbers: list[int], issued: list[bool]) -> None:
-        self.numbers, self.issued, self.head = numbers, issued, 0
+    def __init__(self, numbers: list[int], reach: int, issued: list[bool]) -> None:
+        self.numbers, self.reach, self.issued = numbers, reach, issued
+        self.front, self.next = numbers[:reach], reach
 
-    def first(self) -> int | None:
-        """The first that is not issued."""
-        numbers, issued, at = self.numbers, self.issued, self.head
-        while at < len(numbers) and issued[numbers[at]]:
-            at += 1
-        self.head = at
-        return numbers[at] if at < len(numbers) else None
-
-    def waiting(self, limit: int) -> list[int]:
-        """The first `limit` that are not issued."""
-        found: list[int] = []
-        if self.first() is not None:
-            numbers, issued = self.numbers, self.issued
-            for at in range(self.head, len(numbers)):
-                if not issued[numbers[at]]:
-                    found.append(numbers[at])
-                    if len(found) == limit:
-                        break
-        return found
+    def drop(self, number: int) -> None:
+        """A task that was issued; others behind the front may have been before."""
+        if number not in self.front:
+            return
+        self.front.remove(number)
+        while len(self.front) < self.reach and self.next < len(self.numbers):
+            if not self.issued[self.numbers[self.next]]:
+                self.front.append(self.numbers[self.next])
+            self.next += 1
 
 
 class _Scheduler:
@@ -88,19 +91,19 @@ class _Scheduler:
     def __init__(self, facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float) -> None:
         program = facts.program
         self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
-        self.streams = program.index.streams
+        self.taken, self.refused = 0, sys.maxsize  # bytes ahead: the most that the window let in, the least that it did not
+        self.streams, self.seconds, self.sizes = program.index.streams, program.index.seconds, program.index.sizes
         self.contention = program.contention
-        self.sizes = [buffer.nbytes for buffer in program.buffers]
         self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
         self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
         self.turns = [0.0] * len(self.tasks)  # per task, when its operands are made, as far as their makers are issued
         self.missing = list(facts.missing)
+        self.due = [math.inf if stream or facts.missing[n] else 0.0 for n, stream in enumerate(self.streams)]
         self.issued = [False] * len(self.tasks)
         self.order: list[int] = []
         self.ahead = 0  # bytes gathered and not read yet
         self.unread = [False] * len(self.sizes)
-        self.units, self.unit = facts.units, 0
-        self.in_unit = {number for unit in self.units for number in unit.tasks}
+        self.units, self.unit, self.in_unit = facts.units, 0, facts.in_unit
         self.makers = [number for unit in self.units for number in unit.tasks[:-1]]  # of the units' operands
         self.firsts = [0, *accumulate(len(unit.tasks) - 1 for unit in self.units)]  # per unit, in them
         self.room: Room | None = None
@@ -109,7 +112,8 @@ class _Scheduler:
         self.held_last = facts.last_slack(held_seconds)
         self.urgent: list[int] = []  # collectives whose operands' makers are issued
         self.reductions: tuple[deque[int], ...] = (deque(), deque(), deque())  # by stream
-        self.late = self.held = self.path = self.last = _Queue([], self.issued)
+        self.late = self.held = self.path = self.last = _Queue([], 0, self.issued)
+        self.queues: dict[int, _Queue] = {}  # by task
         self.phase: set[int] = set()
 
     def run(self) -> list[int]:
@@ -126,15 +130,16 @@ class _Scheduler:
         self.phase = set(phase)
         waiting = [number for number in phase if number not in self.in_unit]
         kernels = [number for number in waiting if self.streams[number] == 0]
-        self.late = _Queue([n for n in kernels if self.is_late[n]], self.issued)
         last = [n for n in self.held_last if n in self.phase]
-        self.last = _Queue(last, self.issued)  # not in the order of the program: what others read may stand far behind them
         fillers = self.fillers.difference(last)
         held = [n for n in kernels if n in fillers]
-        self.held = _Queue(held, self.issued)
         apart = {*last, *held}
         others = [n for n in waiting if not (self.is_late[n] or n in apart or self.tasks[n].deferrable)]
-        self.path = _Queue(others, self.issued)
+        self.late = _Queue([n for n in kernels if self.is_late[n]], LATE, self.issued)
+        self.held = _Queue(held, HELD + 1, self.issued)
+        self.path = _Queue(others, LOOKAHEAD, self.issued)
+        self.last = _Queue(last, len(last), self.issued)  # in no order of the program: each may start
+        self.queues = {n: queue for queue in (self.late, self.held, self.path, self.last) for n in queue.numbers}
         for number in waiting:
             if self.missing[number] == 0:
                 self._operands_made(number)
@@ -145,72 +150,38 @@ class _Scheduler:
         if kernel is None:
             return self._communicate(self.clocks[0]) or self._wait()
         self._read(kernel)
-        if not self._communicate(self.clocks[0] + self.tasks[kernel].seconds):
+        if not self._communicate(self.clocks[0] + self.seconds[kernel]):
             self._issue(kernel)
         return True
 
     def _kernel(self) -> int | None:
         """The kernel whose turn it is; None where each has to wait."""
-        late = self._startable(self.late, LATE)
-        if late is not None:
-            return late
-        held = self._held_too_long() if self.held.numbers else None
-        if held is not None:
-            return held
-        kernel = self._startable(self.path, LOOKAHEAD)
-        if kernel is None:
-            kernel = self._startable(self.held, HELD + 1)
-        if kernel is None:
-            kernel = self._startable(self.last, len(self.tasks))
-        return self._ahead() if kernel is None else kernel
-
-    def _held_too_long(self) -> int | None:
-        """The first kernel that is held, where more than `HELD` are and can start."""
-        first, numbers, waiting = self.held.first(), self.held.numbers, 0
-        for at in range(self.held.head, len(numbers)):
-            if not self.issued[numbers[at]]:
-                if not self._can_start(numbers[at]):
-                    return None
-                waiting += 1
-                if waiting > HELD:
-                    return first
-        return None
-
-    def _ahead(self) -> int | None:
-        """A kernel that makes the operand of a later gather."""
+        now, due = self.clocks[0], self.due
+        for number in self.late.front:
+            if due[number] <= now:
+                return number
+        held = self.held.front
+        if len(held) > HELD and all([due[number] <= now for number in held]):
+            return held[0]
+        for number in self.path.front:
+            if due[number] <= now and (self.room is None or self._has_room(self.room, number)):
+                return number
+        for number in (*held, *self.last.front):
+            if due[number] <= now:
+                return number
+        # What makes the operand of a later gather:
         for number in self.makers[self.firsts[self.unit] : self.firsts[min(self.unit + LOOKAHEAD, len(self.units))]]:
-            if not self.issued[number] and number in self.phase and self._can_start(number):
+            if due[number] <= now and number in self.phase:
                 return number
         return None
 
-    def _startable(self, queue: _Queue, limit: int) -> int | None:
-        """The first kernel that can start, of the first `limit` tasks that wait."""
-        if not queue.numbers or queue.first() is None:
-            return None
-        numbers, issued, streams, missing, turns = queue.numbers, queue.issued, self.streams, self.missing, self.turns
-        now = self.clocks[0]
-        for at in range(queue.head, len(numbers)):
-            number = numbers[at]
-            if issued[number]:
-                continue
-            can_start = streams[number] == 0 and missing[number] == 0 and turns[number] <= now
-            if can_start and (queue is not self.path or self._has_room(number)):
-                return number
-            limit -= 1
-            if not limit:
-                return None
-        return None
-
-    def _has_room(self, number: int) -> bool:
+    def _has_room(self, room: Room, number: int) -> bool:
         """Whether there is memory for what a kernel of the path makes from now on, and not from its own turn on."""
-        waiting = self.path.first()
-        if self.room is None or waiting is None or number == waiting:
+        waiting = self.path.front[0]
+        if number == waiting:
             return True
         made = sum([self.sizes[buffer] for buffer in self.index.outputs[number]])
-        return self.ahead + made <= self.room.least(waiting, number - 1)
-
-    def _can_start(self, number: int) -> bool:
-        return self.streams[number] == 0 and self.missing[number] == 0 and self.turns[number] <= self.clocks[0]
+        return self.ahead + made <= room.least(waiting, number - 1)
 
     def _communicate(self, until: float) -> bool:
         """Issue collectives; those that can wait only on a link that is free before `until`."""
@@ -227,14 +198,19 @@ class _Scheduler:
 
     def _gather(self, unit: Unit, until: float) -> bool:
         """Issue a gather, if it is time."""
-        if unit.tasks[-1] not in self.phase or any(self.ready[buffer] > self.clocks[0] for buffer in unit.reads):
+        if unit.tasks[-1] not in self.phase:
             return False
-        waiting = self.path.first()
-        is_due = unit.use <= (len(self.tasks) if waiting is None else waiting)
-        if not is_due:
-            assert waiting is not None
+        for buffer in unit.reads:
+            if self.ready[buffer] > self.clocks[0]:
+                return False
+        waiting = self.path.front[0] if self.path.front else len(self.tasks)
+        if unit.use > waiting:
             ahead = self.ahead + unit.nbytes
-            if ahead > self.window or self.clocks[unit.stream] > until:
+            if ahead > self.window:
+                self.refused = min(self.refused, ahead)
+                return False
+            self.taken = max(self.taken, ahead)
+            if self.clocks[unit.stream] > until:
                 return False
             if self.room is not None and (self.reductions[unit.stream] or ahead > self.room.least(waiting, unit.use - 1)):
                 return False
@@ -248,20 +224,15 @@ class _Scheduler:
 
     def _wait(self) -> bool:
         """Go on to the next time at which something can start; False where there is none."""
-        queues = (
-            self.late.waiting(LATE),
-            self.held.waiting(HELD + 1),
-            self.path.waiting(LOOKAHEAD),
-            self.last.waiting(len(self.tasks)),
-        )
-        waiting = [number for queue in queues for number in queue if self.missing[number] == 0]
+        fronts = (self.late.front, self.held.front, self.path.front, self.last.front)
         heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]
-        times = [self.turns[number] for number in (*waiting, *self.urgent, *(head for _, head in heads))]
+        times = [self.due[number] for front in fronts for number in front]
+        times += [self.turns[number] for number in (*self.urgent, *(head for _, head in heads))]
         times += [self.clocks[stream] for stream, _ in heads]
         if self.unit < len(self.units):
             unit = self.units[self.unit]
             times += [self.clocks[unit.stream], *(self.ready[buffer] for buffer in unit.reads)]
-        later = [time for time in times if time > self.clocks[0]]
+        later = [time for time in times if self.clocks[0] < time < math.inf]
         if later:
             self.clocks[0] = min(later)
         return bool(later)
@@ -269,24 +240,26 @@ class _Scheduler:
     def _issue(self, number: int) -> None:
         stream, clocks, turns, missing = self.streams[number], self.clocks, self.turns, self.missing
         held = self.index.holds[number]
-        start, seconds = max(clocks[0], clocks[stream or held], turns[number]), self.tasks[number].seconds
+        start, seconds = max(clocks[0], clocks[stream or held], turns[number]), self.seconds[number]
         end = start + seconds
         if self.contention and not stream and not held:
             end = slowed(start, seconds, max(clocks[1], clocks[2]), self.contention)
         clocks[stream] = end
         if held:
             clocks[held] = end
-        self.issued[number] = True
+        self.issued[number], self.due[number] = True, math.inf
         self.order.append(number)
+        if number in self.queues:
+            self.queues[number].drop(number)
         self._read(number)
         for buffer in self.index.outputs[number]:
             self.ready[buffer] = end
-            for reader in self.index.readers[buffer]:
-                missing[reader] -= 1
-                if end > turns[reader]:
-                    turns[reader] = end
-                if missing[reader] == 0:
-                    self._operands_made(reader)
+        for reader in self.index.targets[number]:
+            missing[reader] -= 1
+            if end > turns[reader]:
+                turns[reader] = end
+            if missing[reader] == 0:
+                self._operands_made(reader)
 
     def _read(self, number: int) -> None:
         """Count what a task reads as no longer gathered ahead."""
@@ -298,7 +271,10 @@ class _Scheduler:
                 self.ahead -= self.sizes[buffer]
 
     def _operands_made(self, number: int) -> None:
-        if self.streams[number] == 0 or number in self.in_unit or number not in self.phase:
+        if self.streams[number] == 0:
+            self.due[number] = self.turns[number]
+            return
+        if number in self.in_unit or number not in self.phase:
             return
         if not self.tasks[number].deferrable:
             self.urgent.append(number)

@@ -14,8 +14,8 @@ def phases(program: Program) -> Iterator[tuple[Program, float]]:
     All that the device holds meanwhile is counted: what the others need is there from the start or stays to the end.
     """
     parts: dict[int, list[Task]] = {}
-    for task in program.tasks:
-        parts.setdefault(phase_of(task), []).append(task)
+    for task, call in zip(program.tasks, program.index.calls, strict=True):
+        parts.setdefault(call, []).append(task)
     compute = {phase: sum(task.seconds for task in tasks if not task.is_collective) for phase, tasks in parts.items()}
     for phase in sorted(parts):
         yield _part(program, phase, parts[phase]), sum(compute.values()) - compute[phase]
@@ -63,16 +63,17 @@ def phase_of(task: Task) -> int:
 
 def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
     index, buffers = program.index, []
-    for number, buffer in enumerate(program.buffers):
-        maker = index.makers[number]
-        made = phase_of(program.tasks[maker]) if maker >= 0 else phase
-        last = max((phase_of(program.tasks[reader]) for reader in index.readers[number]), default=made)
+    for buffer, maker, readers in zip(program.buffers, index.makers, index.readers, strict=True):
+        made = index.calls[maker] if maker >= 0 else phase
+        if made > phase:
+            continue
+        calls = [index.calls[reader] for reader in readers]
+        last = max(calls, default=made)
         if buffer.kind in PERSISTENT:
-            if made <= phase:
-                buffers.append(buffer)
+            buffers.append(buffer)
         elif made == phase:
-            if maker >= 0 or any(phase_of(program.tasks[reader]) == phase for reader in index.readers[number]):
+            if maker >= 0 or phase in calls:
                 buffers.append(replace(buffer, kind="output") if last > phase else buffer)
-        elif made < phase <= last:
+        elif phase <= last:
             buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # there from the start
     return replace(program, tasks=tuple(tasks), buffers=tuple(buffers))

@@ -105,19 +105,15 @@ class Program:
     def index(self) -> Index:
         """The same by number."""
         numbers = {buffer.name: number for number, buffer in enumerate(self.buffers)}
-        makers: list[int] = [-1] * len(self.buffers)
-        readers: list[list[int]] = [[] for _ in self.buffers]
-        inputs, outputs = [], []
-        for number, task in enumerate(self.tasks):
-            inputs.append(tuple(numbers[name] for name in task.inputs))
-            outputs.append(tuple(numbers[name] for name in task.outputs))
-            for buffer in inputs[-1]:
-                readers[buffer].append(number)
-            for buffer in outputs[-1]:
-                makers[buffer] = number
-        streams = [STREAMS.index(task.stream) for task in self.tasks]
-        holds = [STREAMS.index(task.link) if task.link else 0 for task in self.tasks]
-        return Index(inputs, outputs, makers, readers, streams, holds)
+        return Index(
+            [tuple([numbers[name] for name in task.inputs]) for task in self.tasks],
+            [tuple([numbers[name] for name in task.outputs]) for task in self.tasks],
+            [_NUMBERS[task.stream] for task in self.tasks],
+            [_NUMBERS[task.link] if task.link else 0 for task in self.tasks],
+            [task.seconds for task in self.tasks],
+            [2 if task.kind == OPTIMIZER else int(task.backward) for task in self.tasks],
+            [buffer.nbytes for buffer in self.buffers],
+        )
 
     def reordered(self, order: Sequence[int]) -> Program:
         """The same tasks in another order: that of their numbers in `order`."""
@@ -126,27 +122,59 @@ class Program:
         return program
 
 
+_NUMBERS = {stream: number for number, stream in enumerate(STREAMS)}
+
+
 @dataclass(frozen=True)
 class Index:
-    """Tasks and buffers of a program by their numbers."""
+    """Tasks and buffers of a program by their numbers. Lists are by task, if they do not say otherwise."""
 
-    inputs: list[tuple[int, ...]]  # per task, buffers
+    inputs: list[tuple[int, ...]]  # buffers
     outputs: list[tuple[int, ...]]
-    makers: list[int]  # per buffer, a task; -1: there before the first one
-    readers: list[list[int]]
-    streams: list[int]  # per task, its stream's number in STREAMS
-    holds: list[int]  # per task, the number of the link's stream that it holds beside its own, or 0
+    streams: list[int]  # numbers in STREAMS
+    holds: list[int]  # the number of the link's stream that a task holds beside its own, or 0
+    seconds: list[float]
+    calls: list[int]  # forward, backward, update
+    sizes: list[int]  # bytes per buffer
+
+    @cached_property
+    def makers(self) -> list[int]:
+        """Per buffer, a task; -1: there before the first one."""
+        makers = [-1] * len(self.sizes)
+        for number, outputs in enumerate(self.outputs):
+            for buffer in outputs:
+                makers[buffer] = number
+        return makers
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """Per buffer, tasks in order."""
+        readers: list[list[int]] = [[] for _ in self.sizes]
+        for number, inputs in enumerate(self.inputs):
+            for buffer in inputs:
+                readers[buffer].append(number)
+        return readers
+
+    @cached_property
+    def sources(self) -> list[list[int]]:
+        """Tasks that make the inputs, one per input that is made."""
+        makers = self.makers
+        return [[makers[buffer] for buffer in inputs if makers[buffer] >= 0] for inputs in self.inputs]
+
+    @cached_property
+    def targets(self) -> list[list[int]]:
+        """Tasks that read the outputs, one per reading."""
+        readers = self.readers
+        return [[reader for buffer in outputs for reader in readers[buffer]] for outputs in self.outputs]
 
     def reordered(self, order: Sequence[int]) -> Index:
         """The index of the same tasks in another order."""
-        place = [0] * len(order)
-        for new, old in enumerate(order):
-            place[old] = new
         return Index(
             [self.inputs[number] for number in order],
             [self.outputs[number] for number in order],
-            [place[maker] if maker >= 0 else -1 for maker in self.makers],
-            [sorted([place[reader] for reader in readers]) for readers in self.readers],
             [self.streams[number] for number in order],
             [self.holds[number] for number in order],
+            [self.seconds[number] for number in order],
+            [self.calls[number] for number in order],
+            self.sizes,
         )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from passes.cost.bucket import Sort, bucket, seconds_by_sort
+from passes.cost.bucket import Bucketing, Sizes, Sort, seconds_by_sort
 from passes.cost.movable import Facts
 from passes.cost.order import ordered
 from passes.cost.program import Program
@@ -50,19 +51,65 @@ def schedule(
     `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
     gathers. Of a program that the first buckets make much slower than `worst` seconds, no others are tried.
     """
-    found = _sizes_tried(program, buckets, memory_limit, windows, worst)
+    found = _sizes_tried(_Joined(program), buckets, memory_limit, windows, worst)
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
+class _Orders:
+    """Orders of a program: each is made once, whatever asks for it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._made: dict[tuple[bool, int, int | None], list[tuple[range, Timeline]]] = {}
+
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts.of(self.program)
+
+    def tried(
+        self,
+        window: int,
+        bucket_bytes: int,
+        *,
+        fill: bool = False,
+        held_seconds: float = 0.0,
+        room: int | None = None,
+    ) -> Schedule:
+        facts = self.facts
+        key = (fill and bool(facts.slack), len(facts.last_slack(held_seconds)), room)
+        known = self._made.setdefault(key, [])
+        timeline = next((timeline for windows, timeline in known if window in windows), None)
+        if timeline is None:
+            found = ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room)
+            timeline = simulate(found.program)
+            known.append((found.windows, timeline))
+        return Schedule(timeline.program, timeline, window, fill, held_seconds, bucket_bytes, room)
+
+
+class _Joined:
+    """A program with its messages joined in buckets of some size."""
+
+    def __init__(self, program: Program) -> None:
+        self.bucketing = Bucketing(program)
+        self._found: dict[tuple[tuple[int, ...], ...], _Orders] = {}
+
+    def orders(self, nbytes: int | Sizes) -> _Orders:
+        """Of the program with buckets of at most `nbytes`."""
+        joinable = self.bucketing.buckets(nbytes)
+        if joinable not in self._found:
+            self._found[joinable] = _Orders(self.bucketing.joined(joinable))
+        return self._found[joinable]
+
+
 def _sizes_tried(
-    program: Program, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
+    joined: _Joined, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
 ) -> list[Schedule]:
     """The first size of buckets, and those others that join anything."""
     found: list[Schedule] = []
     for nbytes in buckets:
-        joined = bucket(program, nbytes) if nbytes else program
-        if joined is not program or not found:
-            found.append(_schedule(joined, nbytes, memory_limit, windows))
+        orders = joined.orders(nbytes)
+        if not found or orders.program is not joined.bucketing.program:
+            found.append(_schedule(orders, nbytes, memory_limit, windows))
             if found[0].timeline.step_time > worst * (1 + HOPE):
                 break
     return found
@@ -80,7 +127,8 @@ def bucketed(
     then each its own where that is faster and more than a hundredth is exposed. None is joined where that saves next to
     nothing: what copies take in a graph is not known to the last bit. `worst`: as for `schedule`; of a program that is much
     slower with a common size, no sizes apart are tried."""
-    plain, *tries = _sizes_tried(program, (0, *buckets), memory_limit, windows, worst)
+    joined = _Joined(program)
+    plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
     seconds = seconds_by_sort(program)
     none = dict.fromkeys(seconds, 0)
     if not tries:
@@ -92,14 +140,9 @@ def bucketed(
     for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
         others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
-            facts = Facts.of(bucket(program, found | {sort: nbytes}))
-            tried = _tried(
-                facts,
-                best.window_bytes,
-                nbytes,
-                fill=best.fill,
-                held_seconds=best.held_seconds,
-                room=best.room_bytes,
+            orders = joined.orders(found | {sort: nbytes})
+            tried = orders.tried(
+                best.window_bytes, nbytes, fill=best.fill, held_seconds=best.held_seconds, room=best.room_bytes
             )
             if _is_better(tried.timeline, best.timeline, memory_limit):
                 best, found[sort] = tried, nbytes
@@ -114,28 +157,28 @@ def memory_cap(given: Timeline, memory_limit: int | None) -> int:
     return max(memory_limit, given.peak_memory)
 
 
-def _schedule(program: Program, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
-    facts, windows = Facts.of(program), _windows(program, counts)
-    best = Schedule(program, facts.given, 0, False, 0.0, bucket_bytes)
-    best = _best_window(facts, best, memory_limit, windows, fill=False)
+def _schedule(orders: _Orders, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
+    facts, windows = orders.facts, _windows(orders.program, counts)
+    best = Schedule(orders.program, facts.given, 0, False, 0.0, bucket_bytes)
+    best = _best_window(orders, best, memory_limit, windows, fill=False)
     held = facts.last_seconds
     while 0 < held < facts.slack_seconds:
-        tried = _tried(facts, best.window_bytes, bucket_bytes, held_seconds=held, room=best.room_bytes)
+        tried = orders.tried(best.window_bytes, bucket_bytes, held_seconds=held, room=best.room_bytes)
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
-    best = _best_window(facts, best, memory_limit, windows, fill=True)
-    return _sturdier(facts, best, memory_limit, windows[-1])
+    best = _best_window(orders, best, memory_limit, windows, fill=True)
+    return _sturdier(orders, best, memory_limit, windows[-1])
 
 
-def _sturdier(facts: Facts, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
+def _sturdier(orders: _Orders, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
     """The same with all gathered ahead that `window` and memory have room for, where that is as fast and, should
     collectives be slower, faster: what is gathered just in time is late then."""
     if not 0 < best.window_bytes < window or not _fits(best.timeline, memory_limit):
         return best
-    tried = _tried(facts, window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
+    tried = orders.tried(window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
     if not _fits(tried.timeline, memory_limit):
-        tried = _within(facts, tried, memory_limit)
+        tried = _within(orders, tried, memory_limit)
     if not _fits(tried.timeline, memory_limit) or tried.timeline.step_time > best.timeline.step_time:
         return best
     slow, slower = (simulate(one.program, links=SLOWER).step_time for one in (tried, best))
@@ -143,15 +186,15 @@ def _sturdier(facts: Facts, best: Schedule, memory_limit: int | None, window: in
 
 
 def _best_window(
-    facts: Facts, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
+    orders: _Orders, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
 ) -> Schedule:
     """The better of `best` and the best window; one that takes too much memory is made as large as there is room."""
     fastest = float("inf")
     for window in windows:
-        tried = _tried(facts, window, best.bucket_bytes, fill=fill)
+        tried = orders.tried(window, best.bucket_bytes, fill=fill)
         is_faster = tried.timeline.step_time < best.timeline.step_time
-        if is_faster and not _fits(tried.timeline, memory_limit) and _fits(facts.given, memory_limit):
-            tried = _within(facts, tried, memory_limit)
+        if is_faster and not _fits(tried.timeline, memory_limit) and _fits(orders.facts.given, memory_limit):
+            tried = _within(orders, tried, memory_limit)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
         if tried.timeline.step_time > (1 - WORTH) * fastest:
@@ -160,13 +203,13 @@ def _best_window(
     return best
 
 
-def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule:
+def _within(orders: _Orders, found: Schedule, memory_limit: int | None) -> Schedule:
     """The same with less gathered ahead where memory is short: by what was over the limit, until that fits."""
     assert memory_limit is not None
     room = memory_limit
     for _ in range(TRIES):
-        found = _tried(
-            facts, found.window_bytes, found.bucket_bytes, fill=found.fill, held_seconds=found.held_seconds, room=room
+        found = orders.tried(
+            found.window_bytes, found.bucket_bytes, fill=found.fill, held_seconds=found.held_seconds, room=room
         )
         if _fits(found.timeline, memory_limit):
             break
@@ -174,24 +217,11 @@ def _within(facts: Facts, found: Schedule, memory_limit: int | None) -> Schedule
     return found
 
 
-def _tried(
-    facts: Facts,
-    window: int,
-    bucket_bytes: int,
-    *,
-    fill: bool = False,
-    held_seconds: float = 0.0,
-    room: int | None = None,
-) -> Schedule:
-    program = ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room)
-    return Schedule(program, simulate(program), window, fill, held_seconds, bucket_bytes, room)
-
-
 def prefetch(
     program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0, room: int | None = None
 ) -> Program:
     """`program` in the order of `passes.cost.order`, or as it is where that is not faster."""
-    found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room)
+    found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room).program
     return found if simulate(found).step_time < simulate(program).step_time else program
 
 

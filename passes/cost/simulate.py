@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from passes.cost.memory import bytes_by_kind, bytes_by_turn, lives
-from passes.cost.program import OPTIMIZER, Buffer, Index, Program, Task
+from passes.cost.program import Buffer, Index, Program, Task
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Timeline:
     ends: tuple[float, ...] = field(repr=False)
     turns: tuple[float, ...] = field(repr=False)  # when the compute stream gets to where a task was issued
 
-    @property
+    @cached_property
     def step_time(self) -> float:
         return max(self.ends, default=0.0)
 
@@ -106,7 +106,7 @@ class Timeline:
         """Bytes live at each task's turn."""
         return tuple(bytes_by_turn(self.program, self._lives))
 
-    @property
+    @cached_property
     def peak_memory(self) -> int:
         return max(self.memory, default=0)
 
@@ -142,9 +142,8 @@ class Timeline:
 def simulate(program: Program, *, links: float = 1.0) -> Timeline:
     """When each task runs; the module's text says by which rules. A collective takes `links` times its seconds."""
     index = program.index
-    seconds = [task.seconds * links if task.is_collective else task.seconds for task in program.tasks]
-    calls = [2 if task.kind == OPTIMIZER else int(task.backward) for task in program.tasks]
-    return Timeline(program, *_times(index, seconds, calls, program.contention))
+    seconds = [own * links if stream else own for own, stream in zip(index.seconds, index.streams, strict=True)]
+    return Timeline(program, *_times(index, seconds, program.contention))
 
 
 def slowed(start: float, seconds: float, busy_until: float, contention: float) -> float:
@@ -157,14 +156,14 @@ def slowed(start: float, seconds: float, busy_until: float, contention: float) -
 
 
 def _times(
-    index: Index, seconds: list[float], calls: list[int], contention: float
+    index: Index, seconds: list[float], contention: float
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
-    ready = [0.0] * len(index.makers)
+    ready = [0.0] * len(index.sizes)
     starts, ends, turns = [], [], []
-    running = calls[0] if calls else 0
+    running = index.calls[0] if index.calls else 0
     for inputs, outputs, stream, held, duration, call in zip(
-        index.inputs, index.outputs, index.streams, index.holds, seconds, calls, strict=True
+        index.inputs, index.outputs, index.streams, index.holds, seconds, index.calls, strict=True
     ):
         turn = clocks[0]
         for buffer in inputs:
