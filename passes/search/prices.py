@@ -212,7 +212,7 @@ def _listed(placements: Sequence[Placement]) -> _Listed:
     return tuple(numbers), np.array([numbers[one] for one in placements])
 
 
-def _numbers(fields: Sequence[NDArray[np.generic]]) -> Ints:
+def _numbers(fields: Sequence[NDArray[np.integer | np.bool_]]) -> Ints:
     """Per place of all fields together, as a flat array, a number: the same where all fields are the same."""
     shape = np.broadcast_shapes(*(one.shape for one in fields))
     found, span = np.zeros(shape, dtype=np.int64), 1
