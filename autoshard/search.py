@@ -24,6 +24,7 @@ from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.propagate import Propagate
+from passes.recipes.data import SHARDED_RECIPES
 from passes.search.find import PROOF, Goal, Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -288,14 +289,22 @@ class _Contest:
         """Seconds of a step by the solver's model; 0 where it cannot tell, or not in time."""
         if self.prepared is None or self.left <= 0:
             return 0.0
-        return self.prepared.price(self._placed(recipes)) or 0.0
+        return self.prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes)) or 0.0
 
     def state(self, recipes: Recipes) -> int:
         """Bytes that a device holds of the model under these recipes, at least."""
         placed, optimizer = self._placed(recipes), self.problem.options.optimizer
         return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
 
+    def _gathers_again(self, recipes: Recipes) -> bool:
+        """Whether parameters are gathered once more in the backward, all of them that are gathered."""
+        axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
+        return {recipe for recipe, size in axes if size > 1 and recipe in SHARDED_RECIPES} == {"fsdp"}
+
     def _placed(self, recipes: Recipes) -> GraphModule:
+        """The layouts, which are the same where parameters are gathered again and where they are kept."""
+        if self._gathers_again(recipes):
+            recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
         seed = self._seed(recipes)
         if seed not in self.folded.placed:
             with uncollected():

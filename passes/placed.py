@@ -39,16 +39,14 @@ class Placed:
     def allows(self, node: Node, row: Row) -> bool:
         """Whether `row` on the next axis fits the digits that earlier axes already use."""
         needs, results = self.needs.get(node, []), self.results.get(node, [])
-        sides = (
-            (tuple(tensor_of(v) for v in operands(node)), needs, row.operands),
-            (results_of(node), results, row.results),
-        )
-        for tensors, earlier, new in sides:
-            for i, (tensor, placement) in enumerate(zip(tensors, new, strict=True)):
-                if isinstance(placement, Shard):
-                    before = [placements[i] for placements in earlier]
-                    if not self.is_even([*before, placement], tuple(tensor.shape)):
-                        return False
+        for is_result, earlier, new in ((False, needs, row.operands), (True, results, row.results)):
+            split = [i for i, placement in enumerate(new) if isinstance(placement, Shard)]
+            values = (results_of(node) if is_result else operands(node)) if split else ()
+            for i in split:
+                value = values[i]
+                tensor = tensor_of(value) if isinstance(value, Node) else value
+                if not self.is_even([*(placements[i] for placements in earlier), new[i]], tuple(tensor.shape)):
+                    return False
         return True
 
     def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:

@@ -25,9 +25,20 @@ from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import UnknownOpError
 from passes.insert_reshards import InsertReshards
-from passes.ir.graph import InputRole, Stage, is_reshard, layout_of, operands, placeholders, set_recompute
+from passes.ir.graph import (
+    InputRole,
+    Stage,
+    has_layout,
+    is_reshard,
+    layout_of,
+    layouts_of,
+    operands,
+    placeholders,
+    set_recompute,
+)
 from passes.manager import PassManager
 from passes.propagate import Propagate
+from passes.search.find import prepare
 from tests.models import build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
@@ -263,6 +274,25 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
         kinds = ("parameter", "gradient", "optimizer")
         stored = sum(buffer.nbytes for buffer in timeline.program.buffers if buffer.kind in kinds)
         assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
+
+
+def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
+    """A search propagates `fsdp` and `zero2` once; what gathers again takes longer by its model."""
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options()
+    with torch.device("meta"):
+        model, tokens = Llama(replace(TINY, layers=2)), torch.empty(8, 32, dtype=torch.long)
+    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    folded = fold(problem)
+    prepared = prepare(seeded(problem, folded, (None, None)), mesh)
+    for both in (("fsdp", "zero2"), ("fsdp+megatron", "zero2+megatron")):
+        steps, layouts = [], []
+        for name in both:
+            placed = seeded(problem, folded, recipes_of(name, mesh))
+            PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
+            layouts.append({node.name: layouts_of(node) for node in placed.graph.nodes if has_layout(node)})
+            steps.append(prepared.price(placed, gathers_again=name.startswith("fsdp")))
+        assert layouts[0] == layouts[1]
+        assert steps[0] is not None and steps[1] is not None and steps[0] > steps[1]
 
 
 def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:

@@ -217,17 +217,18 @@ class Dual:
 
     def nearest(self, most: int, plans: Sequence[Sequence[int]] = ()) -> Left:
         """Of what was not struck, no more than so many choices of a variable, the cheapest; and all that `plans` make."""
-        found = self.left()
-        for variable, choices in enumerate(found.choices):
+        picked = [~struck for struck in self.struck]
+        for variable, choices in enumerate(picked):
             if choices.sum() > most:
                 costs = np.where(choices, self.least(variable), NEVER)
                 choices[np.argsort(costs, kind="stable")[most:]] = False
             choices[[plan[variable] for plan in plans]] = True
-        for exchange, moves in zip(self.exchanges, found.moves, strict=True):
-            made = exchange.maker.having(found.choices[exchange.maker.variable])[:, None] & (exchange.moves < NEVER)
-            for number, user in enumerate(exchange.users):
-                moves[number] = made & user.having(found.choices[user.variable])[None, :]
-        return found
+        found = []
+        for exchange in self.exchanges:
+            made = exchange.maker.having(picked[exchange.maker.variable])[:, None] & (exchange.moves < NEVER)
+            users = [user.having(picked[user.variable])[None, :] for user in exchange.users]
+            found.append(np.stack([made & needed for needed in users]))
+        return Left(picked, found)
 
     def least(self, variable: int) -> Floats:
         """Per choice, what it costs over the bound as far as its variable and values know."""

@@ -13,7 +13,6 @@ from passes.ir.graph import (
     has_layout,
     has_needs,
     input_of,
-    is_recompute,
     is_reshard,
     layouts_of,
     needs_of,
@@ -30,12 +29,11 @@ from passes.search.problem import Use
 from passes.search.sides import Sides
 
 
-def price(gm: GraphModule, built: Built, sides: Sides, placed: GraphModule) -> float | None:
+def price(gm: GraphModule, built: Built, sides: Sides, placed: GraphModule, *, gathers_again: bool) -> float | None:
     """Predicted step, in seconds, of the layouts of `placed`: the graph `gm` that `built` is of, with reshards added
     and every node placed. Where it has layouts that the search does not consider, of those that are most like it; None
     where these do not go together."""
     picked = _picked(gm, built, placed)
-    gathers_again = any(is_recompute(node) for node in placed.graph.nodes if is_reshard(node))
     plan = evaluate(sides, picked, keeps=float("inf") if gathers_again else 0.0, repeats=0.0)
     return None if plan is None else plan.objective
 

@@ -115,10 +115,10 @@ class Prepared:
             if plan is not None:
                 yield self._solution(plan, 0.0, started)
 
-    def price(self, placed: GraphModule) -> float | None:
+    def price(self, placed: GraphModule, *, gathers_again: bool) -> float | None:
         """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
-        where these do not go together."""
-        return price(self.graph, self.built, self.sides, placed)
+        where these do not go together. Parameters are gathered again in the backward, or kept."""
+        return price(self.graph, self.built, self.sides, placed, gathers_again=gathers_again)
 
     def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
         return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)
@@ -305,8 +305,8 @@ class _Search:
                 best = best[0] + gain, relaxation.weights
             if self._is_proven():
                 break
-            left = left.joined(self._near(relaxation))
-            if idle == PATIENCE:
+            before, left = left.size, left.joined(self._near(relaxation))
+            if idle == PATIENCE or (idle and left.size == before):  # the same program would tell the same weights
                 break
         if relaxation.weights is not best[1]:
             self._reweigh(relaxation, best[1])

@@ -16,7 +16,7 @@ from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout, Placement, Shard, is_even, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.steps import Kind, plan_steps
-from passes.search.problem import Floats, Ints, Move
+from passes.search.problem import Floats, Ints
 
 Shape = tuple[int, ...]
 
@@ -31,15 +31,27 @@ class _Leg:
     after: float
 
 
-_Route = tuple[_Leg, ...]
+_Route = tuple[int, ...]  # numbers of legs
+_Seconds = tuple[float, float, float]  # inside a node, across, and of local steps
+_Listed = tuple[tuple[Placement, ...], Ints]  # the placements of layouts on an axis, and per layout which of them it has
 
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """How to get from each source to each target: numbers of routes, of which one may be none."""
+    """How to get from each source to each target: `numbers` of routes, and of those the legs; -1 behind the last one."""
 
-    routes: tuple[_Route | None, ...]
+    legs: Ints  # per route
+    never: NDArray[np.bool_]  # per route, whether there is none
     numbers: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """What the steps on one axis follow from: the same `ids[source, target]` stand for the same; `forms` are their names for
+    all values."""
+
+    ids: Ints
+    forms: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,17 +71,19 @@ class Prices:
     mesh: Mesh
     hardware: Hardware
     _codes: dict[str, int] = field(default_factory=dict)  # of kinds of placement
+    _forms: dict[bytes, int] = field(default_factory=dict)  # of what steps on an axis follow from
+    _legs: dict[_Leg, int] = field(default_factory=dict)
     _routes: dict[object, _Route | None] = field(default_factory=dict)
     _ways: dict[object, _Ways] = field(default_factory=dict)
     _locals: dict[tuple[Shape, Layout], Shape] = field(default_factory=dict)
     _even: dict[tuple[Shape, Layout], bool] = field(default_factory=dict)
     _fares: dict[object, Fares] = field(default_factory=dict)
-    _moves: dict[tuple[int, float, int], Move] = field(default_factory=dict)
+    _times: dict[tuple[float, int], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and bucket
 
     def on(self, mesh: Mesh) -> Prices:
         """Those of other hardware, or of other links, on the same axes: what moves go by stays as it is."""
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
-        return replace(self, mesh=mesh, hardware=mesh.hardware, _fares={}, _moves={})
+        return replace(self, mesh=mesh, hardware=mesh.hardware, _fares={}, _times={})
 
     def local(self, shape: Shape, layout: Layout) -> Shape:
         """Shape of one rank's part."""
@@ -99,30 +113,38 @@ class Prices:
         if key not in self._fares:
             if ends not in self._ways:
                 self._ways[ends] = self._found(shape, sources, targets)
-            ways, nbytes = self._ways[ends], float(math.prod(shape) * itemsize)
-            seconds = np.zeros((len(ways.routes), 4))
-            for number, route in enumerate(ways.routes):
-                move = None if route is None else self._taken(route, nbytes, bucket)
-                seconds[number] = (0.0, 0.0, 0.0, 1.0) if move is None else (move.inside, move.across, move.local, 0.0)
-            found = seconds[ways.numbers]
-            self._fares[key] = Fares(found[..., 0], found[..., 1], found[..., 2], found[..., 3] > 0)
+            ways, times = self._ways[ends], np.array(self._taken(float(math.prod(shape) * itemsize), bucket))
+            seconds = np.zeros((len(ways.legs), 3))
+            for leg in ways.legs.T:
+                seconds += times[leg]
+            inside, across, local = (column[ways.numbers] for column in seconds.T)
+            self._fares[key] = Fares(inside, across, local, ways.never[ways.numbers])
         return self._fares[key]
 
     # --- ways
 
     def _found(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Ways:
         """By the steps of `plan_steps`: on even layouts, by those of the first move that is like it."""
-        likeness = self._likeness(shape, sources, targets)
-        rows = likeness.reshape(-1, likeness.shape[2])
-        _, first, back = np.unique(_numbers(rows), return_index=True, return_inverse=True)
+        odd = [np.array([0 if self._is_even(shape, one) else i for i, one in enumerate(side, 1)]) for side in (sources, targets)]
+        wanted = [_listed([target.placements[axis] for target in targets]) for axis in range(self.mesh.ndim)]
+        alike = [self._alike(axis, sources, wanted) for axis in range(self.mesh.ndim)]
+        ids = [odd[0][:, None], odd[1][None, :], *(one.ids for one in alike)]
+        _, first, back = np.unique(_numbers(ids), return_index=True, return_inverse=True)
+        i, j = np.unravel_index(first, (len(sources), len(targets)))
+        is_odd = (odd[0][i] > 0) | (odd[1][j] > 0)
+        keys = zip(*(one.forms[one.ids[i, j]].tolist() for one in alike), strict=True)
         routes = []
-        for at in first.tolist():
-            source, target = sources[at // len(targets)], targets[at % len(targets)]
-            key: object = (source, target, shape) if rows[at][0] or rows[at][1] else rows[at].tobytes()
-            if key not in self._routes:
-                self._routes[key] = self._planned(source, target, shape)
-            routes.append(self._routes[key])
-        return _Ways(tuple(routes), back.reshape(likeness.shape[:2]))
+        for one, two, like_no_other, key in zip(i.tolist(), j.tolist(), is_odd.tolist(), keys, strict=True):
+            ends = sources[one], targets[two], shape
+            at: object = ends if like_no_other else key
+            if at not in self._routes:
+                self._routes[at] = self._planned(*ends)
+            routes.append(self._routes[at])
+        legs = np.full((len(routes), max((len(route) for route in routes if route), default=0)), -1)
+        for number, route in enumerate(routes):
+            legs[number, : len(route or ())] = route or ()
+        never = np.array([route is None for route in routes])
+        return _Ways(legs, never, back.reshape(len(sources), len(targets)))
 
     def _is_even(self, shape: Shape, layout: Layout) -> bool:
         key = shape, layout
@@ -130,31 +152,19 @@ class Prices:
             self._even[key] = is_even(layout, shape, self.mesh)
         return self._even[key]
 
-    def _likeness(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> NDArray[np.int32]:
-        """Per source and target what the steps follow from: what each axis has and wants, and which digits can stand
-        side by side. First whether source and target are not even: these are like no other."""
-        ids: dict[Placement, int] = {}
-        have, want = (
-            np.array([[ids.setdefault(p, len(ids)) for p in layout.placements] for layout in side])
-            for side in (sources, targets)
-        )
-        listed, axes = list(ids), range(self.mesh.ndim)
-        codes = np.array([self._codes.setdefault(_code(p), len(self._codes)) for p in listed])
-        apart = {
-            (m, n): np.array([[_are_apart(p, m, q, n) for q in listed] for p in listed])
-            for m in self.mesh.sizes
-            for n in self.mesh.sizes
-        }
-        odd = [[0 if self._is_even(shape, one) else i for i, one in enumerate(side, 1)] for side in (sources, targets)]
-        fields = [np.array(odd[0])[:, None], np.array(odd[1])[None, :]]
-        for i in axes:
-            a = have[:, None, i]
-            fields += [codes[a], codes[want[None, :, i]], a == want[None, :, i]]
-            fields += [apart[self.mesh.sizes[i], self.mesh.sizes[j]][a, want[None, :, j]] for j in axes]
-        found = np.empty((len(sources), len(targets), len(fields)), dtype=np.int32)
-        for number, one in enumerate(fields):
-            found[..., number] = one
-        return found
+    def _alike(self, axis: int, sources: Sequence[Layout], wanted: Sequence[_Listed]) -> _Alike:
+        """Of each source and target: what the axis has and wants, and whether the digit that it has can stand beside each
+        that is wanted."""
+        (have, position), size = _listed([source.placements[axis] for source in sources]), self.mesh.sizes[axis]
+        listed, at = wanted[axis]
+        codes, wishes = (np.array([self._codes.setdefault(_code(p), len(self._codes)) for p in s]) for s in (have, listed))
+        fields = [codes[:, None], wishes[at][None, :], np.array([[p == q for q in listed] for p in have])[:, at]]
+        for (others, at), width in zip(wanted, self.mesh.sizes, strict=True):
+            fields.append(np.array([[_are_apart(p, size, q, width) for q in others] for p in have])[:, at])
+        _, first, ids = np.unique(_numbers(fields), return_index=True, return_inverse=True)
+        rows = np.stack([np.broadcast_to(one, fields[-1].shape).ravel()[first] for one in fields], axis=1)
+        forms = [self._forms.setdefault(row.tobytes(), len(self._forms)) for row in rows.astype(np.int32)]
+        return _Alike(ids.reshape(fields[-1].shape)[position], np.array(forms))
 
     def _planned(self, source: Layout, target: Layout, shape: Shape) -> _Route | None:
         try:
@@ -163,28 +173,27 @@ class Prices:
             return None
         parts = [self.part(shape, layout) for layout in (source, *(step.layout for step in steps))]
         legs = zip(steps, parts, parts[1:], strict=False)
-        return tuple(_Leg(step.kind, step.axes, before, after) for step, before, after in legs)
+        found = (_Leg(step.kind, step.axes, before, after) for step, before, after in legs)
+        return tuple(self._legs.setdefault(leg, len(self._legs)) for leg in found)
 
-    def _taken(self, route: _Route, nbytes: float, bucket: int) -> Move:
-        key = id(route), nbytes, bucket  # `_routes` keeps it
-        if key not in self._moves:
-            seconds = {"inside": 0.0, "across": 0.0, "local": 0.0}
-            for leg in route:
-                where, time = self._leg(leg, nbytes, bucket)
-                seconds[where] += time
-            self._moves[key] = Move(**seconds)
-        return self._moves[key]
+    def _taken(self, nbytes: float, bucket: int) -> list[_Seconds]:
+        """Seconds of every leg, of a whole of so many bytes; and last of none."""
+        times = self._times.setdefault((nbytes, bucket), [])
+        times += [self._leg(leg, nbytes, bucket) for leg in list(self._legs)[len(times) :]]
+        return [*times, (0.0, 0.0, 0.0)]
 
-    def _leg(self, leg: _Leg, whole: float, bucket: int) -> tuple[str, float]:
+    def _leg(self, leg: _Leg, whole: float, bucket: int) -> _Seconds:
+        """Seconds inside a node, across, and of local steps."""
         if leg.kind is take_part:
-            return "local", 0.0  # a view
+            return 0.0, 0.0, 0.0  # a view
         if leg.kind not in COMMUNICATING:
-            return "local", 2 * whole * leg.after / self.hardware.memory_bandwidth
+            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
         message = max(nbytes, bucket)
         seconds = collective_seconds(leg.kind.__name__, message, group, self.hardware)
-        return link_of(group), seconds * nbytes / message if message else 0.0
+        taken = seconds * nbytes / message if message else 0.0
+        return (taken, 0.0, 0.0) if link_of(group) == "inside" else (0.0, taken, 0.0)
 
 
 def _code(placement: Placement) -> str:
@@ -198,12 +207,22 @@ def _are_apart(one: Placement, size: int, other: Placement, width: int) -> bool:
     return other.outer % (one.outer * size) == 0 or one.outer % (other.outer * width) == 0
 
 
-def _numbers(rows: NDArray[np.int32]) -> Ints:
-    """Per row a number, the same for equal rows."""
-    found = np.zeros(len(rows), dtype=np.int64)
-    for column in rows.T:
-        base = int(column.max(initial=0)) + 1
-        if int(found.max(initial=0)) >= (1 << 62) // base:
-            found = np.unique(found, return_inverse=True)[1]
-        found = found * base + column
-    return found
+def _listed(placements: Sequence[Placement]) -> _Listed:
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(placements))}
+    return tuple(numbers), np.array([numbers[one] for one in placements])
+
+
+def _numbers(fields: Sequence[NDArray[np.integer | np.bool_]]) -> Ints:
+    """Per place of all fields together, as a flat array, a number: the same where all fields are the same."""
+    shape = np.broadcast_shapes(*(one.shape for one in fields))
+    found, span = np.zeros(shape, dtype=np.int64), 1
+    for one in fields:
+        base = int(one.max(initial=0)) + 1
+        if span >= (1 << 62) // base:
+            found = np.unique(found, return_inverse=True)[1].reshape(shape)
+            span = found.size
+        if base > 1:
+            found *= base
+            found += one
+            span *= base
+    return found.ravel()
