@@ -78,6 +78,8 @@ class Hardware:
     """How many such squares are made at once."""
     contention: float = 0.0
     """Part of its time by which a kernel takes longer while a collective runs beside it."""
+    link_contention: float = 0.0
+    """Part of its time by which a collective takes longer while kernels run beside it; times `contention` below 1."""
     scatter_sends_all: bool = False
     """A reduce-scatter moves as much as an all-reduce, as gloo's does."""
     sources: tuple[tuple[str, str], ...] = ()
@@ -132,6 +134,9 @@ def hardware_named(name: str) -> Hardware:
 
 def _parse(found: Mapping[str, Any], where: str) -> Hardware:
     try:
+        contention, link_contention = float(found["contention"]), float(found["link_contention"])
+        if not (contention >= 0 and link_contention >= 0 and contention * link_contention < 1):
+            raise ValueError(f"contention {contention} and link_contention {link_contention}: a product below 1 belongs there")
         return Hardware(
             name=str(found["name"]),
             flops=tuple((str(dtype), _positive(rate)) for dtype, rate in found["flops"].items()),
@@ -145,7 +150,8 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
-            contention=float(found["contention"]),
+            contention=contention,
+            link_contention=link_contention,
             scatter_sends_all=bool(found["scatter_sends_all"]),
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )
@@ -208,6 +214,7 @@ _GPU_SOURCES = (
     ("tile", _TILE),
     ("attention", _FA2),
     ("contention", "0: depends on the library's channels, and no published figure was found; calibrate measures it"),
+    ("link_contention", "0: as contention"),
 )
 _HOPPER_RATES = (("bf16", 989e12), ("f16", 989e12), ("f8", 1979e12), ("tf32", 494e12), ("f32", 67e12), ("f64", 67e12))
 _BLACKWELL_RATES = (("bf16", 2250e12), ("f16", 2250e12), ("f8", 4500e12), ("tf32", 1100e12), ("f32", 75e12))
