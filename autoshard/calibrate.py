@@ -4,14 +4,13 @@
     torchrun --nproc-per-node 8 -m autoshard calibrate --mesh dp=2,tp=4 -o machine.json
 
 Products over sizes and dtypes, a copy, small kernels, attention; under torchrun each collective over each axis of the
-mesh, over sizes, gloo on CPU and NCCL on CUDA, and products beside a collective. A link that no axis uses keeps the
-figures of the preset of this device.
+mesh, over sizes, gloo on CPU and NCCL on CUDA, and products and collectives beside each other. A link that no axis uses
+keeps the figures of the preset of this device.
 """
 
 from __future__ import annotations
 
 import abc
-import math
 import os
 import statistics
 import time
@@ -38,7 +37,7 @@ c10d = torch.ops._c10d_functional
 
 KIB, MIB = 1 << 10, 1 << 20
 LEAST = 1e-6  # s, that a call takes: one that a clock finds no time for
-LONGER = 2.0  # times as long takes, alone, what is to outlast the other beside it
+LONGER = 1.5  # times as long takes, alone, what is to outlast the other beside it
 MOST_LOST = 0.9  # part of what is hidden, that it costs: of more, nothing is gained by hiding it
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -76,9 +75,8 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
     """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
 
     `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" where there is one, else "cpu".
-    Every rank of a world has to call it, and gets the same figures: rank 0's for what a device does while the others of its
-    node do the same, as in training, and for transfers those of the slowest rank. Raises UserError for a mesh that is not
-    of the world's size.
+    Every rank of a world has to call it, and gets the same figures: those of the slowest rank, while all do the same, as in
+    training. Raises UserError for a mesh that is not of the world's size.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -195,7 +193,7 @@ class Clock(abc.ABC):
     def repeated(
         self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None
     ) -> float:
-        """As `seconds`, with so many calls a round; with `beside`, a collective's start, from there until that has ended too."""
+        """As `seconds`, with so many calls a round; with what starts a collective `beside`, until that has ended."""
         return statistics.median(self._together(call, repeats, beside) for _ in range(self._effort.rounds)) / repeats
 
     def _together(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None = None) -> float:
@@ -266,13 +264,10 @@ def _measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: E
 
 
 def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[float, float]:
-    """`contention` and `link_contention`, of products beside a gather and a reduction over the axis of most ranks.
-
-    Products that outlast a message take longer by a part A of the time that it takes alone, and a message that outlasts
-    products by a part B of theirs. By the rule of `Contention`, A = c (1 + d) / (1 + c) and B = d (1 + c) / (1 + d).
-    """
-    device, clock = devices.device_type, _clock(devices.device_type, replace(effort, rounds=2 * effort.rounds))
-    edge, nbytes = effort.edges[-3], math.isqrt(effort.sent[-2] * effort.sent[-1])
+    """`contention` and `link_contention`, of products beside a gather and a reduction of the largest message, over the axis
+    of most ranks."""
+    device, clock = devices.device_type, _clock(devices.device_type, effort)
+    edge, nbytes = effort.edges[-3], effort.sent[-1]
     left, right = (torch.randn(edge, edge, device=device) for _ in range(2))
     axis = max(zip(axes.sizes, axes.names, strict=True))[1]
 
@@ -280,7 +275,7 @@ def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tupl
         left @ right
 
     once = clock.seconds(multiply)
-    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: of A and of B
+    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: where products outlast messages, and the other way round
     for kind in ("all_gather", "reduce_scatter"):
         start = _collective(kind, devices, axis, nbytes)
         sent = clock.repeated(_waited(start), 1)
@@ -288,10 +283,19 @@ def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tupl
             repeats = max(1, round(part * sent / once))
             computed = repeats * clock.repeated(multiply, repeats)
             both = repeats * clock.repeated(multiply, repeats, beside=start)
-            added[number] += both - (computed, sent)[number]
-            hidden[number] += (sent, computed)[number]
-    of_kernels, of_links = (min(max(0.0, more / time), MOST_LOST) for more, time in zip(added, hidden, strict=True))
-    return of_kernels * (1 - of_links) / (1 - of_kernels), of_links * (1 - of_kernels) / (1 - of_links)
+            added[number] += both - max(computed, sent)
+            hidden[number] += min(computed, sent)
+    return contention_of(added[0] / hidden[0], added[1] / hidden[1])
+
+
+def contention_of(of_messages: float, of_products: float) -> tuple[float, float]:
+    """`contention` c and `link_contention` d of what hiding costs, as a part of what is hidden.
+
+    Products that outlast messages take longer by A = c (1 + d) / (1 + c) of what the messages take alone, and messages that
+    outlast products by B = d (1 + c) / (1 + d) of what the products take: `passes/cost/contention.py`.
+    """
+    a, b = (min(max(0.0, part), MOST_LOST) for part in (of_messages, of_products))
+    return a * (1 - b) / (1 - a), b * (1 - a) / (1 - b)
 
 
 def _waited(start: Callable[[], torch.Tensor]) -> Callable[[], object]:

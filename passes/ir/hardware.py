@@ -134,9 +134,6 @@ def hardware_named(name: str) -> Hardware:
 
 def _parse(found: Mapping[str, Any], where: str) -> Hardware:
     try:
-        contention, link_contention = float(found["contention"]), float(found["link_contention"])
-        if not (contention >= 0 and link_contention >= 0 and contention * link_contention < 1):
-            raise ValueError(f"contention {contention} and link_contention {link_contention}: a product below 1 belongs there")
         return Hardware(
             name=str(found["name"]),
             flops=tuple((str(dtype), _positive(rate)) for dtype, rate in found["flops"].items()),
@@ -150,8 +147,8 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
-            contention=contention,
-            link_contention=link_contention,
+            contention=_contention(found),
+            link_contention=float(found["link_contention"]),
             scatter_sends_all=bool(found["scatter_sends_all"]),
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )
@@ -169,6 +166,13 @@ def _parse_link(found: Mapping[str, Any]) -> Link:
         setup=float(found["setup"]),
         reduces=float(found["reduces"]),
     )
+
+
+def _contention(found: Mapping[str, Any]) -> float:
+    kernels, links = float(found["contention"]), float(found["link_contention"])
+    if not (kernels >= 0 and links >= 0 and kernels * links < 1):
+        raise ValueError(f"contention {kernels} and link_contention {links}: a product below 1 belongs there")
+    return kernels
 
 
 def _positive(value: Any) -> float:
