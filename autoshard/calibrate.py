@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -180,7 +179,8 @@ def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardw
 
 
 class Clock(abc.ABC):
-    """Seconds of a call on the slowest of all ranks while all make it: the median of rounds long enough to be measured."""
+    """Seconds of a call on the slowest of all ranks while all make it: the least of some rounds, each long enough to be
+    measured; what else runs only adds. (On one rank it may be less than its share of a core gives it: others had more.)"""
 
     def __init__(self, device: str, effort: Effort) -> None:
         self._device, self._effort = device, effort
@@ -194,7 +194,7 @@ class Clock(abc.ABC):
         self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None
     ) -> float:
         """As `seconds`, with so many calls a round; with what starts a collective `beside`, until that has ended."""
-        return statistics.median(self._together(call, repeats, beside) for _ in range(self._effort.rounds)) / repeats
+        return min(self._together(call, repeats, beside) for _ in range(self._effort.rounds)) / repeats
 
     def _together(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None = None) -> float:
         if _ranks() == 1:
