@@ -352,7 +352,8 @@ _CPU = Hardware(
         ("inside.latency", "1 KiB takes 0.3-0.9 ms over 2 ranks, 2-8 ms over 4 that share 2 cores"),
         ("node_size", "all ranks on one machine: there is no figure for a network"),
         ("scatter_sends_all", "gloo's reduce-scatter moves 2 (k - 1) / k N"),
-        ("contention", "0: 0.07 to 0.13 with 2 and 4 ranks on a loopback of 1 Gbit/s, by its rate; calibrate measures it"),
+        ("contention", "0: 0.1 to 0.5 with 2 ranks, a core each, on a loopback of 1 Gbit/s, by its rate; calibrate measures it"),
+        ("link_contention", "0: less than 0.05 there; 0.1 to 0.3 with 4 ranks on 2 cores, 3 Gbit/s; calibrate measures it"),
     ),
 )
 _PRESETS = {preset.name: preset for preset in (_A100, _A100_PCIE, _H100, _H200, _B200, _GB200, _CPU)}
