@@ -4,15 +4,14 @@
     torchrun --nproc-per-node 8 -m autoshard calibrate --mesh dp=2,tp=4 -o machine.json
 
 Products over sizes and dtypes, a copy, small kernels, attention; under torchrun each collective over each axis of the
-mesh, over sizes, gloo on CPU and NCCL on CUDA, and products beside a collective. A link that no axis uses keeps the
-figures of the preset of this device.
+mesh, over sizes, gloo on CPU and NCCL on CUDA, and products and collectives beside each other. A link that no axis uses
+keeps the figures of the preset of this device.
 """
 
 from __future__ import annotations
 
 import abc
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,9 @@ from passes.ir.units import format_bytes, format_seconds
 c10d = torch.ops._c10d_functional
 
 KIB, MIB = 1 << 10, 1 << 20
-BESIDE = 0.6  # part of a collective's time that the products beside it take: it has not ended before them
+LEAST = 1e-6  # s, that a call takes: one that a clock finds no time for
+LONGER = 1.5  # times as long takes, alone, what is to outlast the other beside it
+MOST_LOST = 0.9  # part of what is hidden, that it costs: of more, nothing is gained by hiding it
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -49,12 +50,14 @@ class Effort:
     attended: int  # positions
     sent: tuple[int, ...]  # bytes
     rounds: int
+    round: float  # s, of calls on the device at least
 
 
-QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3)
-CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7)
+# Where processes share a core each has it for a tick of the system, 4 to 10 ms: a round on CPU is of many.
+QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3, 2e-3)
+CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7, 50e-3)
 CUDA = Effort(
-    (128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11
+    (128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11, 2e-3
 )
 
 
@@ -71,9 +74,8 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
     """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
 
     `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" where there is one, else "cpu".
-    Every rank of a world has to call it, and gets the same figures: rank 0's for what a device does while the others of its
-    node do the same, as in training, and for transfers those of the slowest rank. Raises UserError for a mesh that is not
-    of the world's size.
+    Every rank of a world has to call it, and gets the same figures: those of the slowest rank, while all do the same, as in
+    training. Raises UserError for a mesh that is not of the world's size.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
@@ -93,7 +95,8 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
         if size > 1:
             devices = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
             transfers = _measure_links(machine, axes, devices, effort)
-            machine = replace(machine, contention=_measure_contention(axes, devices, effort))
+            contention, link_contention = _measure_contention(axes, devices, effort)
+            machine = replace(machine, contention=contention, link_contention=link_contention)
     machine = replace(fit_links(machine, transfers), sources=_sources(device, axes, transfers))
     return Calibration(machine, products, transfers)
 
@@ -116,7 +119,7 @@ def _world(device: str) -> Iterator[int]:
 def _agreed(measured: tuple[Hardware, tuple[ProductTime, ...]]) -> tuple[Hardware, tuple[ProductTime, ...]]:
     """What rank 0 measured."""
     held = [measured]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _ranks() > 1:
         dist.broadcast_object_list(held, src=0)
     return held[0]
 
@@ -176,58 +179,69 @@ def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardw
 
 
 class Clock(abc.ABC):
-    """Seconds of a call: the least of some rounds, each long enough to be measured; what else runs only adds."""
+    """Seconds of a call on the slowest of all ranks while all make it: the least of some rounds, each long enough to be
+    measured; what else runs only adds. (On one rank it may be less than its share of a core gives it: others had more.)"""
 
-    ROUND = 2e-3  # s
-
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
+    def __init__(self, device: str, effort: Effort) -> None:
+        self._device, self._effort = device, effort
 
     def seconds(self, call: Callable[[], object]) -> float:
         call()
-        once = max(self.round(call, 1), 1e-9)
-        repeats = max(1, min(1000, int(self.ROUND / once)))
-        return self.repeated(call, repeats)
+        once = max(self._together(call, 1), LEAST)
+        return self.repeated(call, max(1, int(self._effort.round / once)))
 
-    def repeated(self, call: Callable[[], object], repeats: int) -> float:
-        """As `seconds`, with as many calls a round as every rank of a collective has to make."""
-        return min(self.round(call, repeats) for _ in range(self._rounds))
+    def repeated(
+        self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None
+    ) -> float:
+        """As `seconds`, with so many calls a round; with what starts a collective `beside`, until that has ended."""
+        return min(self._together(call, repeats, beside) for _ in range(self._effort.rounds)) / repeats
+
+    def _together(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None = None) -> float:
+        if _ranks() == 1:
+            return self._round(call, repeats, beside)
+        dist.barrier()
+        seconds = torch.tensor([self._round(call, repeats, beside)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds.item())
 
     @abc.abstractmethod
-    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
-        """Seconds a call, over `repeats` of them; with the collective that `beside` starts under way."""
+    def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
+        """Seconds of all."""
 
 
 def _clock(device: str, effort: Effort) -> Clock:
-    return _CudaClock(effort.rounds) if device == "cuda" else _CpuClock(effort.rounds)
+    return _CudaClock(device, effort) if device == "cuda" else _CpuClock(device, effort)
 
 
 class _CpuClock(Clock):
-    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
-        sent = beside and beside()
+    def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = time.perf_counter()
+        sent = beside and beside()
         for _ in range(repeats):
             call()
-        seconds = time.perf_counter() - began
         if sent is not None:
             c10d.wait_tensor(sent)
-        return seconds / repeats
+        return time.perf_counter() - began
 
 
 class _CudaClock(Clock):
-    def round(self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None) -> float:
+    def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        sent = beside and beside()
         began.record()
+        sent = beside and beside()
         for _ in range(repeats):
             call()
-        ended.record()
         if sent is not None:
             c10d.wait_tensor(sent)
+        ended.record()
         ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3 / repeats
+        return float(began.elapsed_time(ended)) / 1e3
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # Links ------------------------------------------------------------------------------------------------------------
@@ -244,35 +258,44 @@ def _measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: E
                 call = _waited(start)
                 call()
                 repeats = 20 if nbytes <= 64 * KIB else 3
-                dist.barrier()
-                seconds = torch.tensor([clock.repeated(call, repeats)], dtype=torch.float64, device=devices.device_type)
-                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-                found.append(TransferTime(kind, (axis,), placed.group_shape((axis,)), nbytes, float(seconds.item())))
+                seconds = clock.repeated(call, repeats)
+                found.append(TransferTime(kind, (axis,), placed.group_shape((axis,)), nbytes, seconds))
     return tuple(found)
 
 
-def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> float:
-    """Part of its time by which a product takes longer beside a gather or a reduction of the largest message, over the axis
-    of most ranks: the mean over ranks of medians."""
+def _measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[float, float]:
+    """`contention` and `link_contention`, of products beside a gather and a reduction of the largest message, over the axis
+    of most ranks."""
     device, clock = devices.device_type, _clock(devices.device_type, effort)
     edge, nbytes = effort.edges[-3], effort.sent[-1]
     left, right = (torch.randn(edge, edge, device=device) for _ in range(2))
-    once = clock.seconds(lambda: left @ right)
     axis = max(zip(axes.sizes, axes.names, strict=True))[1]
-    alone, beside = [], []
+
+    def multiply() -> None:
+        left @ right
+
+    once = clock.seconds(multiply)
+    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: where products outlast messages, and the other way round
     for kind in ("all_gather", "reduce_scatter"):
         start = _collective(kind, devices, axis, nbytes)
-        dist.barrier()
-        repeats = max(1, int(BESIDE * clock.repeated(_waited(start), 1) / once))
-        for _ in range(effort.rounds):
-            dist.barrier()
-            alone.append(clock.round(lambda: left @ right, repeats))
-            dist.barrier()
-            beside.append(clock.round(lambda: left @ right, repeats, beside=start))
-    slower = statistics.median(beside) / statistics.median(alone) - 1
-    found = torch.tensor([slower], dtype=torch.float64, device=device)
-    dist.all_reduce(found)
-    return max(0.0, float(found.item()) / dist.get_world_size())
+        sent = clock.repeated(_waited(start), 1)
+        for number, part in enumerate((LONGER, 1 / LONGER)):
+            repeats = max(1, round(part * sent / once))
+            computed = repeats * clock.repeated(multiply, repeats)
+            both = repeats * clock.repeated(multiply, repeats, beside=start)
+            added[number] += both - max(computed, sent)
+            hidden[number] += min(computed, sent)
+    return contention_of(added[0] / hidden[0], added[1] / hidden[1])
+
+
+def contention_of(of_messages: float, of_products: float) -> tuple[float, float]:
+    """`contention` c and `link_contention` d of what hiding costs, as a part of what is hidden.
+
+    Products that outlast messages take longer by A = c (1 + d) / (1 + c) of what the messages take alone, and messages that
+    outlast products by B = d (1 + c) / (1 + d) of what the products take: `passes/cost/contention.py`.
+    """
+    a, b = (min(max(0.0, part), MOST_LOST) for part in (of_messages, of_products))
+    return a * (1 - b) / (1 - a), b * (1 - a) / (1 - b)
 
 
 def _waited(start: Callable[[], torch.Tensor]) -> Callable[[], object]:
@@ -306,7 +329,8 @@ def _sources(device: str, axes: Mesh, transfers: tuple[TransferTime, ...]) -> tu
     sources += [("efficiency", "1: the rates are what products reach")]
     for link in ("inside", "across"):
         sources.append((link, f"{by}, over {axes}" if link in links else "not measured: that of the preset"))
-    sources.append(("contention", f"{by}, over {axes}" if transfers else "not measured: that of the preset"))
+    for name in ("contention", "link_contention"):
+        sources.append((name, f"{by}, over {axes}" if transfers else "not measured: that of the preset"))
     return tuple(sources)
 
 
@@ -324,7 +348,7 @@ def format_calibration(calibration: Calibration) -> str:
             f"{format_seconds(link.setup)} setup"
             for where, link in (("inside", inside), ("across", across))
         ),
-        *([f"beside a collective: kernels take {machine.contention:.0%} longer"] if calibration.transfers else ()),
+        *([_format_contention(machine)] if calibration.transfers else ()),
         "",
         f"{'':<34} {'measured':>10} {'formula':>10}",
     ]
@@ -338,3 +362,7 @@ def format_calibration(calibration: Calibration) -> str:
         what = f"{sent.kind} {'.'.join(sent.axes)} {format_bytes(sent.nbytes)}"
         lines.append(f"{what:<34} {format_seconds(sent.seconds):>10} {format_seconds(formula):>10}")
     return "\n".join(lines)
+
+
+def _format_contention(machine: Hardware) -> str:
+    return f"beside each other: kernels take {machine.contention:.0%} longer, collectives {machine.link_contention:.0%}"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from autoshard import Mesh, UserError
-from autoshard.calibrate import KINDS, QUICK, Calibration, calibrate, format_calibration
+from autoshard.calibrate import KINDS, QUICK, Calibration, calibrate, contention_of, format_calibration
 from passes.cost.collective import collective_seconds
+from passes.cost.contention import Contention
 from passes.ir.hardware import hardware_named
 from tests.spawn import run_on_ranks
 
@@ -20,7 +21,7 @@ def test_one_process_measures_its_device(tmp_path: Path) -> None:
     assert machine.rate("f32") > 1e8 and machine.memory_bandwidth > 1e8 and 0 < machine.launch < 1e-2
     assert 0 < machine.attention <= 1 and machine.memory_bytes > 1 << 28
     assert machine.inside == hardware_named("cpu").inside, "one process has no links"
-    assert "beside a collective" not in format_calibration(calibration)
+    assert "beside each other" not in format_calibration(calibration)
     assert dict(machine.sources)["inside"] == "not measured: that of the preset"
     path = tmp_path / "machine.json"
     path.write_text(machine.to_json())
@@ -44,6 +45,20 @@ def test_what_cannot_be_measured(arguments: dict[str, str], message: str) -> Non
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(("kernels", "links"), [(0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.5, 1.0), (2.0, 0.3)])
+def test_contention_is_told_from_what_hiding_costs(kernels: float, links: float) -> None:
+    slow = Contention(kernels, links)
+    of_messages = slow.kernel_end(0, 30, busy_until=10) - 30
+    of_products = slow.link_time(30, 0, slow.kernel_end(0, 10, busy_until=30)) - 30
+    assert contention_of(of_messages / 10, of_products / 10) == pytest.approx((kernels, links))
+
+
+def test_contention_that_makes_hiding_cost_more_than_waiting_stays_below_that() -> None:
+    kernels, links = contention_of(1.5, 2.0)
+    assert kernels == links == pytest.approx(0.9)
+    assert contention_of(-0.1, -0.2) == (0, 0), "noise"
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_two_ranks_measure_their_link() -> None:
@@ -54,8 +69,10 @@ def test_two_ranks_measure_their_link() -> None:
     assert [(time.kind, time.axes, time.nbytes) for time in first.transfers] == asked
     assert machine.inside != hardware_named("cpu").inside and machine.across == hardware_named("cpu").across
     assert 1e6 < machine.inside.bandwidth < 1e12 and machine.scatter_sends_all
-    assert 0 <= machine.contention < 10 and "over dp=2,tp=1" in dict(machine.sources)["contention"]
-    assert f"beside a collective: kernels take {machine.contention:.0%} longer" in format_calibration(first)
+    assert machine.contention >= 0 and machine.link_contention >= 0 and machine.contention * machine.link_contention < 1
+    assert all("over dp=2,tp=1" in dict(machine.sources)[name] for name in ("contention", "link_contention"))
+    beside = f"kernels take {machine.contention:.0%} longer, collectives {machine.link_contention:.0%}"
+    assert f"beside each other: {beside}" in format_calibration(first)
     for time in first.transfers:
         if time.kind in ("all_gather", "all_reduce"):
             explained = collective_seconds(time.kind, time.nbytes, time.group, machine)

@@ -26,7 +26,6 @@ from itertools import accumulate
 
 from passes.cost.movable import Facts, Unit
 from passes.cost.program import Program
-from passes.cost.simulate import slowed
 
 LOOKAHEAD = 32  # kernels; about those of a layer's half
 HELD = 16  # kernels; about the weights of two layers
@@ -93,7 +92,8 @@ class _Scheduler:
         self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
         self.taken, self.refused = 0, sys.maxsize  # bytes ahead: the most that the window let in, the least that it did not
         self.streams, self.seconds, self.sizes = program.index.streams, program.index.seconds, program.index.sizes
-        self.contention = program.contention
+        self.contention, self.is_contended = program.contention, bool(program.contention)
+        self.pending: list[int] = []  # collectives that a kernel may still run beside, where kernels slow them down
         self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
         self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
         self.turns = [0.0] * len(self.tasks)  # per task, when its operands are made, as far as their makers are issued
@@ -242,8 +242,13 @@ class _Scheduler:
         held = self.index.holds[number]
         start, seconds = max(clocks[0], clocks[stream or held], turns[number]), self.seconds[number]
         end = start + seconds
-        if self.contention and not stream and not held:
-            end = slowed(start, seconds, max(clocks[1], clocks[2]), self.contention)
+        if stream:
+            if self.contention.links:
+                self.pending.append(number)
+        elif self.is_contended and not held:
+            end = self.contention.kernel_end(start, seconds, max(clocks[1], clocks[2]))
+            if self.contention.links:
+                self._slow_links(start, end)
         clocks[stream] = end
         if held:
             clocks[held] = end
@@ -260,6 +265,19 @@ class _Scheduler:
                 turns[reader] = end
             if missing[reader] == 0:
                 self._operands_made(reader)
+
+    def _slow_links(self, start: float, end: float) -> None:
+        """Of a kernel beside them."""
+        for link in (1, 2):
+            self.clocks[link] = self.contention.link_time(self.clocks[link], start, end)
+        for number in self.pending:
+            for buffer in self.index.outputs[number]:
+                ready = self.ready[buffer] = self.contention.link_time(self.ready[buffer], start, end)
+                for reader in self.index.readers[buffer]:
+                    self.turns[reader] = max(self.turns[reader], ready)
+                    if self.due[reader] < math.inf:
+                        self.due[reader] = self.turns[reader]
+        self.pending = [n for n in self.pending if any(self.ready[b] > end for b in self.index.outputs[n])]
 
     def _read(self, number: int) -> None:
         """Count what a task reads as no longer gathered ahead."""

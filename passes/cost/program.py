@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from passes.cost.contention import Contention
 from passes.ir.mesh import Mesh
 
 COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
@@ -97,9 +98,10 @@ class Program:
     mesh: Mesh
 
     @property
-    def contention(self) -> float:
-        """The hardware's; 0 where none is known."""
-        return 0.0 if self.mesh.hardware is None else self.mesh.hardware.contention
+    def contention(self) -> Contention:
+        """The hardware's; none where that is not known."""
+        hardware = self.mesh.hardware
+        return Contention() if hardware is None else Contention(hardware.contention, hardware.link_contention)
 
     @cached_property
     def index(self) -> Index:

@@ -15,8 +15,8 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
    What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
    its wait costs nothing.
 
-7. A kernel is slower while a link is in use, by the hardware's `contention`: collectives take processors and memory
-   bandwidth from it. Collectives are not slowed down by kernels, nor is a kernel that sends by others.
+7. A kernel is slower while a link is in use, and a collective while a kernel runs, by the hardware's `contention` and
+   `link_contention` (`passes/cost/contention.py`). A kernel that sends is not slowed down, nor does it slow others down.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
+from passes.cost.contention import Contention
 from passes.cost.memory import bytes_by_kind, bytes_by_turn, lives
 from passes.cost.program import Buffer, Index, Program, Task
 
@@ -146,22 +147,15 @@ def simulate(program: Program, *, links: float = 1.0) -> Timeline:
     return Timeline(program, *_times(index, seconds, program.contention))
 
 
-def slowed(start: float, seconds: float, busy_until: float, contention: float) -> float:
-    """When a kernel of so many seconds ends that starts at `start`, with links in use until `busy_until`.
-
-    Links in use at a kernel's start stay so until their queues are done; none issued behind it starts before it ends.
-    """
-    beside = min((busy_until - start) / (1 + contention), seconds)  # of its work
-    return start + seconds + max(0.0, beside) * contention
-
-
 def _times(
-    index: Index, seconds: list[float], contention: float
+    index: Index, seconds: list[float], contention: Contention
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
     clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
     ready = [0.0] * len(index.sizes)
-    starts, ends, turns = [], [], []
+    starts, ends, turns = list[float](), list[float](), list[float]()
     running = index.calls[0] if index.calls else 0
+    is_contended, slows_links = bool(contention), contention.links > 0
+    pending = list[int]()  # collectives that a kernel may still run beside
     for inputs, outputs, stream, held, duration, call in zip(
         index.inputs, index.outputs, index.streams, index.holds, seconds, index.calls, strict=True
     ):
@@ -174,8 +168,19 @@ def _times(
         clocks[0] = turn
         start = turn if stream == held else max(turn, clocks[stream or held])
         end = start + duration
-        if contention and not stream and not held:
-            end = slowed(start, duration, max(clocks[1], clocks[2]), contention)
+        if stream:
+            if slows_links:
+                pending.append(len(starts))
+        elif is_contended and not held:
+            end = contention.kernel_end(start, duration, max(clocks[1], clocks[2]))
+            if slows_links:
+                clocks = [contention.link_time(time, start, end) for time in clocks]
+                for number in pending:
+                    starts[number] = contention.link_time(starts[number], start, end)
+                    ends[number] = contention.link_time(ends[number], start, end)
+                    for buffer in index.outputs[number]:
+                        ready[buffer] = ends[number]
+                pending = [number for number in pending if ends[number] > end]
         clocks[stream] = end
         if held:
             clocks[held] = end

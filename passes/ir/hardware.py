@@ -78,6 +78,8 @@ class Hardware:
     """How many such squares are made at once."""
     contention: float = 0.0
     """Part of its time by which a kernel takes longer while a collective runs beside it."""
+    link_contention: float = 0.0
+    """Part of its time by which a collective takes longer while kernels run beside it; times `contention` below 1."""
     scatter_sends_all: bool = False
     """A reduce-scatter moves as much as an all-reduce, as gloo's does."""
     sources: tuple[tuple[str, str], ...] = ()
@@ -145,7 +147,8 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
-            contention=float(found["contention"]),
+            contention=_contention(found),
+            link_contention=float(found["link_contention"]),
             scatter_sends_all=bool(found["scatter_sends_all"]),
             sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
         )
@@ -163,6 +166,13 @@ def _parse_link(found: Mapping[str, Any]) -> Link:
         setup=float(found["setup"]),
         reduces=float(found["reduces"]),
     )
+
+
+def _contention(found: Mapping[str, Any]) -> float:
+    kernels, links = float(found["contention"]), float(found["link_contention"])
+    if not (kernels >= 0 and links >= 0 and kernels * links < 1):
+        raise ValueError(f"contention {kernels} and link_contention {links}: a product below 1 belongs there")
+    return kernels
 
 
 def _positive(value: Any) -> float:
@@ -208,6 +218,7 @@ _GPU_SOURCES = (
     ("tile", _TILE),
     ("attention", _FA2),
     ("contention", "0: depends on the library's channels, and no published figure was found; calibrate measures it"),
+    ("link_contention", "0: as contention"),
 )
 _HOPPER_RATES = (("bf16", 989e12), ("f16", 989e12), ("f8", 1979e12), ("tf32", 494e12), ("f32", 67e12), ("f64", 67e12))
 _BLACKWELL_RATES = (("bf16", 2250e12), ("f16", 2250e12), ("f8", 4500e12), ("tf32", 1100e12), ("f32", 75e12))
@@ -341,7 +352,8 @@ _CPU = Hardware(
         ("inside.latency", "1 KiB takes 0.3-0.9 ms over 2 ranks, 2-8 ms over 4 that share 2 cores"),
         ("node_size", "all ranks on one machine: there is no figure for a network"),
         ("scatter_sends_all", "gloo's reduce-scatter moves 2 (k - 1) / k N"),
-        ("contention", "0: 0.07 to 0.13 with 2 and 4 ranks on a loopback of 1 Gbit/s, by its rate; calibrate measures it"),
+        ("contention", "0: 0.1 to 0.5 with 2 ranks, a core each, on a loopback of 1 Gbit/s, by its rate; calibrate measures it"),
+        ("link_contention", "0: less than 0.05 there; 0.1 to 0.3 with 4 ranks on 2 cores, 3 Gbit/s; calibrate measures it"),
     ),
 )
 _PRESETS = {preset.name: preset for preset in (_A100, _A100_PCIE, _H100, _H200, _B200, _GB200, _CPU)}

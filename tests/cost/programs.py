@@ -13,9 +13,10 @@ from passes.ir.mesh import Mesh
 MESH = Mesh("dp=2")
 
 
-def contended(given: Program, contention: float) -> Program:
-    """The same where collectives slow kernels down."""
-    return replace(given, mesh=Mesh("dp=2", hardware=replace(hardware_named("h100"), name="slow", contention=contention)))
+def contended(given: Program, contention: float, links: float = 0.0) -> Program:
+    """The same where collectives slow kernels down, and kernels collectives by `links`."""
+    slow = replace(hardware_named("h100"), name="slow", contention=contention, link_contention=links)
+    return replace(given, mesh=Mesh("dp=2", hardware=slow))
 
 
 def kernel(name: str, seconds: float, *inputs: str, **facts: object) -> Task:

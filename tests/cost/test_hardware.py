@@ -82,6 +82,12 @@ def test_a_figure_that_cannot_be() -> None:
         Hardware.from_json(text, where="m")
 
 
+def test_contention_of_more_than_what_is_hidden_cannot_be() -> None:
+    slow = replace(hardware_named("h100"), contention=2.0, link_contention=0.5)
+    with pytest.raises(UserError, match=r"contention 2\.0 and link_contention 0\.5: a product below 1 belongs there"):
+        Hardware.from_json(slow.to_json(), where="m")
+
+
 @pytest.mark.parametrize(
     ("mesh", "hardware", "axes", "group"),
     [

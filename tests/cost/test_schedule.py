@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.order import LOOKAHEAD, Room
+from passes.cost.movable import Facts
+from passes.cost.order import LOOKAHEAD, Room, _Scheduler
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import prefetch, schedule
 from passes.cost.simulate import simulate
@@ -127,6 +128,13 @@ def test_what_fits_beside_a_kernel_is_reckoned_with_contention() -> None:
     assert timeline.compute == 5 + 5 + 4
 
 
+def test_what_fits_beside_a_kernel_is_reckoned_with_slower_links() -> None:
+    given = _layers(3, compute=4, link=4)
+    assert simulate(prefetch(given, 100)).step_time == 4 + 4 * 3
+    slow = simulate(prefetch(contended(given, 0.0, 0.25), 100))
+    assert slow.step_time == 4 + (4 + 0.8) * 2 + 4, "of each gather but the first, 0.8 s are left when the kernel has ended"
+
+
 def test_the_backward_does_not_start_before_the_forward_has_ended() -> None:
     forward, backward = _layers(3), [gather("b", 3, "w0", prefetchable=True), kernel("bh", 1, "b", "h2")]
     tasks = (*forward.tasks, *(replace(task, backward=True) for task in backward))
@@ -224,12 +232,12 @@ def marked(draw: st.DrawFn) -> Program:
     st.booleans(),
     st.sampled_from((0.0, 5.0, 50.0)),
     st.sampled_from((None, 0, 9)),
-    st.sampled_from((0.0, 0.5)),
+    st.sampled_from(((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.5, 1.0))),
 )
 def test_an_order_keeps_dependencies_and_is_never_worse(
-    given: Program, window: int, fill: bool, held: float, room: int | None, contention: float
+    given: Program, window: int, fill: bool, held: float, room: int | None, contention: tuple[float, float]
 ) -> None:
-    given = contended(given, contention)
+    given = contended(given, *contention)
     ordered = prefetch(given, window, fill=fill, held_seconds=held, room=room)
     assert sorted(_names(ordered)) == sorted(_names(given))
     made: set[str] = {"w"}
@@ -238,6 +246,16 @@ def test_an_order_keeps_dependencies_and_is_never_worse(
         made.update(task.outputs)
     assert simulate(ordered).step_time <= simulate(given).step_time
     assert prefetch(given, window, fill=fill, held_seconds=held, room=room) == ordered
+
+
+@LAW
+@given(marked(), st.sampled_from((0.0, 0.5)), st.sampled_from((0.25, 1.0)))
+def test_an_order_is_reckoned_with_the_times_that_it_takes(given: Program, contention: float, links: float) -> None:
+    given = contended(given, contention, links)
+    scheduler = _Scheduler(Facts.of(given), 100, fill=True, held_seconds=5.0)
+    order = scheduler.run()
+    timeline = simulate(given.reordered(order))
+    assert max(scheduler.clocks) == pytest.approx(timeline.step_time)
 
 
 @LAW

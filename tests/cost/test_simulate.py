@@ -49,6 +49,32 @@ def test_a_kernel_is_slower_while_a_link_is_in_use() -> None:
     assert simulate(run).ends == (3, 1, 3, 4)
 
 
+def test_a_collective_is_slower_while_a_kernel_runs() -> None:
+    run = program(gather("g", 3, "w"), gather("h", 2, "w"), kernel("a", 3), kernel("b", 1, "h"), kernel("c", 1))
+    timeline = simulate(contended(run, 0.0, 0.5))
+    assert timeline.starts == (0, 4, 0, 6, 7) and timeline.ends == (4, 6, 3, 7, 8), "of g, 2 s of work take the 3 s of a"
+    assert (timeline.communication, timeline.exposed, timeline.compute) == (6, 3, 5)
+    assert simulate(run).ends == (3, 5, 3, 6, 7)
+
+
+def test_a_kernel_and_a_collective_slow_each_other_down() -> None:
+    outlasted = program(gather("g", 2, "w"), kernel("a", 4), kernel("b", 1, "g"))
+    outlasting = program(gather("g", 5, "w"), kernel("a", 2), kernel("b", 1, "g"))
+    assert simulate(contended(outlasted, 0.5, 0.5)).ends == (3, 5, 6), "3 s beside g, in which 2 s of a's work is done"
+    assert simulate(contended(outlasting, 0.5, 0.5)).ends == (6, 3, 7), "3 s beside a, in which 2 s of g's work is done"
+
+
+def test_a_link_that_has_done_its_work_before_a_kernel_ends_is_no_later_than_that() -> None:
+    run = program(gather("g", 1, "w"), gather("h", 5, "w", stream=ACROSS), kernel("a", 4), gather("i", 1, "w"))
+    assert simulate(contended(run, 0.0, 1.0)).ends == (2, 7, 4, 5)
+
+
+def test_a_kernel_that_sends_neither_slows_down_nor_is_slower() -> None:
+    sends = replace(kernel("s", 2), link=ACROSS, sending=2.0)
+    run = program(gather("g", 3, "w"), sends, kernel("a", 1))
+    assert simulate(contended(run, 1.0, 0.5)).ends == (3.5, 2, 3.75)
+
+
 def test_the_optimizer_waits_for_all_gradients() -> None:
     update = replace(kernel("update", 1, "a"), kind=OPTIMIZER, outputs=())
     assert _spans(program(kernel("a", 1), gather("g", 5, "a"), update))["update"] == [6, 7]
@@ -121,6 +147,20 @@ def test_contention_slows_what_is_hidden_and_no_more(given: Program, contention:
 
 
 @LAW
+@given(programs(), st.sampled_from((0.0, 0.25, 1.0)), st.sampled_from((0.25, 0.5)))
+def test_link_contention_slows_what_is_hidden_and_no_more(given: Program, contention: float, links: float) -> None:
+    free, slow = simulate(given), simulate(contended(given, contention, links))
+    assert slow.step_time >= free.step_time - 1e-9
+    assert slow.step_time == pytest.approx(slow.compute + slow.exposed)
+    assert slow.compute - free.compute == pytest.approx(contention / (1 + contention) * slow.hidden)
+    for task, start, end, (sent, exposed) in zip(
+        *_collectives(given, slow.starts), _collectives(given, slow.ends)[1], slow.exposed_by_task, strict=True
+    ):
+        assert sent is task
+        assert end - start - task.seconds == pytest.approx(links / (1 + links) * (end - start - exposed))
+
+
+@LAW
 @given(programs(), st.data())
 def test_a_task_more_is_never_faster(given: Program, data: st.DataObject) -> None:
     gone = data.draw(st.integers(0, len(given.tasks) - 1))
@@ -134,6 +174,11 @@ def test_a_slower_task_is_never_faster(given: Program, data: st.DataObject) -> N
     at = data.draw(st.integers(0, len(given.tasks) - 1))
     slower = replace(given.tasks[at], seconds=given.tasks[at].seconds + 1)
     assert simulate(given).step_time <= simulate(replace(given, tasks=_with(given.tasks, at, slower))).step_time
+
+
+def _collectives(given: Program, times: tuple[float, ...]) -> tuple[list, list]:  # type: ignore[type-arg]
+    chosen = [(task, time) for task, time in zip(given.tasks, times, strict=True) if task.is_collective]
+    return [task for task, _ in chosen], [time for _, time in chosen]
 
 
 def _with(tasks: tuple, at: int, task: object) -> tuple:  # type: ignore[type-arg]
