@@ -3,7 +3,8 @@
 Two gloo processes (`--ranks 4`: four) train a Llama of three layers (fsdp, float32, one thread each) over a loopback of
 1 Gbit/s (3 Gbit/s) in a network namespace of their own (`unshare`, `ip` and `tc` of Linux): the same model and batch, on two
 cores, with communication of 70 to 100 % of compute. Gloo's threads go before those that compute: bytes move as a network
-card moves them, without waiting for time slices of the processes that share a core. Three programs take turns: as it is lowered;
+card moves them, without waiting for time slices of the processes that share a core (`--time-slices`: they wait, as any
+thread does). Three programs take turns: as it is lowered;
 as our passes order it; as Inductor's own bucketing and overlap scheduling do, with or without buckets, whichever is predicted
 to be faster. All go by the same seconds: of the machine as `calibrate` measures it first. Prints medians of each one's steps
 and of their ratios within a round, what the simulator said, and how much of the seconds that it promised were gained.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -62,9 +63,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--compile", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--time-slices", action="store_true")
     given = parser.parse_args()
     if "RANK" in os.environ:
-        measure(given.rounds, given.compile, given.trace)
+        measure(given.rounds, given.compile, given.trace, waits=given.time_slices)
         return
     launch = f"torch.distributed.run --nproc-per-node {given.ranks} --master-addr 127.0.0.1 -m benchmarks.overlap_gloo"
     command = f"{sys.executable} -m {launch} " + " ".join(sys.argv[1:])
@@ -99,11 +101,11 @@ class _Inductors:
         return ()
 
 
-def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | None) -> None:
+def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | None, *, waits: bool) -> None:
     """One rank."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    with _before_others():
+    with nullcontext() if waits else _before_others():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=3 * DIM, heads=8, kv_heads=8, seq=SEQ))
