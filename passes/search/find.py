@@ -41,6 +41,7 @@ DEAR = (4.0, 1e4)  # steps that all bytes of a plan are worth, where the least m
 LARGE = 5_000  # moves of a program that takes seconds
 PROVABLE = 40_000  # moves of one that takes half a minute, and proves what it finds
 PROOF = 0.01  # of the step: where no program proves more, that no plan is shorter by this is tried to be proven
+FAR = 0.01  # of the bound: probing does not get further. Of 405B 0.3 % took it 289 probes; 1.7 % of a small model, 600 in vain
 SEEN = 0.75  # of it: how far from the bound of some choices the best of those may be; closer takes HiGHS three times as long
 STRIKES = 3  # sweeps that strike choices
 GB = 1e9
@@ -221,7 +222,7 @@ class _Search:
         yield self._found(self.best)
 
     def _refute(self, dual: Dual, worst: float) -> None:
-        if self.bound < worst and is_refuted(self.problem, self._struck(dual, worst)):
+        if self.bound < worst <= (1 + FAR) * self.bound and is_refuted(self.problem, self._struck(dual, worst)):
             self.bound = worst
 
     def _found(self, best: Plan) -> tuple[Plan, float]:
