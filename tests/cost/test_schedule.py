@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.cost.movable import Facts
-from passes.cost.order import LOOKAHEAD, Room, _Scheduler
+from passes.cost.order import LOOKAHEAD, Room, _Scheduler, ordered
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import prefetch, schedule
 from passes.cost.simulate import simulate
@@ -238,14 +238,14 @@ def test_an_order_keeps_dependencies_and_is_never_worse(
     given: Program, window: int, fill: bool, held: float, room: int | None, contention: tuple[float, float]
 ) -> None:
     given = contended(given, *contention)
-    ordered = prefetch(given, window, fill=fill, held_seconds=held, room=room)
-    assert sorted(_names(ordered)) == sorted(_names(given))
+    found = prefetch(given, window, fill=fill, held_seconds=held, room=room)
+    assert sorted(_names(found)) == sorted(_names(given))
     made: set[str] = {"w"}
-    for task in ordered.tasks:
+    for task in found.tasks:
         assert made.issuperset(task.inputs), task.name
         made.update(task.outputs)
-    assert simulate(ordered).step_time <= simulate(given).step_time
-    assert prefetch(given, window, fill=fill, held_seconds=held, room=room) == ordered
+    assert simulate(found).step_time <= simulate(given).step_time
+    assert prefetch(given, window, fill=fill, held_seconds=held, room=room) == found
 
 
 @LAW
@@ -256,6 +256,18 @@ def test_an_order_is_reckoned_with_the_times_that_it_takes(given: Program, conte
     order = scheduler.run()
     timeline = simulate(given.reordered(order))
     assert max(scheduler.clocks) == pytest.approx(timeline.step_time)
+
+
+@LAW
+@given(marked(), st.integers(0, 40), st.booleans(), st.sampled_from((None, 9)), st.data())
+def test_all_windows_that_an_order_names_give_it(
+    given: Program, window: int, fill: bool, room: int | None, data: st.DataObject
+) -> None:
+    facts = Facts.of(given)
+    found = ordered(facts, window, fill=fill, held_seconds=0.0, room=room)
+    assert window in found.windows
+    other = data.draw(st.sampled_from(found.windows[:100]))
+    assert _names(ordered(facts, other, fill=fill, held_seconds=0.0, room=room).program) == _names(found.program)
 
 
 @LAW

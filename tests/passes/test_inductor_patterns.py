@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes._torch import run_joint_graph_passes, select_decompositions
-from passes._torch.inductor_patterns import _Possible
+from passes._torch.inductor_patterns import _is_padding, _Possible
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,3 +56,15 @@ def test_attention_is_not_looked_for_where_there_is_no_softmax() -> None:
     with mock.patch.object(_Possible, "_is_possible", noted):
         run_joint_graph_passes(traced(products))
     assert len(verdicts) > 20 and sum(verdicts) < len(verdicts) / 2
+
+
+def test_products_are_not_asked_whether_padding_pays_where_no_gpu_is() -> None:
+    asked: list[bool] = []
+
+    def noted(check: Callable[..., Any]) -> bool:
+        asked.append(_is_padding(check))
+        return asked[-1]
+
+    with mock.patch("passes._torch.inductor_patterns._is_padding", noted):
+        run_joint_graph_passes(traced(products))
+    assert any(asked) and not all(asked)
