@@ -11,7 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from autoshard.checking import Check, Difference, check_values, comparison, differences, is_random, tolerance_of
+from autoshard.checking import (
+    TOLERANCE,
+    Check,
+    Difference,
+    check_values,
+    comparison,
+    differences,
+    is_random,
+    precision_of,
+)
 from autoshard.options import Options
 from autoshard.planner import make_plan
 from autoshard.rounding import Rounding
@@ -83,17 +92,17 @@ def bisect(
     whole = keeper.kept[0][2]
     if any(map(is_random, whole.graph.nodes)):
         raise UserError("the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check")
-    training, tolerance = torch.is_grad_enabled(), tolerance_of(call, options)
-    wanted, rounding = run_on_one_device(call, training=training), Rounding(call, training)
+    training, precision = torch.is_grad_enabled(), precision_of(call, options)
+    wanted, rounding = run_on_one_device(call, training=training), Rounding(call, precision, training)
     steps = []
     for name, stage, gm in keeper.kept:
         made = replace(planned, graph=gm)
         got = Ranks.of(call, made).run().step if stage >= Stage.LOCAL else run_whole(gm, Ranks.of(call, planned))
-        found = differences(got, wanted, tolerance, rounding)
+        found = differences(got, wanted, TOLERANCE[precision], rounding)
         steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
     explicit = next((gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE), whole)
     wrong = any(step.differs for step in steps)
-    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, tolerance) if wrong else None)
+    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, precision) if wrong else None)
 
 
 @dataclass

@@ -48,6 +48,7 @@ from passes.ir.layout import Layout, assemble
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_target
 
+# By dtype, how far two correct results may be apart, relative to their norm:
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 SHOWN = 5  # results that are listed
 
@@ -90,8 +91,8 @@ class Check:
         if self:
             own = f"the model's own were not compared: {self.not_compared}" if self.not_compared else "as are all results"
             lines = [f"equal on {on}", f"{self.compared} values are within {self.tolerance:.0e} of one device's; {own}"]
-            but = "further off, by no more than a change in the last digit of parameters and inputs moves them"
-            return "\n".join([*lines, f"{self.rounded} of these are {but}"] if self.rounded else lines)
+            moved = "off by more, but no further than a change in the last digit of parameters and inputs moves them"
+            return "\n".join([*lines, f"{moved}: {self.rounded}"] if self.rounded else lines)
         lines = [f"not equal on {on}, to within {self.tolerance:.0e}:"]
         if self.first is not None:
             lines.append(f"the first value that differs: {self.first}")
@@ -135,16 +136,18 @@ def check(
         plan=plan,
         observers=(keeper,),
     )
-    tolerance = tolerance_of(call, options)
-    return comparison(keeper.graph, planned, call, tolerance, is_exact=options.mixed_precision is None)
+    precision = precision_of(call, options)
+    return comparison(keeper.graph, planned, call, precision, is_exact=options.mixed_precision is None)
 
 
-def comparison(explicit: GraphModule, planned: Planned, call: Call, tolerance: float, *, is_exact: bool = True) -> Check:
+def comparison(
+    explicit: GraphModule, planned: Planned, call: Call, precision: torch.dtype, *, is_exact: bool = True
+) -> Check:
     """As `check`, for a program that was planned; `explicit` is it with global shapes and collectives."""
-    ranks, training = Ranks.of(call, planned), torch.is_grad_enabled()
+    ranks, training, tolerance = Ranks.of(call, planned), torch.is_grad_enabled(), TOLERANCE[precision]
     watch = _Comparison(explicit, ranks, tolerance)
     results = ranks.run(watch=watch.compare)
-    rounding = Rounding(call, training, ranks, watch.drawn)
+    rounding = Rounding(call, precision, training, ranks, watch.drawn)
     values, found = watch.differences(rounding), tuple[Difference, ...]()
     why = "it draws random numbers" if watch.drawn else "" if is_exact else "it computes in another precision"
     if not why:
@@ -173,9 +176,9 @@ def check_values(call: Call) -> None:
             )
 
 
-def tolerance_of(call: Call, options: Options) -> float:
-    """How far two correct results may be apart, relative to their norm, in the dtypes that are computed in."""
-    return max((TOLERANCE[dtype] for dtype in _dtypes(call, options)), default=TOLERANCE[torch.float32])
+def precision_of(call: Call, options: Options) -> torch.dtype:
+    """The dtype that is computed in, of several the one with the largest tolerance."""
+    return max(_dtypes(call, options), key=TOLERANCE.__getitem__, default=torch.float32)
 
 
 def _dtypes(call: Call, options: Options) -> list[torch.dtype]:

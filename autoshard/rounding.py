@@ -32,6 +32,7 @@ class Rounding:
     """
 
     call: Call
+    precision: torch.dtype  # that is computed in
     training: bool
     ranks: Ranks | None = None
     drawn: Mapping[Node, Any] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Rounding:
 
     @cached_property
     def _calls(self) -> tuple[Call, ...]:
-        return tuple(_nudged(self.call, seed) for seed in range(RUNS))
+        return tuple(_nudged(self.call, self.precision, seed) for seed in range(RUNS))
 
     @cached_property
     def _wholes(self) -> tuple[Whole, ...]:
@@ -61,14 +62,15 @@ class Rounding:
         return tuple(run_on_one_device(call, training=self.training) for call in self._calls)
 
 
-def _nudged(call: Call, seed: int) -> Call:
-    """A copy in which each number of a parameter, buffer or argument is as it was, or nearer to zero by one part in its
-    precision: what has to be within bounds, such as a probability, stays so."""
+def _nudged(call: Call, precision: torch.dtype, seed: int) -> Call:
+    """A copy in which each number of a parameter, buffer or argument is as it was, or nearer to zero by one digit of its own
+    precision or of what is computed in: what has to be within bounds, such as a probability, stays so."""
     model, args, kwargs = copy.deepcopy(call)
     generator = torch.Generator("cpu").manual_seed(seed)
     leaves, _ = flatten_pytree((args, dict(kwargs)))
     for tensor in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves if isinstance(leaf, Tensor))):
         if tensor.is_floating_point() or tensor.is_complex():
             moved = torch.randint(2, tensor.shape, generator=generator, device="cpu").to(tensor.device, torch.bool)
-            tensor.data = torch.where(moved, tensor.data * (1 - torch.finfo(tensor.dtype).eps), tensor.data)
+            digit = max(torch.finfo(tensor.dtype).eps, torch.finfo(precision).eps)
+            tensor.data = torch.where(moved, tensor.data * (1 - digit), tensor.data)
     return Call(model, args, kwargs)

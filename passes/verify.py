@@ -183,7 +183,7 @@ class _Check:
         stored = {value for value, output, _ in self._partners() if output.role is not OutputRole.OUTPUT}
         for node in self.graph.nodes:
             if node.op != "output" and results_of(node):
-                self._layouts(node, padded=node in stored or not isinstance(node.target, OpOverload))
+                self._layouts(node, padded=node in stored or _keeps_padding(node))
             if node.op == "output" or (node.op == "call_function" and results_of(node)):
                 self._needs(node)
         for _, output, partner in self._partners():
@@ -208,7 +208,7 @@ class _Check:
             )
         for operand, need in zip(used, needs_of(node), strict=True):
             if is_tensor(operand):
-                self._fits(node, need, tensor_of(operand), padded=not isinstance(node.target, OpOverload))
+                self._fits(node, need, tensor_of(operand), padded=_keeps_padding(node))
 
     def _fits(self, node: Node, layout: Layout, tensor: torch.Tensor, *, padded: bool) -> None:
         if len(layout.placements) != self.mesh.ndim:
@@ -260,7 +260,8 @@ class _Check:
             gives = tuple(layout.on(axis) for layout in layouts_of(node))
             if all(placement == R for placement in (*needs, *gives)):
                 continue
-            if not any((row.operands, row.results) == (needs, gives) for row in _rows(space, needs, gives, size)):
+            parts = 1 if _keeps_padding(node) else size  # that a dim has to be cut into
+            if not any((row.operands, row.results) == (needs, gives) for row in _rows(space, needs, gives, parts)):
                 row = f"{', '.join(map(str, needs))} -> {', '.join(map(str, gives))}"
                 why = "its rule has no such row" if space is not None else "no rule shards this call"
                 self.fail(node, f"on {name} it runs as {row}, but {why}")
@@ -315,6 +316,11 @@ class _Check:
             self.made[call] = _types(node.target(*args, **kwargs))
         if self.made[call] != _types(value_of(node)):
             self.fail(node, f"the call gives {self.made[call]}")
+
+
+def _keeps_padding(node: Node) -> bool:
+    """Whether a value may be padded with zeros as parameters are stored: not what a call makes of it, but for a cast."""
+    return not isinstance(node.target, OpOverload) or node.target is torch.ops.prims.convert_element_type.default
 
 
 def _is_collective(node: Node) -> bool:

@@ -97,8 +97,21 @@ def test_what_is_all_rounding_is_equal() -> None:
     assert found, str(found)
     assert found.rounded == 3  # as it is made, as it is reduced, and beside the model's
     assert str(found).endswith(
-        "\n3 of these are further off, by no more than a change in the last digit of parameters and inputs moves them"
+        "\noff by more, but no further than a change in the last digit of parameters and inputs moves them: 3"
     )
+
+
+class Plain(Normalized):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.norm(self.conv(x))).mean(-1)).logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_rounding_is_that_of_what_is_computed_in(reduce: torch.dtype) -> None:
+    torch.manual_seed(0)
+    options = Options(recipe="fsdp+megatron", mixed_precision=MixedPrecisionPolicy(torch.bfloat16, reduce))
+    found = check(Plain(), "dp=2,tp=2", (torch.randn(12, 6, 9),), options=options)
+    assert found and found.rounded, str(found)
 
 
 class Centred(Normalized):

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
@@ -347,6 +348,21 @@ def test_mixed_precision_computes_in_the_lower_dtype(name: str, mesh: str, recip
     exact = run_on_one_device(case)
     worst = max(relative_error(got.gradients[name], exact.gradients[name]) for name in exact.gradients)
     assert worst > 1e-9, "nothing was computed in float32"
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=4", "fsdp"), ("dp=4", "zero2"), ("dp=2,tp=2", "fsdp+megatron")], ids=format_id)
+@pytest.mark.parametrize("reduce", [None, torch.float64])
+def test_what_does_not_divide_is_cast_where_it_is_stored(reduce: torch.dtype | None, mesh: str, recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3)).double()
+    case, policy = Case(model, (torch.randn(8, 6).double(),), {}), MixedPrecisionPolicy(torch.float32, reduce)
+    ranks = plan_ranks(case, mesh, Options(recipe=recipe, mixed_precision=policy))
+    want = run_on_one_device(_cast(case, torch.float32))
+    gradients = {name: gradient.double() for name, gradient in want.gradients.items()}
+    compare(ranks.run().step, replace(want, gradients=gradients), TOLERANCE[torch.float32])
+    gathers = [one for one in ranks.planned.plan.collectives if one.kind == "all_gather"]
+    wide = [line for line in ranks.planned.plan.graph("COLLECTIVE").splitlines() if "= all_gather(" in line and ": f64" in line]
+    assert gathers and not wide
 
 
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
