@@ -29,14 +29,17 @@ from passes.ir.graph import (
     set_region,
     set_stage,
     set_value,
+    tensor_of,
     value_of,
 )
 from passes.ir.repeats import number_regions
+from passes.ir.tokens import DTYPE_NAMES
 
 aten = torch.ops.aten
 
 # Checks of values have no result to lay out, and a rank that raised alone would leave the others waiting.
 _CHECKS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default)
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 
 
@@ -205,4 +208,11 @@ def _check_ops(graph: Graph) -> None:
             raise CaptureError(
                 f"{node.target} keeps a graph of its own, which cannot be sharded; "
                 f"write it with plain tensor operations{format_place(origin_of(node))}"
+            )
+        dtypes = dict.fromkeys(tensor_of(value).dtype for value in node.all_input_nodes) if node.target in _PRODUCTS else {}
+        if len(dtypes) > 1:  # which tracing lets pass
+            raise CaptureError(
+                f"the model multiplies {' by '.join(DTYPE_NAMES[dtype] for dtype in dtypes)}, which no device does; cast one, "
+                "such as x.to(weight.dtype) (with mixed precision, parameters and inputs come in its param_dtype)"
+                + format_place(origin_of(node))
             )

@@ -44,6 +44,14 @@ class Branches(Model):
         return x
 
 
+class Mixes(Model):
+    """the model multiplies f32 by f64, which no device does; cast one, such as x.to(weight.dtype) (with mixed precision,
+    parameters and inputs come in its param_dtype) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.double())  # <line>
+
+
 class Loops(Model):
     """the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and
     choose with torch.where(condition, a, b) <line>"""
