@@ -684,7 +684,7 @@ class Configured(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.config = nn.Linear(3, 2), Config()
+        self.layer, self.config = nn.Linear(3, 2, dtype=torch.float64), Config()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.problem is None:

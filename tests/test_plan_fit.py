@@ -67,7 +67,12 @@ def test_a_parameter_of_another_shape() -> None:
 
 
 def test_a_parameter_of_another_dtype() -> None:
+    class Apart(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.T + self.bias  # a product has one dtype, a sum the wider one
+
     model = Tiny()
+    model.up = Apart(model.up.in_features, model.up.out_features)
     model.up.bias = nn.Parameter(model.up.bias.double())
     model.act = lambda x: torch.relu(x).float()
     assert refusal(made(), model) == misfit("parameter 'up.bias' is float64[8], the plan's float32[8]")
