@@ -78,6 +78,7 @@ def bisect(
     """Run the program after every pass, and compare its results with the model's.
 
     Up to collectives a program is one of whole tensors, and is run as such; from then on it is run on simulated ranks.
+    What rounding alone moves as far (`autoshard/rounding.py`) is no difference.
     Raises InputError for a model on meta; UserError for one whose results cannot be compared: with mixed precision, or
     where random numbers are drawn.
     """

@@ -117,7 +117,8 @@ def check(
     `args` and `kwargs` are those of one call with the global batch; they and the model hold values. `plan` is a plan to
     follow. Forward and backward are run where gradients are enabled. Every value of the program is compared, and every
     output, gradient and new buffer with those of the model itself; with mixed precision, or where random numbers are
-    drawn, the latter cannot be equal and are left out. Takes the memory of all values of a step, whole, and their parts.
+    drawn, the latter cannot be equal and are left out. What rounding alone moves as far is equal, and counted (`rounded`).
+    Takes the memory of all values of a step, whole, and their parts.
     Raises InputError for a model or arguments on meta.
     """
     call = Call(model, args, kwargs or {})
