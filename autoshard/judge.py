@@ -34,6 +34,7 @@ from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.observers import Logger
+from passes.search.bundles import Bundles
 from passes.search.find import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -47,7 +48,7 @@ class Folded:
     """The captured graph, normalized, with its repeated layers left out.
 
     `placed` and `prepared` are what searches found out about it: layouts as a `Seed` propagates to, and the solver's problem
-    by seed and mesh. The next search, for another memory limit or other hardware, takes them from here.
+    by seed, mesh and bundles of its axes. The next search, for another memory limit or other hardware, takes them from here.
     """
 
     graph: GraphModule
@@ -55,7 +56,7 @@ class Folded:
     remarks: tuple[Remark, ...]
     text: str
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
-    prepared: dict[tuple[Seed, Mesh], Prepared] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[Seed, Mesh, Bundles], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

@@ -25,6 +25,7 @@ from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.propagate import Propagate
 from passes.recipes.data import SHARDED_RECIPES
+from passes.search.bundles import Bundles, coarse, single
 from passes.search.find import PROOF, Goal, Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -50,7 +51,7 @@ class Choice:
     judged: Judged
     solution: Solution | None  # None: a recipe's
     search: Search
-    prepared: Prepared | None  # None: there was no time for it
+    prepared: Prepared | None  # the problem that the solution is of; None: there was no time for it
 
 
 def search(
@@ -88,8 +89,9 @@ class _Contest:
     started: float = field(default_factory=time.perf_counter)
     judged: dict[str, Judged] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
-    prepared: Prepared | None = None
+    prepared: Prepared | None = None  # the problem as it was stated last
     solution: Solution | None = None  # that SOLVED stands for
+    source: Prepared | None = None  # the problem that it is of
     least: Judged | None = None  # of all judged, the one with the lowest peak
     best: str | None = None  # of those that fit
 
@@ -119,8 +121,8 @@ class _Contest:
             self.best = name
         return fits
 
-    def enter_solved(self, solution: Solution) -> bool:
-        self.solution = solution
+    def enter_solved(self, solution: Solution, source: Prepared) -> bool:
+        self.solution, self.source = solution, source
         return self.enter(SOLVED, judge(self.problem, self.folded, self._unpinned, solution, quick=self.quick))
 
     @property
@@ -132,15 +134,19 @@ class _Contest:
         return self.problem.options.keeps_gathered
 
     def solve(self) -> None:
-        """The solved placement, as far as there is time for it."""
-        if self.left <= 0 or not self.prepare(time.perf_counter() + self.left):
+        """The solved placement, as far as there is time for it: first with axes in bundles, then with each by itself unless
+        the answer is to be quick."""
+        mesh, gap = self.problem.mesh, QUICK if self.quick else Goal.gap
+        for bundles in dict.fromkeys((coarse(mesh),) if self.quick else (coarse(mesh), single(mesh))):
+            if self.left > 0 and self.prepare(bundles, time.perf_counter() + self.left):
+                assert self.prepared is not None
+                self.ask_again(self.prepared, gap=gap)
+        if self.prepared is None:
             self._decline(SOLVED)
-        else:
-            self.ask(gap=QUICK if self.quick else Goal.gap)
 
-    def prepare(self, deadline: float = float("inf")) -> bool:
+    def prepare(self, bundles: Bundles, deadline: float = float("inf")) -> bool:
         """State the problem, unless it is past the deadline."""
-        key = self._seed(self._unpinned), self.problem.mesh
+        key = self._seed(self._unpinned), self.problem.mesh, bundles
         if key not in self.folded.prepared:
             try:
                 with uncollected():
@@ -150,30 +156,43 @@ class _Contest:
         self.prepared = self.folded.prepared[key]
         return True
 
-    def _prepared(self, seed: Seed, mesh: Mesh, deadline: float) -> Prepared:
+    def _prepared(self, seed: Seed, mesh: Mesh, bundles: Bundles, deadline: float) -> Prepared:
         """The problem, made of one that was stated for the same axes if there is one."""
-        for (other, axes), prepared in self.folded.prepared.items():
-            if other == seed and (axes.names, axes.sizes) == (mesh.names, mesh.sizes):
+        for (other, axes, alike), prepared in self.folded.prepared.items():
+            if (other, axes.names, axes.sizes, alike) == (seed, mesh.names, mesh.sizes, bundles):
                 return prepared.on(mesh, deadline=deadline)
-        return prepare(seeded(self.problem, self.folded, self._unpinned), mesh, deadline=deadline)
+        return prepare(seeded(self.problem, self.folded, self._unpinned), mesh, bundles, deadline=deadline)
 
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask(self, *, gap: float = Goal.gap, beside: int = 0) -> None:
+    def ask_again(self, prepared: Prepared, *, gap: float = Goal.gap, beside: int = 0) -> None:
+        """As `ask`, but what was found before stays if it is as good; what is proven of one problem holds for a solution of
+        one with fewer choices."""
+        held = self.solution, self.source, self.judged.pop(SOLVED, None)
+        self.best = self._fastest()
+        self.ask(prepared, gap=gap, beside=beside)
+        before, now = held[-1], self.judged.get(SOLVED)
+        if before is not None and (now is None or self._rank(before) <= self._rank(now)):
+            proven = self.solution.bound if self.solution is not None else 0.0
+            self.solution, self.source, self.judged[SOLVED] = held[0], held[1], before
+            if self.solution is not None and proven > 0.0 and prepared is not self.source and not beside:
+                self.solution = replace(self.solution, bound=proven)
+        self.best = self._fastest()
+
+    def ask(self, prepared: Prepared, *, gap: float = Goal.gap, beside: int = 0) -> None:
         """Solve for less memory, while the simulator finds a higher peak than the solver estimated. It counts all that the
         backward needs as kept: `beside` the limit is what computing it again frees.
 
         By as much as the peak was too high; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
-        assert self.prepared is not None
         none, some, asked = 0.0, float(self.limit + beside), float(self.limit + beside)
         for attempt in range(TRIES):
             left = self.left * SHARE
             if attempt > 0 and left <= 0:
                 break
-            found = self.prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep))
+            found = prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep))
             try:
                 solution = next(found)
             except MemoryLimitError:
@@ -181,15 +200,15 @@ class _Contest:
                     break
                 none, asked = asked, (asked + some) / 2
                 continue
-            if self.enter_solved(solution):
+            if self.enter_solved(solution, prepared):
                 if not self.quick:
-                    self.improve(found)
+                    self.improve(found, prepared)
                 break
             some = asked
             excess = self.judged[SOLVED].cost.peak_memory - self.limit
             asked = max(asked - excess, (none + asked) / 2)
 
-    def improve(self, found: Iterator[Solution]) -> None:
+    def improve(self, found: Iterator[Solution], prepared: Prepared) -> None:
         """Take what a longer search finds, if what is held is not proven by then, where the simulator agrees that it is
         better; and what it proves."""
         for solution in found:
@@ -197,19 +216,19 @@ class _Contest:
             assert held is not None
             is_enough = held.objective * (1 - PROOF) <= solution.bound
             is_other = not is_enough and replace(solution, bound=held.bound) != held
-            if is_other and (not self.enter_solved(solution) or self.judged[SOLVED].cost.step_time > judged.cost.step_time):
+            if is_other and (not self.enter_solved(solution, prepared) or self.judged[SOLVED].cost.step_time > judged.cost.step_time):
                 self.solution, self.judged[SOLVED] = held, judged
             self.solution = replace(self.solution or held, bound=max(held.bound, solution.bound))
 
     def try_least(self) -> None:
         """What the solver finds to take little memory, whatever it costs."""
-        self.prepare()
-        self.ask(gap=ANY)
+        self.prepare(single(self.problem.mesh))
+        assert self.prepared is not None
+        self.ask(self.prepared, gap=ANY)
         if self.best is not None:
             return
-        assert self.prepared is not None
         for solution in self.prepared.least(keep=self._keep):
-            if self.enter_solved(solution):
+            if self.enter_solved(solution, self.prepared):
                 break
 
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
@@ -246,16 +265,11 @@ class _Contest:
         """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""
         reached = self.judged[self.best] if self.best is not None else self.least
         again = reached.recomputation if reached is not None else None
-        if again is None or not again.freed or self.prepared is None or self.left <= 0:
+        source = self.source or self.prepared
+        if again is None or not again.freed or source is None or self.left <= 0:
             return
         progress(SOLVED)
-        held = self.solution, self.judged.pop(SOLVED, None)
-        self.best = self._fastest()
-        self.ask(beside=again.freed)
-        before, now = held[1], self.judged.get(SOLVED)
-        if before is not None and (now is None or self._rank(before) <= self._rank(now)):
-            self.solution, self.judged[SOLVED] = held[0], before
-        self.best = self._fastest()
+        self.ask_again(source, beside=again.freed)
 
     def cut(self) -> None:
         """Count what is sent in chunks, for the best and for those that could be better with it."""
@@ -331,9 +345,8 @@ class _Contest:
                 self.solution.bound if self.solution is not None else None,
                 time.perf_counter() - self.started,
             ),
-            self.prepared,
+            self.source or self.prepared,
         )
-
 
     def _note(self, judged: Judged) -> str:
         if judged.recomputation is not None:
@@ -373,7 +386,8 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
         contest = _Contest(
             replace(failed.problem, options=options), failed.folded, started=failed.started, prepared=failed.prepared
         )
-        contest.ask(gap=ANY)
+        assert failed.prepared is not None
+        contest.ask(failed.prepared, gap=ANY)
         if contest.best is None:
             break
         least, cost = lower, contest.judged[contest.best].cost

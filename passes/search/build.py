@@ -30,6 +30,7 @@ from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
 from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
+from passes.search.bundles import Bundles
 from passes.search.choices import Choice, Choices
 from passes.search.draft import Draft, Owner, Part, Undecided
 from passes.search.groups import SMALL, Groups, joined
@@ -37,19 +38,20 @@ from passes.search.problem import Ints, Segment, Use, Value
 from passes.search.ties import ties_of
 
 
-def draft(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Draft:
-    """The problem of placing `gm`, with tied layers as one; of the mesh, it depends on the axes alone.
+def draft(gm: GraphModule, mesh: Mesh, bundles: Bundles, *, deadline: float = float("inf")) -> Draft:
+    """The problem of placing `gm`, with tied layers as one; of the mesh, it depends on the axes alone. Axes of one of
+    `bundles` are used alike, but for what is pinned.
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    return _Builder(gm, mesh, deadline).draft()
+    return _Builder(gm, mesh, bundles, deadline).draft()
 
 
 class _Builder:
     """Nodes are grouped into variables, variables get choices, values connect them."""
 
-    def __init__(self, gm: GraphModule, mesh: Mesh, deadline: float) -> None:
-        self.gm, self.mesh, self.deadline = gm, mesh, deadline
+    def __init__(self, gm: GraphModule, mesh: Mesh, bundles: Bundles, deadline: float) -> None:
+        self.gm, self.mesh, self.bundles, self.deadline = gm, mesh, bundles, deadline
         self.nodes = tuple(n for n in gm.graph.nodes if n.op != "output" and results_of(n))
         self.ties = ties_of(gm)
         self.alike: dict[Node, list[Node]] = {}
@@ -57,7 +59,7 @@ class _Builder:
             self.alike.setdefault(self.ties.first[node], []).append(node)
         calls = {self.ties.first[node] for node in self.nodes if node.op == "call_function"}
         self.is_large = len(calls) > SMALL
-        self.choices = Choices(gm.graph, self.mesh, is_large=self.is_large)
+        self.choices = Choices(gm.graph, self.mesh, bundles, is_large=self.is_large)
         self.weights = weights_of(gm.graph)
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
@@ -196,7 +198,7 @@ class _Builder:
         shape = tuple(tensor_of(node).shape)
         found = [choice.results[0] for choice in self.choices.of(node)]
         if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
-            found += _padded(found, shape, self.mesh)
+            found += self._padded(found, shape)
             allowed = is_storable
         else:
             allowed = is_even
@@ -206,6 +208,20 @@ class _Builder:
         if not found:
             pins = ", ".join(f"{self.mesh.names[pin.axis]}:{pin.placement} ({pin.reason})" for pin in pins_of(node))
             raise ConstraintError(f"{node.name} of shape {list(shape)} cannot be laid out as insisted: {pins}")
+        return found
+
+    def _padded(self, layouts: list[Layout], shape: tuple[int, ...]) -> list[Layout]:
+        """Layouts that pad dim 0, on sets of axes that split no dim evenly."""
+        even = {_axes(layout) for layout in layouts}
+        found = []
+        for layout in layouts:
+            for bundle in self.bundles:
+                wider = layout
+                if shape and all(layout.on(axis) == R and self.mesh.sizes[axis] > 1 for axis in bundle):
+                    for axis in bundle:
+                        wider = wider.with_on(axis, next_digit(wider, 0, self.mesh))
+                if _axes(wider) not in even and is_storable(wider, shape, self.mesh):
+                    found.append(wider)
         return found
 
     # --- calls
@@ -349,19 +365,6 @@ def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], me
         if isinstance(placement, Shard) and placement.dim < len(other) and shape[placement.dim] == other[placement.dim]:
             found = found.with_on(axis, placement)
     return found if is_even(found, other, mesh) else replicated(mesh)
-
-
-def _padded(layouts: list[Layout], shape: tuple[int, ...], mesh: Mesh) -> list[Layout]:
-    """Layouts that pad dim 0, on sets of axes that split no dim evenly."""
-    even = {_axes(layout) for layout in layouts}
-    found = []
-    for layout in layouts:
-        for axis, placement in enumerate(layout.placements):
-            if placement == R and shape and mesh.sizes[axis] > 1:
-                wider = layout.with_on(axis, next_digit(layout, 0, mesh))
-                if _axes(wider) not in even and is_storable(wider, shape, mesh):
-                    found.append(wider)
-    return found
 
 
 def _axes(layout: Layout) -> tuple[bool, ...]:

@@ -2,7 +2,8 @@
 
 On one axis a node starts with the contiguous digit of each factor. Digits that its neighbours' placements imply
 (the sequence inside a merged dim, the heads inside a projection) and partial rows are added until nothing changes.
-A choice on all axes takes a row per axis; axes that shard the same digit of one factor do so in either order.
+A choice on all axes takes a row per axis; axes that shard the same digit of one factor do so in either order. Axes of one
+bundle take the same row, in mesh order.
 
 Of large graphs rows that never pay are left out: terms are multiplied by numbers and by nothing else, and are summed
 before a call behind which they have to be.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import chain, permutations, product
 
 from torch.fx import Graph, Node
 
@@ -30,6 +31,7 @@ from passes.rules.rule import (
     row_sharding,
     space_of,
 )
+from passes.search.bundles import Bundles
 
 ROWS = 12  # per node and axis: digits beyond the first dozen are left out
 SWEEPS = 6  # over the graph, forward and backward, until no neighbour implies a new row
@@ -51,12 +53,18 @@ class _Option:
     factor: str = ""
     digit: int = 1
 
+    def is_like(self, other: _Option) -> bool:
+        """Whether they are the same on axes of any size."""
+        if self.factor or other.factor:
+            return (self.factor, self.digit) == (other.factor, other.digit)
+        return self.row == other.row
+
 
 class Choices:
     """The choices of every node of `graph`, found when asked for. Where it `is_large`, without those that never pay."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, *, is_large: bool) -> None:
-        self._mesh = mesh
+    def __init__(self, graph: Graph, mesh: Mesh, bundles: Bundles, *, is_large: bool) -> None:
+        self._mesh, self._bundles = mesh, bundles
         self._nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
         self._spaces = {node: _space(node) for node in self._nodes}
         self._tables: dict[int, Mapping[Node, Sequence[_Option]]] = {}
@@ -90,31 +98,40 @@ class Choices:
 
     def _all(self, space: Space | None, options: Sequence[tuple[_Option, ...]]) -> tuple[Choice, ...]:
         found: dict[tuple[Row, ...], None] = {}
-        for picked in product(*options):
-            for rows in self._ordered(space, picked):
+        for alike in product(*(_alike([options[axis] for axis in bundle]) for bundle in self._bundles)):
+            at = {axis: option for bundle, some in zip(self._bundles, alike, strict=True) for axis, option in zip(bundle, some, strict=True)}
+            for rows in self._ordered(space, tuple(at[axis] for axis in range(len(options)))):
                 found[rows] = None
         return tuple(dict.fromkeys(_choice(rows) for rows in found))
 
     def _ordered(self, space: Space | None, picked: tuple[_Option, ...]) -> Iterator[tuple[Row, ...]]:
-        """Rows of `picked` with axes on one digit put inside one another, in every order."""
-        groups: dict[tuple[str, int], list[int]] = {}
-        for axis, option in enumerate(picked):
-            if option.factor:
-                groups.setdefault((option.factor, option.digit), []).append(axis)
+        """Rows of `picked` with bundles on one digit put inside one another, in every order."""
+        groups: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        for bundle in self._bundles:
+            if (option := picked[bundle[0]]).factor:
+                groups.setdefault((option.factor, option.digit), []).append(bundle)
         if not groups or space is None:
             yield tuple(option.row for option in picked)
             return
-        for orders in product(*(permutations(axes) for axes in groups.values())):
+        for orders in product(*(permutations(bundles) for bundles in groups.values())):
             digits: dict[str, list[tuple[int, int]]] = {}
             rows: list[Row | None] = [option.row for option in picked]
             for (factor, digit), order in zip(groups, orders, strict=True):
-                for axis in order:
+                for axis in chain(*order):
                     size = self._mesh.sizes[axis]
                     digits.setdefault(factor, []).append((digit, digit * size))
                     rows[axis] = factor_row(space, factor, digit, size)
                     digit *= size
             if all(row is not None for row in rows) and all(_apart(space.sizes[f], at) for f, at in digits.items()):
                 yield tuple(row for row in rows if row is not None)
+
+
+def _alike(options: Sequence[tuple[_Option, ...]]) -> Iterator[tuple[_Option, ...]]:
+    """Per option of the first axis of a bundle, those of the others that are like it, where all have one."""
+    for option in options[0]:
+        others = [next((other for other in some if option.is_like(other)), None) for some in options[1:]]
+        if None not in others:
+            yield (option, *(other for other in others if other is not None))
 
 
 def _apart(length: int, digits: list[tuple[int, int]]) -> bool:

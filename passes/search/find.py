@@ -15,6 +15,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes
 from passes.search.bound import Dual, Left
 from passes.search.build import draft
+from passes.search.bundles import Bundles, single
 from passes.search.draft import Built, Draft, priced
 from passes.search.evaluate import evaluate
 from passes.search.experts import price
@@ -147,14 +148,16 @@ def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     return list(prepared.solutions(goal))[-1]
 
 
-def prepare(gm: GraphModule, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
-    """The problem of a CAPTURED graph.
+def prepare(
+    gm: GraphModule, mesh: Mesh, bundles: Bundles | None = None, *, deadline: float = float("inf")
+) -> Prepared:
+    """The problem of a CAPTURED graph, with each axis by itself where no `bundles` of them are given.
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
     assert mesh.hardware is not None
     kernels = Kernels(gm.graph, Prices(mesh, mesh.hardware))
-    return Prepared.of(gm, draft(gm, mesh, deadline=deadline), kernels, deadline)
+    return Prepared.of(gm, draft(gm, mesh, bundles or single(mesh), deadline=deadline), kernels, deadline)
 
 
 def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, float]]:

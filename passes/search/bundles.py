@@ -1,0 +1,34 @@
+"""Which axes of a mesh a search uses as one.
+
+Choices multiply with the axes. What plans use of a third axis is most often what they use of one of the others: so a search
+over two bundles of axes is quick, and finds the best plan or one near it.
+"""
+
+from __future__ import annotations
+
+from passes.ir.mesh import Mesh
+
+Bundles = tuple[tuple[int, ...], ...]  # every axis in one of them; those of a bundle are neighbours, in mesh order
+
+
+def single(mesh: Mesh) -> Bundles:
+    """Each axis by itself."""
+    return tuple((axis,) for axis in range(mesh.ndim))
+
+
+def coarse(mesh: Mesh) -> Bundles:
+    """Two bundles of the axes with more than one rank: the inner one of those of the last that stay inside a node.
+
+    Of axes that are all inside a node, or none of which is, the inner bundle is the last.
+    """
+    real = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    if len(real) <= 2:
+        return single(mesh)
+    inside = [first for first in range(len(real)) if _is_inside(mesh, real[first:])]
+    first = inside[0] if inside and inside[0] else len(real) - 1
+    idle = [(axis,) for axis, size in enumerate(mesh.sizes) if size == 1]
+    return (tuple(real[:first]), tuple(real[first:]), *idle)
+
+
+def _is_inside(mesh: Mesh, axes: list[int]) -> bool:
+    return mesh.group_shape(tuple(mesh.names[axis] for axis in axes)).nodes == 1
