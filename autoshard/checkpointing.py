@@ -21,7 +21,9 @@ from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, sav
 from passes.ir.plan import Recomputation
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
+from passes.search.find import Prepared
 from passes.search.keep import Keep
+from passes.search.room import Relief
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
 TRIES = 4  # of what to keep, until a step fits
@@ -86,7 +88,7 @@ class Settling:
     def _fitted(self, usual: Trial) -> Trial:
         """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
         less leaves memory in which communication hides, so half of it and nothing are tried as well."""
-        keep = Keep.of(self.graph.graph, self.repeats, usual.program)
+        keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
             return usual
         room, tried = self._saved(usual.split), {usual.kept: usual}
@@ -126,6 +128,21 @@ class Settling:
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
         return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
+
+
+def relief_for(problem: Problem, prepared: Prepared) -> Relief:
+    """What a search may count on being computed again, by `Options(checkpoint=...)`."""
+    how = problem.options.checkpoint
+    if not problem.training or how == "none":
+        return ()
+    if how == "block":  # it is, whether memory is short or not
+        return tuple(replace(step, seconds=0.0) for step in prepared.relief)
+    return prepared.relief
+
+
+def _prices(program: Program) -> dict[str, float]:
+    """Seconds of what the forward computes, by node."""
+    return {name: task.seconds / len(task.nodes) for task in program.tasks if not task.backward for name in task.nodes}
 
 
 def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Program:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
+from autoshard.checkpointing import relief_for
 from autoshard.constraints import recipes_of
 from autoshard.garbage import uncollected
 from autoshard.judge import Folded, Judged, in_chunks, judge, seeded
@@ -192,7 +193,8 @@ class _Contest:
             left = self.left * SHARE
             if attempt > 0 and left <= 0:
                 break
-            found = prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep))
+            goal = Goal(asked, gap, None if left == float("inf") else left, self._keep, relief_for(self.problem, prepared))
+            found = prepared.solutions(goal)
             try:
                 solution = next(found)
             except MemoryLimitError:

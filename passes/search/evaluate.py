@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from passes.search.model import COMPUTE, Plan, charged, repeated
+from passes.search.room import Room
 from passes.search.sides import Sides
 
 
-def evaluate(sides: Sides, picked: list[int], *, keeps: float, repeats: float | None = None) -> Plan | None:
-    """The plan of these choices; None where a value cannot move as they need.
+def evaluate(
+    sides: Sides, picked: list[int], *, keeps: float, repeats: float | None = None, room: Room | None = None
+) -> Plan | None:
+    """The plan of these choices; None where a value cannot move as they need. What is over the limit of `room` is computed
+    again.
 
     What the forward gathered of parameters stays for the backward, where that needs the same, if that saves at least
     `keeps` seconds on links for a byte; what it moved of other values, if `repeats` (by default the same).
@@ -50,6 +54,6 @@ def evaluate(sides: Sides, picked: list[int], *, keeps: float, repeats: float | 
                 memory += held
             gathered[value.segment] += nbytes / problem.segments[value.segment].layers if value.is_parameter else 0.0
             busy[value.segment] += charged(problem, value, move)
-    objective = float(busy.max(1).sum())
     total = float(memory + gathered.max())
+    objective = float(busy.max(1).sum()) + (room.seconds(total) if room is not None else 0.0)
     return Plan(picked, sorted(set(kept)), sorted(set(again)), objective, 0.0, total, busy)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from passes.errors import MemoryLimitError
 from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_of, returned
 from passes.ir.mesh import Mesh
+from passes.ir.repeats import repeats_of
 from passes.ir.units import format_bytes
 from passes.search.bound import Dual, Left
 from passes.search.build import draft
@@ -19,12 +20,14 @@ from passes.search.bundles import Bundles, single
 from passes.search.draft import Built, Draft, priced
 from passes.search.evaluate import evaluate
 from passes.search.experts import price
+from passes.search.keep import Keep
 from passes.search.kernels import Kernels
 from passes.search.model import Model, Plan
 from passes.search.prices import Prices
 from passes.search.problem import Problem
 from passes.search.refute import is_refuted
 from passes.search.relax import Relaxation, Weights
+from passes.search.room import Relief, Room, relief_of
 from passes.search.sides import Sides
 from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
@@ -45,18 +48,25 @@ PROOF = 0.01  # of the step: where no program proves more, that no plan is short
 FAR = 0.01  # of the bound: probing does not get further. Of 405B 0.3 % took it 289 probes; 1.7 % of a small model, 600 in vain
 SEEN = 0.75  # of it: how far from the bound of some choices the best of those may be; closer takes HiGHS three times as long
 STRIKES = 3  # sweeps that strike choices
+PARTS = (0.75, 0.5, 0.25, 0.0)  # of what blocks keep that may be all that is kept
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Goal:
     """What is asked of a search. Bytes per device; seconds. The first plan is waited for beyond the time limit. `keep` says
-    of parameters that the forward gathered whether they stay for the backward; None: each as the search finds."""
+    of parameters that the forward gathered whether they stay for the backward; None: each as the search finds. What is over
+    the limit can be computed again for what `relief` says."""
 
     memory_limit: float | None = None
     gap: float = 0.005
     time_limit: float | None = None
     keep: bool | None = None
+    relief: Relief = ()
+
+    @property
+    def room(self) -> Room | None:
+        return None if self.memory_limit is None else Room(self.memory_limit, self.relief)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +92,28 @@ class Prepared:
     @cached_property
     def sides(self) -> Sides:
         return Sides(self.built.problem, self.kernels.prices)
+
+    @cached_property
+    def relief(self) -> Relief:
+        """What of the values that the blocks' forward makes can be computed again, by the time that this takes where all
+        ranks share the work."""
+        ranks = self.kernels.prices.mesh.size
+        price = {
+            part.node.name: float(self.kernels.costs(part.node, part.choices)[0][0]) / ranks
+            for variable in self.draft.variables
+            for part in variable.parts
+        }
+        first = {node.name: price.get(one.name, 0.0) for node, one in self.draft.first.items()}
+        keep = Keep.of(self.graph.graph, repeats_of(self.graph), first)
+        saved = sum(
+            float(self.kernels.costs(part.node, part.choices)[2][0]) * part.count
+            for variable in self.draft.variables
+            for part in variable.parts
+            if part.is_saved and part.node.name in keep.names
+        )
+        least = keep.remaking(saved)
+        points = [(saved * (1 - part) / ranks, keep.remaking(saved * part) - least) for part in PARTS]
+        return relief_of([(nbytes, max(0.0, seconds)) for nbytes, seconds in points])
 
     def solutions(self, goal: Goal) -> Iterator[Solution]:
         """Good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
@@ -178,7 +210,7 @@ class _Search:
     """Bounds from below and plans from above, until they meet."""
 
     def __init__(self, sides: Sides, goal: Goal) -> None:
-        self.problem, self.sides, self.goal = sides.problem, sides, goal
+        self.problem, self.sides, self.goal, self.room = sides.problem, sides, goal, goal.room
         self.started = time.perf_counter()
         self.relaxation = Relaxation(sides)
         self.best: Plan | None = None
@@ -203,8 +235,8 @@ class _Search:
             relaxation.dual.deadline = self.started + self.goal.time_limit
         relaxation.dual.ascend(SWEEPS)
         self._look(relaxation)
-        if self.best is None and self.goal.memory_limit is not None:
-            self._fit(relaxation, self.goal.memory_limit)
+        if self.best is None and self.room is not None:
+            self._fit(relaxation, self.room)
         if not self._is_proven() and not self._is_late():
             self._weigh(relaxation)
         if self.best is not None:
@@ -241,22 +273,22 @@ class _Search:
             self._reweigh(relaxation, replace(relaxation.weights, byte=byte), ROUGH)
         return min(self.plans, key=lambda plan: plan.memory, default=None)
 
-    def _fit(self, relaxation: Relaxation, limit: float) -> None:
+    def _fit(self, relaxation: Relaxation, room: Room) -> None:
         """Look for a price on bytes under which the relaxation points to plans that fit.
 
-        First bytes alone count: where even that bound is over the limit, no plan fits.
+        First bytes alone count: where even that bound is over the most that fits, no plan does.
         """
         self._reweigh(relaxation, Weights(((0.0, 0.0, 0.0),) * len(self.problem.segments), 1 / GB), ROUGH)
-        if relaxation.dual.bound > self.paid:
+        if relaxation.dual.bound > (room.most - self.problem.base) / GB:
             raise self._too_small()
         if not self.plans:
             return
-        weights = weights_of(self.plans, limit)
+        weights = weights_of(self.plans, room)
         for _ in range(CUTS):
             self._reweigh(relaxation, weights, ROUGH)
             if self.best is not None and self._is_late():
                 break
-            weights = weights_of(self.plans, limit).between(weights)
+            weights = weights_of(self.plans, room).between(weights)
 
     def _look(self, relaxation: Relaxation) -> None:
         """Take the bound, and the plan that the dual points to if it fits."""
@@ -264,25 +296,28 @@ class _Search:
         self.bound = max(self.bound, dual.bound - self.paid)
         picked = dual.decode(range(len(dual.choices)))
         for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
-            plan = self._kept(evaluate(self.sides, picked, keeps=keeps))
+            plan = self._kept(evaluate(self.sides, picked, keeps=keeps, room=self.room))
             if plan is None:
                 return
             self.plans.append(plan)
             self.smallest = min(self.smallest, plan.memory)
-            if self.goal.memory_limit is None or plan.memory <= self.goal.memory_limit:
+            if self._fits(plan):
                 self._take(plan)
+
+    def _fits(self, plan: Plan) -> bool:
+        return self.room is None or self.room.fits(plan.memory)
 
     def _kept(self, plan: Plan | None) -> Plan | None:
         """A plan of the same choices that keeps what it is told to."""
         if plan is None or self.goal.keep is None:
             return plan
         keeps, byte = 0.0 if self.goal.keep else float("inf"), self.relaxation.weights.byte
-        return evaluate(self.sides, plan.picked, keeps=keeps, repeats=byte)
+        return evaluate(self.sides, plan.picked, keeps=keeps, repeats=byte, room=self.room)
 
     def _take_solved(self, plan: Plan | None) -> None:
         """Take what a program found, which keeps what it likes."""
         told = self._kept(plan)
-        if told is plan or (told is not None and told.memory <= (self.goal.memory_limit or float("inf"))):
+        if told is plan or (told is not None and self._fits(told)):
             self._take(told)
 
     def _take(self, plan: Plan | None) -> None:
@@ -328,12 +363,11 @@ class _Search:
         return next((left for left in lefts if left.size <= LARGE), struck.nearest(0, plans))
 
     def _model(self, left: Left) -> Model:
-        return Model(self.sides, left, self.goal.memory_limit)
+        return Model(self.sides, left, self.room)
 
     def _reweigh(self, relaxation: Relaxation, weights: Weights, tolerance: float = 1e-4) -> None:
         relaxation.reweigh(weights)
-        limit = self.goal.memory_limit
-        self.paid = weights.byte * (limit - self.problem.base) if limit is not None else 0.0
+        self.paid = 0.0 if self.room is None else self.room.worth(weights.byte, self.problem.base)
         relaxation.dual.ascend(SWEEPS, tolerance)
         self._look(relaxation)
 
@@ -346,7 +380,7 @@ class _Search:
             self.is_tired = self.best is not None and (left.size > PROVABLE or self._is_late())
             if self.is_tired:
                 return
-            model = Model(self.sides, left, self.goal.memory_limit)
+            model = self._model(left)
             plan, bound = model.solve(self.goal.gap / 2, self._left())
             self._take_solved(plan)
             least = min(worst, bound)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from passes.cost.program import Program
 from passes.cost.regions import is_alias
 from passes.cost.savings import nbytes_of, savings
 from passes.ir.blocks import Blocks
@@ -33,15 +32,13 @@ class Keep:
     seconds: Mapping[str, float]
     sources: Mapping[str, tuple[str, ...]]
     needed: tuple[str, ...]  # by the backward itself
+    names: frozenset[str] = frozenset()  # of the nodes
 
     @staticmethod
-    def of(graph: Graph, repeats: Repeats, program: Program) -> Keep:
-        """`program` is of the partitioned graph: what its forward computes has the nodes' names."""
+    def of(graph: Graph, repeats: Repeats, price: Mapping[str, float]) -> Keep:
+        """`price` is of nodes by name, in seconds; what has none is made again for nothing."""
         blocks = Blocks.of(graph)
         remade = [node for node, saving in savings(blocks, frozenset()).items() if saving == "remade"]
-        price = {
-            name: task.seconds / len(task.nodes) for task in program.tasks if not task.backward for name in task.nodes
-        }
         nbytes: dict[str, int] = defaultdict(int)
         seconds: dict[str, float] = defaultdict(float)
         sources: dict[str, dict[str, None]] = defaultdict(dict)
@@ -54,7 +51,7 @@ class Keep:
                 nbytes[kind] += count * nbytes_of(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
-        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed))
+        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed), frozenset(node.name for node in remade))
 
     def size(self, kept: Sequence[str]) -> int:
         """Bytes of all blocks."""
@@ -62,6 +59,13 @@ class Keep:
 
     def within(self, limit: float) -> tuple[str, ...]:
         """The kinds to keep in so many bytes, for the least time."""
+        return self._within(limit)[0]
+
+    def remaking(self, limit: float) -> float:
+        """Seconds of what is made again where so many bytes are kept."""
+        return self._within(limit)[1]
+
+    def _within(self, limit: float) -> tuple[tuple[str, ...], float]:
         program, worth = milp.Program(), IDLE * sum(self.seconds.values()) / max(limit, 1.0)
         kept = {
             kind: program.column(cost=worth * count, integer=True)
@@ -85,4 +89,5 @@ class Keep:
         program.row(list(kept.values()), [self.nbytes[kind] / max(limit, 1.0) for kind in kept], 0.0, 1.0)
         answer = program.minimise(gap=GAP, time_limit=None)
         assert answer.values is not None, "keeping nothing is always possible"
-        return tuple(kind for kind, column in kept.items() if answer.values[column] > 0.5)
+        kinds = tuple(kind for kind, column in kept.items() if answer.values[column] > 0.5)
+        return kinds, sum(float(answer.values[column]) * self.seconds[kind] for kind, column in again.items())

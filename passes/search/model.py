@@ -17,6 +17,7 @@ from passes.search.bound import Left
 from passes.search.milp import Program
 from passes.search.problem import Busy, Floats, Ints, Move, Problem, Value
 from passes.search.relax import Weights
+from passes.search.room import Room
 from passes.search.sides import Arc, Sides
 
 SCALE = 1e3  # seconds to the program's unit: milliseconds
@@ -43,8 +44,8 @@ class Plan:
 class Model:
     """The program of what is left to look at."""
 
-    def __init__(self, sides: Sides, left: Left, limit: float | None) -> None:
-        self.problem, self.sides, self.limit = sides.problem, sides, limit
+    def __init__(self, sides: Sides, left: Left, room: Room | None) -> None:
+        self.problem, self.sides, self.room = sides.problem, sides, room
         problem = self.problem
         self.program = Program()
         self.total = [self.program.column(SCALE, float("inf")) for _ in problem.segments]
@@ -67,10 +68,11 @@ class Model:
         self.byte_row = -1
         self.work_rows: list[int] = []  # per variable
         self.buffer_rows: list[int] = []  # per segment
-        if limit is not None:
+        if room is not None:
             self._work()
             terms = [(column, -nbytes / 1e9) for column, nbytes in self.bytes]
-            self.byte_row = self._row(terms, -(limit - problem.base) / 1e9)
+            terms += [(column, 1.0) for column in freed(self.program, room)]
+            self.byte_row = self._row(terms, -(room.limit - problem.base) / 1e9)
 
     @property
     def size(self) -> int:
@@ -153,7 +155,7 @@ class Model:
                 self.gathered[value.segment].append((column, nbytes / self.problem.segments[value.segment].layers))
             elif nbytes := float(tariff.held[arc]):
                 self._hold(column, nbytes)
-                if value.backward >= 0 and self.limit is not None:
+                if value.backward >= 0 and self.room is not None:
                     self._repeat(value, number, column, moves[arc], nbytes)
 
     def _repeat(self, value: Value, number: int, moved: int, move: Move, nbytes: float) -> None:
@@ -228,8 +230,13 @@ class Model:
         memory = self.problem.base + sum(values[column] * nbytes for column, nbytes in self.bytes)
         kept = sorted({value for column, value in self.keeps.items() if values[column] > 0.5})
         again = sorted({value for column, value in self.repeats.items() if values[column] > 0.5})
-        objective = float(busy.max(1).sum())
+        objective = float(busy.max(1).sum()) + (self.room.seconds(memory) if self.room is not None else 0.0)
         return Plan(picked, kept, again, objective, bound, float(memory), busy), bound
+
+
+def freed(program: Program, room: Room) -> list[int]:
+    """Columns of what is computed again, in GB."""
+    return [program.column(step.seconds * 1e9 * SCALE, step.nbytes / 1e9) for step in room.relief]
 
 
 def charged(problem: Problem, value: Value, move: Move) -> Busy:

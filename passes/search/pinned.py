@@ -15,6 +15,7 @@ from passes.search.bound import NEVER, Dual
 from passes.search.evaluate import evaluate
 from passes.search.find import Searched
 from passes.search.model import COMPUTE, Model, Plan
+from passes.search.room import Room
 from passes.search.sides import Sides
 
 SWEEPS = 5  # of dual ascent from where the search ended, with one choice fixed
@@ -37,7 +38,7 @@ class Alternative:
 
 
 def alternatives(
-    searched: Searched, node: Node, memory_limit: float | None, *, asked: Layout, most: int, solved: int
+    searched: Searched, node: Node, room: Room | None, *, asked: Layout, most: int, solved: int
 ) -> tuple[Alternative, ...]:
     """Layouts of what `node` makes that the search considers, the quickest first: the `most` promising by the search's own
     bounds, the chosen one and the one `asked` for. None for what the search did not decide.
@@ -53,7 +54,7 @@ def alternatives(
     groups: dict[Layout, list[int]] = {}
     for number, choice in enumerate(variable.choices):
         groups.setdefault(choice.results[owner.results + position], []).append(number)
-    pinned = _Pinned(searched, memory_limit)
+    pinned = _Pinned(searched, room)
     chosen = searched.plan.picked[owner.variable]
     least = searched.relaxation.dual.least(owner.variable)
     ranked = sorted(groups, key=lambda layout: (float(least[groups[layout]].min()), str(layout)))
@@ -71,12 +72,12 @@ def alternatives(
 class _Pinned:
     """The relaxation at the end of a search, with one variable's choices struck but for a few."""
 
-    def __init__(self, searched: Searched, memory_limit: float | None) -> None:
-        self.searched, self.limit = searched, memory_limit
+    def __init__(self, searched: Searched, room: Room | None) -> None:
+        self.searched, self.room = searched, room
         self.problem, self.relaxation = searched.built.problem, searched.relaxation
         self.sides: Sides = self.relaxation.sides
         byte = self.relaxation.weights.byte
-        self.paid = byte * (memory_limit - self.problem.base) if memory_limit is not None else 0.0
+        self.paid = 0.0 if room is None else room.worth(byte, self.problem.base)
 
     def dual(self, variable: int, numbers: Sequence[int]) -> Dual:
         dual = self.relaxation.dual.copied()
@@ -100,7 +101,7 @@ class _Pinned:
         found = []
         for picked in (decoded, changed):
             for keeps in dict.fromkeys((self.relaxation.weights.byte, 0.0, float("inf"))):
-                plan = evaluate(self.sides, picked, keeps=keeps)
+                plan = evaluate(self.sides, picked, keeps=keeps, room=self.room)
                 found += [plan] if plan is not None else []
         return found
 
@@ -108,7 +109,7 @@ class _Pinned:
         """The best plan among choices near the bound and those of the plans in hand."""
         left = dual.nearest(NEAREST, [self.searched.plan.picked, *(plan.picked for plan in plans)])
         left.choices[variable] &= ~self._others(variable, numbers)
-        model = Model(self.sides, left, self.limit)
+        model = Model(self.sides, left, self.room)
         plan, _ = model.solve(GAP, None, nodes=1)
         return [] if plan is None else [plan]
 
@@ -130,4 +131,4 @@ class _Pinned:
         )
 
     def _fits(self, plan: Plan) -> bool:
-        return self.limit is None or plan.memory <= self.limit
+        return self.room is None or self.room.fits(plan.memory)

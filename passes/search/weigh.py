@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.search.milp import Program
-from passes.search.model import SCALE, Plan
+from passes.search.model import SCALE, Plan, freed
 from passes.search.relax import Weights
+from passes.search.room import Room
 
 SHORT = 4.0  # what a plan of no bytes would save at most, in steps: keeps the price of bytes finite where none fits
 GB = 1e9
 
 
-def weights_of(plans: Sequence[Plan], limit: float | None) -> Weights:
+def weights_of(plans: Sequence[Plan], room: Room | None) -> Weights:
     """Weights under which the best of `plans` costs most: with these plans alone no weights bound more."""
     program = Program()
     parts = [program.column() for _ in plans]
@@ -27,11 +28,12 @@ def weights_of(plans: Sequence[Plan], limit: float | None) -> Weights:
             ]
         )
     byte_row = -1
-    if limit is not None:
+    if room is not None:
         least = min(plan.objective for plan in plans)
-        over = program.column(SHORT * least / limit * GB * SCALE, float("inf"))
+        over = program.column(SHORT * least / room.limit * GB * SCALE, float("inf"))
+        more = [over, *freed(program, room)]
         bytes_ = [-plan.memory / GB for plan in plans]
-        byte_row = program.row([over, *parts], [1.0, *bytes_], -limit / GB, float("inf"))
+        byte_row = program.row([*more, *parts], [*(1.0 for _ in more), *bytes_], -room.limit / GB, float("inf"))
     duals = program.duals()
     assert duals is not None, "every plan is an answer"
     segments = []
