@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.checkpointing import relief_for
 from autoshard.constraints import check_options
 from autoshard.garbage import uncollected
 from autoshard.judge import Folded, refold, seeded
@@ -35,7 +36,6 @@ class Basis:
     folded: Folded
     replan: Callable[[Problem, Folded | None, bool], ShardingPlan]  # folded, where that is known; whether quick
     prepared: Prepared | None = None  # for the search that made the plan
-    freed: int = 0  # bytes that are computed again rather than kept, which a search does not know of
     gap: float = Goal.gap  # that the search was content with
 
     @property
@@ -52,13 +52,8 @@ class Basis:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
-        limit = self.memory_limit + self.freed
-        return prepared.explore(Goal(limit, self.gap, options.time_limit, keep=options.keeps_gathered))
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes of one device."""
-        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+        limit, relief = options.memory_bytes(memory_of(self.problem.mesh)), relief_for(self.problem, prepared)
+        return prepared.explore(Goal(limit, self.gap, options.time_limit, options.keeps_gathered, relief))
 
     def changed(
         self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any], *, prove: bool

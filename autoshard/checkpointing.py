@@ -86,12 +86,13 @@ class Settling:
         return trial.timeline.peak_memory <= self.limit
 
     def _fitted(self, usual: Trial) -> Trial:
-        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
-        less leaves memory in which communication hides, so half of it and nothing are tried as well."""
+        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program,
+        beside one block that is made again; less leaves memory in which communication hides, so half of it and nothing are
+        tried as well, unless the first that fits will do."""
         keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
             return usual
-        room, tried = self._saved(usual.split), {usual.kept: usual}
+        room, tried = self._saved(usual.split) - keep.block, {usual.kept: usual}
         last = usual
         for _ in range(TRIES):
             room -= last.timeline.peak_memory - self.limit
@@ -100,7 +101,8 @@ class Settling:
             if self._fits(last) or not kept:
                 break
             room = keep.size(kept)
-        for kept in dict.fromkeys((keep.within(keep.size(last.kept or ()) / 2), ())):
+        others = () if self.quick and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
+        for kept in dict.fromkeys(others):
             if kept not in tried:
                 tried[kept] = self.trial(kept)
         best = min(tried.values(), key=self._rank)

@@ -113,8 +113,7 @@ def _choice(plan: ShardingPlan, node: Node, forced: dict[str, tuple[str, ...]], 
         searched = plan.basis.searched
         own = next((one for one in searched.graph.graph.nodes if one.name == node.name), None)
         if own is not None:
-            limit = plan.basis.memory_limit
-            priced = alternatives(searched, own, limit, asked=layout, most=LISTED, solved=solved)
+            priced = alternatives(searched, own, asked=layout, most=LISTED, solved=solved)
     return Choice(
         input_of(node).name if node.op == "placeholder" else f"%{node.name}",
         format_type(tensor_of(node)),

@@ -133,6 +133,11 @@ class Judged:
         return self.timeline.step_time - (self.chunking.could_save if self.chunking is not None else 0.0)
 
     @property
+    def freed(self) -> int:
+        """Bytes of what is computed again rather than kept."""
+        return (self.recomputation.freed or 0) if self.recomputation is not None else 0
+
+    @property
     def cost(self) -> Cost:
         return cost_of(self.timeline)
 

@@ -106,9 +106,8 @@ def plan_problem(
         made = _assembled(problem, folded.text, decision.judged, decision)
         if (dump := dump_of(problem.options)) is not None:
             _dump(problem, folded, decision, dump)
-    freed = (made.recomputation.freed or 0) if made.recomputation else 0
     gap = QUICK if quick else Goal.gap
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, freed=freed, gap=gap))
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, gap=gap))
 
 
 def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:

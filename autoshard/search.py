@@ -69,7 +69,6 @@ def search(
     progress(SOLVED)
     contest.solve()
     contest.try_recipes(progress, every=every)
-    contest.solve_again(progress)
     if contest.best is None:
         contest.try_least()
     if contest.best is None:
@@ -167,34 +166,33 @@ class _Contest:
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask_again(self, prepared: Prepared, *, gap: float = Goal.gap, beside: int = 0) -> None:
+    def ask_again(self, prepared: Prepared, *, gap: float = Goal.gap) -> None:
         """As `ask`, but what was found before stays if it is as good; what is proven of one problem holds for a solution of
         one with fewer choices."""
         held = self.solution, self.source, self.judged.pop(SOLVED, None)
         self.best = self._fastest()
-        self.ask(prepared, gap=gap, beside=beside)
+        self.ask(prepared, gap=gap)
         before, now = held[-1], self.judged.get(SOLVED)
         if before is not None and (now is None or self._rank(before) <= self._rank(now)):
             proven = self.solution.bound if self.solution is not None else 0.0
             self.solution, self.source, self.judged[SOLVED] = held[0], held[1], before
-            if self.solution is not None and proven > 0.0 and prepared is not self.source and not beside:
+            if self.solution is not None and proven > 0.0:
                 self.solution = replace(self.solution, bound=proven)
         self.best = self._fastest()
 
-    def ask(self, prepared: Prepared, *, gap: float = Goal.gap, beside: int = 0) -> None:
-        """Solve for less memory, while the simulator finds a higher peak than the solver estimated. It counts all that the
-        backward needs as kept: `beside` the limit is what computing it again frees.
+    def ask(self, prepared: Prepared, *, gap: float = Goal.gap) -> None:
+        """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
-        By as much as the peak was too high; halfway to where the solver finds none, if that is not as far. Of the plan that
+        By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
-        none, some, asked = 0.0, float(self.limit + beside), float(self.limit + beside)
+        relief = relief_for(self.problem, prepared)
+        none, some, asked = -sum(step.nbytes for step in relief), float(self.limit), float(self.limit)
         for attempt in range(TRIES):
             left = self.left * SHARE
             if attempt > 0 and left <= 0:
                 break
-            goal = Goal(asked, gap, None if left == float("inf") else left, self._keep, relief_for(self.problem, prepared))
-            found = prepared.solutions(goal)
+            found = prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep, relief))
             try:
                 solution = next(found)
             except MemoryLimitError:
@@ -206,9 +204,10 @@ class _Contest:
                 if not self.quick:
                     self.improve(found, prepared)
                 break
-            some = asked
-            excess = self.judged[SOLVED].cost.peak_memory - self.limit
-            asked = max(asked - excess, (none + asked) / 2)
+            some, judged = asked, self.judged[SOLVED]
+            excess = judged.cost.peak_memory - self.limit
+            missed = judged.cost.peak_memory + judged.freed - solution.memory
+            asked = max(min(asked - excess, self.limit - missed), (none + asked) / 2)
 
     def improve(self, found: Iterator[Solution], prepared: Prepared) -> None:
         """Take what a longer search finds, if what is held is not proven by then, where the simulator agrees that it is
@@ -262,16 +261,6 @@ class _Contest:
                 progress(name)
                 worst = float("inf") if every else self.best_time
                 self.enter(name, judge(self.problem, self.folded, recipes, worst=worst, quick=self.quick))
-
-    def solve_again(self, progress: Progress) -> None:
-        """Where layers have to be computed again: the solved placement for the memory that this frees beside the limit."""
-        reached = self.judged[self.best] if self.best is not None else self.least
-        again = reached.recomputation if reached is not None else None
-        source = self.source or self.prepared
-        if again is None or not again.freed or source is None or self.left <= 0:
-            return
-        progress(SOLVED)
-        self.ask_again(source, beside=again.freed)
 
     def cut(self) -> None:
         """Count what is sent in chunks, for the best and for those that could be better with it."""

@@ -63,7 +63,8 @@ class _Builder:
         self.weights = weights_of(gm.graph)
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
-        self.saved = {self.ties.first[node] for node in _saved(self.nodes, self.forward)}
+        saved, self.read = _saved(self.nodes, self.forward)
+        self.saved = {self.ties.first[node] for node in saved}
         self.names: list[tuple[str, bool]] = []
         self.segment = self._segments()
         self.variables: list[Undecided] = []
@@ -285,7 +286,7 @@ class _Builder:
                 self.segment.get(self.ties.first[place], 0),
                 hides=hides,
                 is_parameter=node in self.weights,
-                saved=node not in self.weights and node in self.forward and not node.users.keys() <= self.forward,
+                saved=node not in self.weights and node in self.read,
                 is_counted=self.ties.first[source_of(node)] in self.saved,
                 backward=self._again(node),
                 is_term=node in self.gradients and any(_is_widening(user) for user in node.users),
@@ -387,18 +388,22 @@ def _forward(gm: GraphModule) -> set[Node]:
     return found
 
 
-def _saved(nodes: Sequence[Node], forward: set[Node]) -> set[Node]:
-    """Calls of the forward whose results the backward needs.
+def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node]]:
+    """Calls of the forward whose results the backward needs, and the values that it reads as its own calls do, or those that
+    it makes again.
 
     What can be fused is computed again from these, unless a call that is no fused one reads it: it would be written
     to memory for that, as the partitioner has it.
     """
     found: set[Node] = set()
+    read: set[Node] = set()
     seen: set[Node] = set()
     queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
     written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
     while queue:
-        node = source_of(queue.pop())
+        value = queue.pop()
+        read.add(value)
+        node = source_of(value)
         if node in seen or node.op == "placeholder":
             continue
         seen.add(node)
@@ -406,7 +411,7 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> set[Node]:
             queue.extend(operands(node))
         else:
             found.add(node)
-    return found
+    return found, read
 
 
 def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:

@@ -139,7 +139,7 @@ class Prepared:
         """
         search = self._search(goal)
         plan, _ = list(search.each())[-1]
-        return Searched(self.graph, self.built, plan, search.relaxation)
+        return Searched(self.graph, self.built, plan, search.relaxation, goal.room)
 
     def least(self, *, keep: bool | None = None) -> Iterator[Solution]:
         """Layouts that take little memory, whatever they cost: the quickest of those first. `keep` is as in a `Goal`."""
@@ -166,6 +166,7 @@ class Searched:
     built: Built
     plan: Plan
     relaxation: Relaxation  # under the weights with the highest bound that was found
+    room: Room | None  # that it was asked for
 
 
 def find(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:

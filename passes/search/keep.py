@@ -33,6 +33,7 @@ class Keep:
     sources: Mapping[str, tuple[str, ...]]
     needed: tuple[str, ...]  # by the backward itself
     names: frozenset[str] = frozenset()  # of the nodes
+    block: int = 0  # bytes of the largest block
 
     @staticmethod
     def of(graph: Graph, repeats: Repeats, price: Mapping[str, float]) -> Keep:
@@ -43,15 +44,17 @@ class Keep:
         seconds: dict[str, float] = defaultdict(float)
         sources: dict[str, dict[str, None]] = defaultdict(dict)
         needed: dict[str, None] = {}
+        inside: dict[str, int] = defaultdict(int)
         for node in remade:
             kind, count = blocks.kind[node], repeats.count(blocks.block[node])
             seconds[kind] += count * price.get(node.name, 0.0)
             sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
             if not is_alias(node) and transfer_of(node) is None:
                 nbytes[kind] += count * nbytes_of(node)
+                inside[blocks.block[node]] += nbytes_of(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
-        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed), frozenset(node.name for node in remade))
+        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed), frozenset(node.name for node in remade), max(inside.values(), default=0))
 
     def size(self, kept: Sequence[str]) -> int:
         """Bytes of all blocks."""

@@ -15,7 +15,6 @@ from passes.search.bound import NEVER, Dual
 from passes.search.evaluate import evaluate
 from passes.search.find import Searched
 from passes.search.model import COMPUTE, Model, Plan
-from passes.search.room import Room
 from passes.search.sides import Sides
 
 SWEEPS = 5  # of dual ascent from where the search ended, with one choice fixed
@@ -38,7 +37,7 @@ class Alternative:
 
 
 def alternatives(
-    searched: Searched, node: Node, room: Room | None, *, asked: Layout, most: int, solved: int
+    searched: Searched, node: Node, *, asked: Layout, most: int, solved: int
 ) -> tuple[Alternative, ...]:
     """Layouts of what `node` makes that the search considers, the quickest first: the `most` promising by the search's own
     bounds, the chosen one and the one `asked` for. None for what the search did not decide.
@@ -54,7 +53,7 @@ def alternatives(
     groups: dict[Layout, list[int]] = {}
     for number, choice in enumerate(variable.choices):
         groups.setdefault(choice.results[owner.results + position], []).append(number)
-    pinned = _Pinned(searched, room)
+    pinned = _Pinned(searched)
     chosen = searched.plan.picked[owner.variable]
     least = searched.relaxation.dual.least(owner.variable)
     ranked = sorted(groups, key=lambda layout: (float(least[groups[layout]].min()), str(layout)))
@@ -72,12 +71,12 @@ def alternatives(
 class _Pinned:
     """The relaxation at the end of a search, with one variable's choices struck but for a few."""
 
-    def __init__(self, searched: Searched, room: Room | None) -> None:
-        self.searched, self.room = searched, room
+    def __init__(self, searched: Searched) -> None:
+        self.searched, self.room = searched, searched.room
         self.problem, self.relaxation = searched.built.problem, searched.relaxation
         self.sides: Sides = self.relaxation.sides
         byte = self.relaxation.weights.byte
-        self.paid = 0.0 if room is None else room.worth(byte, self.problem.base)
+        self.paid = 0.0 if self.room is None else self.room.worth(byte, self.problem.base)
 
     def dual(self, variable: int, numbers: Sequence[int]) -> Dual:
         dual = self.relaxation.dual.copied()

@@ -30,7 +30,7 @@ def weights_of(plans: Sequence[Plan], room: Room | None) -> Weights:
     byte_row = -1
     if room is not None:
         least = min(plan.objective for plan in plans)
-        over = program.column(SHORT * least / room.limit * GB * SCALE, float("inf"))
+        over = program.column(SHORT * least / room.most * GB * SCALE, float("inf"))
         more = [over, *freed(program, room)]
         bytes_ = [-plan.memory / GB for plan in plans]
         byte_row = program.row([*more, *parts], [*(1.0 for _ in more), *bytes_], -room.limit / GB, float("inf"))
