@@ -28,6 +28,7 @@ from passes.propagate import Propagate
 from passes.recipes.data import SHARDED_RECIPES
 from passes.search.bundles import Bundles, coarse, single
 from passes.search.find import PROOF, Goal, Prepared, prepare
+from passes.search.room import Room
 from passes.search.solution import Solution
 from passes.seed import Seed
 
@@ -237,14 +238,19 @@ class _Contest:
         if self.is_answered:
             self.declined += [_not_needed(name) for name, _ in _experts(self.problem)]
             return
-        estimates = {}
+        estimates: dict[str, tuple[float, Recipes]] = {}
         for name, recipes in _experts(self.problem):
             try:
                 self.problem.check_batch(recipes)
             except InputError as error:
                 self.declined.append(Candidate(name, None, fits=False, note=str(error)))
                 continue
-            estimates[name] = self.estimate(recipes), recipes
+            seconds, fits = self.estimate(recipes)
+            if self.best is not None and self.quick and not fits:
+                note = "takes too much memory by the solver's model: not simulated; plan.with_(..., prove=True) does"
+                self.declined.append(Candidate(name, None, fits=False, note=note))
+                continue
+            estimates[name] = seconds, recipes
             if self.best is not None and not every and (state := self.state(recipes)) > self.limit:
                 note = f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
@@ -290,11 +296,13 @@ class _Contest:
         note = f"the time limit of {self.problem.options.time_limit} s was over"
         self.declined.append(Candidate(name, None, fits=False, note=note))
 
-    def estimate(self, recipes: Recipes) -> float:
-        """Seconds of a step by the solver's model; 0 where it cannot tell, or not in time."""
+    def estimate(self, recipes: Recipes) -> tuple[float, bool]:
+        """By the solver's model, seconds of a step and whether it fits; 0 and True where it cannot tell, or not in time."""
         if self.prepared is None or self.left <= 0:
-            return 0.0
-        return self.prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes)) or 0.0
+            return 0.0, True
+        room = Room(self.limit, relief_for(self.problem, self.prepared))
+        plan = self.prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
+        return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:
         """Bytes that a device holds of the model under these recipes, at least."""

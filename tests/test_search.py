@@ -290,7 +290,9 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
             placed = seeded(problem, folded, recipes_of(name, mesh))
             PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
             layouts.append({node.name: layouts_of(node) for node in placed.graph.nodes if has_layout(node)})
-            steps.append(prepared.price(placed, gathers_again=name.startswith("fsdp")))
+            priced = prepared.price(placed, gathers_again=name.startswith("fsdp"))
+            assert priced is not None
+            steps.append(priced.objective)
         assert layouts[0] == layouts[1]
         assert steps[0] is not None and steps[1] is not None and steps[0] > steps[1]
 

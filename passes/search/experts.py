@@ -25,17 +25,20 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout
 from passes.search.draft import Built
 from passes.search.evaluate import evaluate
+from passes.search.model import Plan
 from passes.search.problem import Use
+from passes.search.room import Room
 from passes.search.sides import Sides
 
 
-def price(gm: GraphModule, built: Built, sides: Sides, placed: GraphModule, *, gathers_again: bool) -> float | None:
-    """Predicted step, in seconds, of the layouts of `placed`: the graph `gm` that `built` is of, with reshards added
-    and every node placed. Where it has layouts that the search does not consider, of those that are most like it; None
-    where these do not go together."""
+def price(
+    gm: GraphModule, built: Built, sides: Sides, placed: GraphModule, *, gathers_again: bool, room: Room | None
+) -> Plan | None:
+    """The plan with the layouts of `placed`: the graph `gm` that `built` is of, with reshards added and every node
+    placed. Where it has layouts that the search does not consider, with those that are most like it; None where these do
+    not go together."""
     picked = _picked(gm, built, placed)
-    plan = evaluate(sides, picked, keeps=float("inf") if gathers_again else 0.0, repeats=0.0)
-    return None if plan is None else plan.objective
+    return evaluate(sides, picked, keeps=float("inf") if gathers_again else 0.0, repeats=0.0, room=room)
 
 
 def _picked(gm: GraphModule, built: Built, placed: GraphModule) -> list[int]:

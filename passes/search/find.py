@@ -149,10 +149,10 @@ class Prepared:
             if plan is not None:
                 yield self._solution(plan, 0.0, started)
 
-    def price(self, placed: GraphModule, *, gathers_again: bool) -> float | None:
-        """Predicted step, in seconds, of the layouts of `placed`, or of those most like it that the search considers; None
-        where these do not go together. Parameters are gathered again in the backward, or kept."""
-        return price(self.graph, self.built, self.sides, placed, gathers_again=gathers_again)
+    def price(self, placed: GraphModule, *, gathers_again: bool, room: Room | None = None) -> Plan | None:
+        """The plan with the layouts of `placed`, or with those most like it that the search considers; None where these do
+        not go together. Parameters are gathered again in the backward, or kept."""
+        return price(self.graph, self.built, self.sides, placed, gathers_again=gathers_again, room=room)
 
     def _solution(self, plan: Plan, bound: float, started: float) -> Solution:
         return _solution(self.graph, self.built, plan, bound, time.perf_counter() - started)

@@ -86,13 +86,17 @@ class Kernels:
         return kernel_seconds(self._local(self._calls[node], choice), self.prices.hardware)
 
     def _fused(self, node: Node, choice: Choice) -> float:
-        share, hardware = self._shares[node], self.prices.hardware
-        moved = 0.0
+        hardware = self.prices.hardware
+        return self._moved(node, choice) / hardware.memory_bandwidth + (hardware.launch if self._shares[node].launches else 0.0)
+
+    def _moved(self, node: Node, choice: Choice) -> float:
+        """Bytes that a fused call reads and writes."""
+        share, moved = self._shares[node], 0.0
         for operand, need, nbytes in zip(operands(node), choice.needs, share.reads, strict=True):
             moved += nbytes * self.prices.part(tuple(operand.meta["val"].shape), need) if nbytes else 0.0
         for result, layout, nbytes in zip(results_of(node), choice.results, share.writes, strict=True):
             moved += nbytes * self.prices.part(tuple(result.shape), layout) if nbytes else 0.0
-        return moved / hardware.memory_bandwidth + (hardware.launch if share.launches else 0.0)
+        return moved
 
     def _local(self, call: Call, choice: Choice) -> Call:
         layouts = list(choice.needs)
@@ -129,9 +133,11 @@ class Kernels:
         return self.prices.nbytes(tuple(tensor.shape), tensor.element_size(), choice.results[0])
 
     def _held(self, node: Node, choice: Choice) -> float:
-        """Bytes of a call's operands and results."""
+        """Bytes of a call's operands and results; of a fused one, of those that are in memory."""
         if node.op == "placeholder" or is_reshard(node) or is_alias(node):
             return 0.0
+        if node in self._shares:
+            return self._moved(node, choice)
         tensors = [(operand.meta["val"], need) for operand, need in zip(operands(node), choice.needs, strict=True)]
         tensors += zip(results_of(node), choice.results, strict=True)
         return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in tensors)
