@@ -133,14 +133,21 @@ class Kernels:
         return self.prices.nbytes(tuple(tensor.shape), tensor.element_size(), choice.results[0])
 
     def _held(self, node: Node, choice: Choice) -> float:
-        """Bytes of a call's operands and results; of a fused one, of those that are in memory."""
-        if node.op == "placeholder" or is_reshard(node) or is_alias(node):
+        """Bytes of a call's operands and results; of a fused one, of those that are in memory. What is made of nothing is
+        filled in where it is read."""
+        if node.op == "placeholder" or is_reshard(node) or is_alias(node) or _is_filled(node):
             return 0.0
         if node in self._shares:
             return self._moved(node, choice)
-        tensors = [(operand.meta["val"], need) for operand, need in zip(operands(node), choice.needs, strict=True)]
+        read = zip(operands(node), choice.needs, strict=True)
+        tensors = [(operand.meta["val"], need) for operand, need in read if not _is_filled(source_of(operand))]
         tensors += zip(results_of(node), choice.results, strict=True)
         return sum(self.prices.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in tensors)
+
+
+def _is_filled(node: Node) -> bool:
+    """Whether a call has no tensors to read, such as `full`."""
+    return node.op == "call_function" and not operands(node)
 
 
 def _shares(region: tuple[Node, ...]) -> dict[Node, _Share]:

@@ -227,11 +227,11 @@ class Model:
         values = answer.values
         picked = [max(columns, key=lambda choice: values[columns[choice]]) for columns in self.picks]
         busy = np.array([[sum(values[c] * s for c, s in row) for row in rows] for rows in self.busy])
-        memory = self.problem.base + sum(values[column] * nbytes for column, nbytes in self.bytes)
+        memory = self.problem.base + float(sum(values[column] * nbytes for column, nbytes in self.bytes))
         kept = sorted({value for column, value in self.keeps.items() if values[column] > 0.5})
         again = sorted({value for column, value in self.repeats.items() if values[column] > 0.5})
         objective = float(busy.max(1).sum()) + (self.room.seconds(memory) if self.room is not None else 0.0)
-        return Plan(picked, kept, again, objective, bound, float(memory), busy), bound
+        return Plan(picked, kept, again, objective, bound, memory, busy), bound
 
 
 def freed(program: Program, room: Room) -> list[int]:
