@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.checkpointing import relief_for
+from autoshard.checkpointing import room_for
 from autoshard.constraints import check_options
 from autoshard.garbage import uncollected
 from autoshard.judge import Folded, refold, seeded
 from autoshard.options import Options
-from autoshard.prediction import memory_of
 from autoshard.problem import Problem
 from autoshard.topology import equipped, mesh_of
 from passes.errors import UserError
@@ -52,8 +51,8 @@ class Basis:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
-        limit, relief = options.memory_bytes(memory_of(self.problem.mesh)), relief_for(self.problem, prepared)
-        return prepared.explore(Goal(limit, self.gap, options.time_limit, options.keeps_gathered, relief))
+        room = room_for(self.problem, prepared)
+        return prepared.explore(Goal(room.limit, self.gap, options.time_limit, options.keeps_gathered, room.relief))
 
     def changed(
         self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any], *, prove: bool

@@ -23,7 +23,7 @@ from passes.ir.repeats import Repeats
 from passes.manager import PassManager
 from passes.search.find import Prepared
 from passes.search.keep import Keep
-from passes.search.room import Relief
+from passes.search.room import Room
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
 TRIES = 4  # of what to keep, until a step fits
@@ -132,14 +132,14 @@ class Settling:
         return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
 
 
-def relief_for(problem: Problem, prepared: Prepared) -> Relief:
-    """What a search may count on being computed again, by `Options(checkpoint=...)`."""
-    how = problem.options.checkpoint
+def room_for(problem: Problem, prepared: Prepared) -> Room:
+    """The memory of a device, and what a search may count on being computed again, by `Options(checkpoint=...)`."""
+    how, limit = problem.options.checkpoint, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
-        return ()
+        return Room(limit)
     if how == "block":  # it is, whether memory is short or not
-        return tuple(replace(step, seconds=0.0) for step in prepared.relief)
-    return prepared.relief
+        return Room(limit, tuple(replace(step, seconds=0.0) for step in prepared.relief))
+    return Room(limit, prepared.relief)
 
 
 def _prices(program: Program) -> dict[str, float]:

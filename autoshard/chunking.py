@@ -26,6 +26,7 @@ from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of
 from passes.ir.repeats import Repeats, set_repeats
 
 TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
+TOLD_QUICKLY = 0.05  # ... for a quick answer
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Chunking:
     problem: Problem
     repeats: Repeats
     trial: Trial
+    quick: bool = False
 
     @property
     def could_save(self) -> float:
@@ -51,7 +53,8 @@ class Chunking:
         for backward, gm in self._halves.items():
             own = [(task, seconds) for task, seconds in timeline.exposed_by_task if task.backward is backward]
             found[backward] = sum(exposed_by_form(sites_in(gm), own).values())
-        return {backward: seconds for backward, seconds in found.items() if seconds >= TOLD * timeline.step_time}
+        least = (TOLD_QUICKLY if self.quick else TOLD) * timeline.step_time
+        return {backward: seconds for backward, seconds in found.items() if seconds >= least}
 
     @property
     def _overlap(self) -> Overlap | None:
@@ -62,7 +65,7 @@ class Chunking:
         split = self.trial.split
         return {False: split.forward} | ({} if split.backward is None else {True: split.backward})
 
-    def run(self, *, quick: bool = False) -> tuple[Timeline, tuple[Remark, ...]]:
+    def run(self) -> tuple[Timeline, tuple[Remark, ...]]:
         """The step with its messages as they will be sent, and what is said of them. Raises UnlikeLayersError where equal
         layers are not cut alike."""
         split, halves, mode, remarks = self.trial.split, self._halves, self.problem.options.compile, list[Remark]()
@@ -78,7 +81,7 @@ class Chunking:
         cut = replace(split, forward=halves[False], backward=halves.get(True))
         program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
         known = unchanged(self.trial.program, self.trial.timeline.program, program)
-        return run_step(program, self.problem.options, quick=quick, known=known), tuple(remarks)
+        return run_step(program, self.problem.options, quick=self.quick, known=known), tuple(remarks)
 
 
 def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:

@@ -176,18 +176,18 @@ def judge(
         return _judged_whole(problem, folded, recipes, solution, worst, error, quick=quick)
 
 
-def in_chunks(problem: Problem, judged: Judged, *, quick: bool = False) -> Judged:
+def in_chunks(problem: Problem, judged: Judged) -> Judged:
     """`judged` with its messages in chunks, as far as it will be compiled so."""
     if judged.chunking is None:
         return judged
     try:
         with uncollected():
-            timeline, remarks = judged.chunking.run(quick=quick)
+            timeline, remarks = judged.chunking.run()
         return replace(judged, timeline=timeline, chunking=None, remarks=(*judged.remarks, *remarks))
     except UnlikeLayersError as error:
-        worst = judged.timeline.step_time
+        worst, quick = judged.timeline.step_time, judged.chunking.quick
         whole = _judged_whole(problem, judged.folded, judged.recipes, judged.solution, worst, error, quick=quick)
-        return in_chunks(problem, whole, quick=quick)
+        return in_chunks(problem, whole)
 
 
 def _judged_whole(
@@ -216,7 +216,7 @@ def _judged(
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
     PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
-    chunking = Chunking(problem, folded.repeats, trial)
+    chunking = Chunking(problem, folded.repeats, trial, quick)
     return Judged(
         folded,
         recipes,

@@ -6,33 +6,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from torch.fx import GraphModule
-
-from autoshard.checkpointing import relief_for
-from autoshard.constraints import recipes_of
+from autoshard.checkpointing import room_for
+from autoshard.experts import Experts
 from autoshard.garbage import uncollected
 from autoshard.judge import Folded, Judged, in_chunks, judge, seeded
-from autoshard.prediction import memory_of, state_of
+from autoshard.prediction import memory_of
 from autoshard.problem import Problem, Recipes
 from autoshard.progress import Progress
 from autoshard.report.cost import format_memory
-from passes.base import PassContext
-from passes.errors import InputError, MemoryLimitError, RecipeError
-from passes.fuse_collectives import FuseCollectives
-from passes.insert_reshards import InsertReshards
+from passes.errors import InputError, MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
-from passes.manager import PassManager
-from passes.propagate import Propagate
-from passes.recipes.data import SHARDED_RECIPES
 from passes.search.bundles import Bundles, coarse, single
 from passes.search.find import PROOF, Goal, Prepared, prepare
-from passes.search.room import Room
 from passes.search.solution import Solution
 from passes.seed import Seed
 
-EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 SOLVED = "solved"
 AGAIN = "layers computed again in the backward"
 KEPT = "slower though nothing is computed again: not made to fit"
@@ -100,6 +90,10 @@ class _Contest:
     def limit(self) -> int:
         """Bytes of memory of one device."""
         return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    @property
+    def experts(self) -> Experts:
+        return Experts(self.problem, self.folded)
 
     @property
     def best_time(self) -> float:
@@ -187,7 +181,7 @@ class _Contest:
         By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
-        relief = relief_for(self.problem, prepared)
+        relief = room_for(self.problem, prepared).relief
         none, some, asked = -sum(step.nbytes for step in relief), float(self.limit), float(self.limit)
         for attempt in range(TRIES):
             left = self.left * SHARE
@@ -218,8 +212,10 @@ class _Contest:
             assert held is not None
             is_enough = held.objective * (1 - PROOF) <= solution.bound
             is_other = not is_enough and replace(solution, bound=held.bound) != held
-            if is_other and (not self.enter_solved(solution, prepared) or self.judged[SOLVED].cost.step_time > judged.cost.step_time):
-                self.solution, self.judged[SOLVED] = held, judged
+            if is_other:
+                fits, step = self.enter_solved(solution, prepared), self.judged[SOLVED].cost.step_time
+                if not fits or step > judged.cost.step_time:
+                    self.solution, self.judged[SOLVED] = held, judged
             self.solution = replace(self.solution or held, bound=max(held.bound, solution.bound))
 
     def try_least(self) -> None:
@@ -236,22 +232,24 @@ class _Contest:
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
         """The experts', those that look best first; for a quick answer no more than it needs."""
         if self.is_answered:
-            self.declined += [_not_needed(name) for name, _ in _experts(self.problem)]
+            self.declined += [_not_needed(name) for name, _ in self.experts]
             return
         estimates: dict[str, tuple[float, Recipes]] = {}
-        for name, recipes in _experts(self.problem):
+        for name, recipes in self.experts:
             try:
                 self.problem.check_batch(recipes)
             except InputError as error:
                 self.declined.append(Candidate(name, None, fits=False, note=str(error)))
                 continue
-            seconds, fits = self.estimate(recipes)
+            seconds, fits = 0.0, True  # as far as is known
+            if self.prepared is not None and self.left > 0:
+                seconds, fits = self.experts.estimate(recipes, self.prepared)
             if self.best is not None and self.quick and not fits:
                 note = "takes too much memory by the solver's model: not simulated; plan.with_(..., prove=True) does"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
                 continue
             estimates[name] = seconds, recipes
-            if self.best is not None and not every and (state := self.state(recipes)) > self.limit:
+            if self.best is not None and not every and (state := self.experts.state(recipes)) > self.limit:
                 note = f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
                 del estimates[name]
@@ -273,7 +271,7 @@ class _Contest:
         fitting = [name for name, judged in self.judged.items() if judged.cost.peak_memory <= self.limit]
         for name in sorted(fitting, key=lambda name: self.judged[name].cost.step_time):
             if name == self.best or self.judged[name].least_time < self.best_time:
-                self.judged[name] = in_chunks(self.problem, self.judged[name], quick=self.quick)
+                self.judged[name] = in_chunks(self.problem, self.judged[name])
                 self.best = self._fastest() or self.best
 
     def _fastest(self) -> str | None:
@@ -295,37 +293,6 @@ class _Contest:
     def _decline(self, name: str) -> None:
         note = f"the time limit of {self.problem.options.time_limit} s was over"
         self.declined.append(Candidate(name, None, fits=False, note=note))
-
-    def estimate(self, recipes: Recipes) -> tuple[float, bool]:
-        """By the solver's model, seconds of a step and whether it fits; 0 and True where it cannot tell, or not in time."""
-        if self.prepared is None or self.left <= 0:
-            return 0.0, True
-        room = Room(self.limit, relief_for(self.problem, self.prepared))
-        plan = self.prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
-        return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
-
-    def state(self, recipes: Recipes) -> int:
-        """Bytes that a device holds of the model under these recipes, at least."""
-        placed, optimizer = self._placed(recipes), self.problem.options.optimizer
-        return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
-
-    def _gathers_again(self, recipes: Recipes) -> bool:
-        """Whether parameters are gathered once more in the backward, all of them that are gathered."""
-        axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
-        return {recipe for recipe, size in axes if size > 1 and recipe in SHARDED_RECIPES} == {"fsdp"}
-
-    def _placed(self, recipes: Recipes) -> GraphModule:
-        """The layouts, which are the same where parameters are gathered again and where they are kept."""
-        if self._gathers_again(recipes):
-            recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
-        seed = self._seed(recipes)
-        if seed not in self.folded.placed:
-            with uncollected():
-                gm = seeded(self.problem, self.folded, recipes)
-                passes = (Propagate(), InsertReshards(), FuseCollectives())
-                PassManager(passes).run(gm, PassContext(self.problem.mesh))
-            self.folded.placed[seed] = gm
-        return self.folded.placed[seed]
 
     def choice(self) -> Choice:
         assert self.best is not None
@@ -353,19 +320,6 @@ class _Contest:
         is_auto = self.problem.options.checkpoint == "auto" and self.problem.training
         is_slower = judged.cost.peak_memory > self.limit and judged.cost.step_time >= self.best_time
         return KEPT if is_auto and is_slower else ""
-
-
-def _experts(problem: Problem) -> Iterator[tuple[str, Recipes]]:
-    """The recipes that go with the mesh, by name."""
-    seen: set[Recipes] = set()
-    for name in EXPERTS:
-        try:
-            recipes = recipes_of(name, problem.mesh)
-        except RecipeError:
-            continue
-        if (alike := problem.resharding(recipes)) not in seen:
-            seen.add(alike)
-            yield name, recipes
 
 
 def _not_needed(name: str) -> Candidate:

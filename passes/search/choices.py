@@ -98,8 +98,9 @@ class Choices:
 
     def _all(self, space: Space | None, options: Sequence[tuple[_Option, ...]]) -> tuple[Choice, ...]:
         found: dict[tuple[Row, ...], None] = {}
+        axes = tuple(chain(*self._bundles))
         for alike in product(*(_alike([options[axis] for axis in bundle]) for bundle in self._bundles)):
-            at = {axis: option for bundle, some in zip(self._bundles, alike, strict=True) for axis, option in zip(bundle, some, strict=True)}
+            at = dict(zip(axes, chain(*alike), strict=True))
             for rows in self._ordered(space, tuple(at[axis] for axis in range(len(options)))):
                 found[rows] = None
         return tuple(dict.fromkeys(_choice(rows) for rows in found))

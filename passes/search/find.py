@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from passes.errors import MemoryLimitError
 from passes.ir.graph import OutputRole, item_of, operands, outputs_of, results_of, returned
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import repeats_of
 from passes.ir.units import format_bytes
 from passes.search.bound import Dual, Left
 from passes.search.build import draft
@@ -20,14 +19,14 @@ from passes.search.bundles import Bundles, single
 from passes.search.draft import Built, Draft, priced
 from passes.search.evaluate import evaluate
 from passes.search.experts import price
-from passes.search.keep import Keep
 from passes.search.kernels import Kernels
 from passes.search.model import Model, Plan
 from passes.search.prices import Prices
 from passes.search.problem import Problem
 from passes.search.refute import is_refuted
 from passes.search.relax import Relaxation, Weights
-from passes.search.room import Relief, Room, relief_of
+from passes.search.relief import relief
+from passes.search.room import Relief, Room
 from passes.search.sides import Sides
 from passes.search.solution import Placed, Solution, keys_of
 from passes.search.weigh import weights_of
@@ -48,7 +47,6 @@ PROOF = 0.01  # of the step: where no program proves more, that no plan is short
 FAR = 0.01  # of the bound: probing does not get further. Of 405B 0.3 % took it 289 probes; 1.7 % of a small model, 600 in vain
 SEEN = 0.75  # of it: how far from the bound of some choices the best of those may be; closer takes HiGHS three times as long
 STRIKES = 3  # sweeps that strike choices
-PARTS = (0.75, 0.5, 0.25, 0.0)  # of what blocks keep that may be all that is kept
 GB = 1e9
 
 
@@ -95,25 +93,8 @@ class Prepared:
 
     @cached_property
     def relief(self) -> Relief:
-        """What of the values that the blocks' forward makes can be computed again, by the time that this takes where all
-        ranks share the work."""
-        ranks = self.kernels.prices.mesh.size
-        price = {
-            part.node.name: float(self.kernels.costs(part.node, part.choices)[0][0]) / ranks
-            for variable in self.draft.variables
-            for part in variable.parts
-        }
-        first = {node.name: price.get(one.name, 0.0) for node, one in self.draft.first.items()}
-        keep = Keep.of(self.graph.graph, repeats_of(self.graph), first)
-        saved = sum(
-            float(self.kernels.costs(part.node, part.choices)[2][0]) * part.count
-            for variable in self.draft.variables
-            for part in variable.parts
-            if part.is_saved and part.node.name in keep.names
-        )
-        least = keep.remaking(saved)
-        points = [(saved * (1 - part) / ranks, keep.remaking(saved * part) - least) for part in PARTS]
-        return relief_of([(nbytes, max(0.0, seconds)) for nbytes, seconds in points])
+        """What can be freed by computing it again."""
+        return relief(self.graph, self.draft, self.kernels)
 
     def solutions(self, goal: Goal) -> Iterator[Solution]:
         """Good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.

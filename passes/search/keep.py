@@ -54,7 +54,9 @@ class Keep:
                 inside[blocks.block[node]] += nbytes_of(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
-        return Keep(nbytes, seconds, {kind: tuple(made) for kind, made in sources.items()}, tuple(needed), frozenset(node.name for node in remade), max(inside.values(), default=0))
+        made = {kind: tuple(kinds) for kind, kinds in sources.items()}
+        names = frozenset(node.name for node in remade)
+        return Keep(nbytes, seconds, made, tuple(needed), names, max(inside.values(), default=0))
 
     def size(self, kept: Sequence[str]) -> int:
         """Bytes of all blocks."""

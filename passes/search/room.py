@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def relief_of(points: Sequence[tuple[float, float]]) -> Relief:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (nbytes, seconds)):
             hull.pop()
         hull.append((nbytes, seconds))
-    return tuple(Step(b[0] - a[0], max(0.0, _slope(a, b))) for a, b in zip(hull, hull[1:], strict=False))
+    return tuple(Step(b[0] - a[0], max(0.0, _slope(a, b))) for a, b in pairwise(hull))
 
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from passes.search.model import Plan
+from passes.search.room import Room, Step
 from passes.search.weigh import weights_of
 
 
@@ -22,9 +23,14 @@ def test_a_link_is_worth_as_much_as_makes_two_plans_equal() -> None:
 
 
 def test_a_byte_is_worth_what_it_costs_to_save_it() -> None:
-    weights = weights_of([plan(1.0, 0.0, 30e9), plan(2.0, 0.0, 10e9)], 20e9)
+    weights = weights_of([plan(1.0, 0.0, 30e9), plan(2.0, 0.0, 10e9)], Room(20e9))
     assert weights.byte == pytest.approx(1.0 / 20e9)
 
 
+def test_a_byte_is_worth_no_more_than_it_costs_to_free_it() -> None:
+    weights = weights_of([plan(1.0, 0.0, 30e9), plan(2.0, 0.0, 10e9)], Room(20e9, (Step(15e9, 0.2 / 20e9),)))
+    assert weights.byte == pytest.approx(0.2 / 20e9)
+
+
 def test_where_no_plan_fits_a_byte_has_a_price_all_the_same() -> None:
-    assert 0.0 < weights_of([plan(1.0, 0.0, 30e9)], 20e9).byte < float("inf")
+    assert 0.0 < weights_of([plan(1.0, 0.0, 30e9)], Room(20e9)).byte < float("inf")
