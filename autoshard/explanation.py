@@ -27,6 +27,7 @@ from passes.ir.repeats import repeats_of
 from passes.ir.text import format_type
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
+from passes.search.bundles import together
 from passes.search.pinned import Alternative, alternatives
 
 if TYPE_CHECKING:
@@ -172,6 +173,9 @@ def _notes(plan: ShardingPlan) -> Iterator[str]:
     elif plan.mesh.hardware is None:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
+        searched = plan.basis.prepared
+        if searched is not None and (axes := together(searched.draft.bundles, plan.mesh)):
+            yield f"alternatives are of plans that use {axes} alike, as this one was found"
         runs = repeats_of(plan.basis.folded.graph).runs
         for run in runs:
             yield f"{run}: equal layers take equal choices"

@@ -18,7 +18,7 @@ from passes.errors import InputError, MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
-from passes.search.bundles import Bundles, coarse, single
+from passes.search.bundles import Bundles, coarse, single, together
 from passes.search.find import PROOF, Goal, Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -165,14 +165,13 @@ class _Contest:
         """As `ask`, but what was found before stays if it is as good; what is proven of one problem holds for a solution of
         one with fewer choices."""
         held = self.solution, self.source, self.judged.pop(SOLVED, None)
-        self.best = self._fastest()
+        self.best, self.solution, self.source = self._fastest(), None, None
         self.ask(prepared, gap=gap)
         before, now = held[-1], self.judged.get(SOLVED)
         if before is not None and (now is None or self._rank(before) <= self._rank(now)):
             proven = self.solution.bound if self.solution is not None else 0.0
-            self.solution, self.source, self.judged[SOLVED] = held[0], held[1], before
-            if self.solution is not None and proven > 0.0:
-                self.solution = replace(self.solution, bound=proven)
+            solution, self.source, self.judged[SOLVED] = *held[:2], before
+            self.solution = None if solution is None else replace(solution, bound=proven)
         self.best = self._fastest()
 
     def ask(self, prepared: Prepared, *, gap: float = Goal.gap) -> None:
@@ -297,7 +296,7 @@ class _Contest:
     def choice(self) -> Choice:
         assert self.best is not None
         candidates = [
-            Candidate(name, one.cost, fits=one.cost.peak_memory <= self.limit, note=self._note(one))
+            Candidate(name, one.cost, fits=one.cost.peak_memory <= self.limit, note="; ".join(self._notes(name, one)))
             for name, one in self.judged.items()
         ]
         return Choice(
@@ -308,18 +307,26 @@ class _Contest:
                 (*candidates, *self.declined),
                 self.limit,
                 self.solution.objective if self.solution is not None else None,
-                self.solution.bound if self.solution is not None else None,
+                self.solution.bound if self.solution is not None and self._is_proven else None,
                 time.perf_counter() - self.started,
             ),
             self.source or self.prepared,
         )
 
-    def _note(self, judged: Judged) -> str:
-        if judged.recomputation is not None:
-            return AGAIN
+    @property
+    def _is_proven(self) -> bool:
+        """Whether all plans were looked at, not only those that use some axes alike."""
+        return self.prepared is not None and self.prepared.draft.bundles == single(self.problem.mesh)
+
+    def _notes(self, name: str, judged: Judged) -> Iterator[str]:
+        if name == SOLVED and self.source is not None and (axes := together(self.source.draft.bundles, self.problem.mesh)):
+            yield f"{axes} used alike"
         is_auto = self.problem.options.checkpoint == "auto" and self.problem.training
         is_slower = judged.cost.peak_memory > self.limit and judged.cost.step_time >= self.best_time
-        return KEPT if is_auto and is_slower else ""
+        if judged.recomputation is not None:
+            yield AGAIN
+        elif is_auto and is_slower:
+            yield KEPT
 
 
 def _not_needed(name: str) -> Candidate:

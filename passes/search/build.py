@@ -87,7 +87,7 @@ class _Builder:
             self._calls(group)
         described = tuple(self._described())
         values = tuple(self._values())
-        return Draft(tuple(self.variables), values, described, self.ties.first, self.owners, self.ends)
+        return Draft(tuple(self.variables), values, described, self.ties.first, self.owners, self.ends, self.bundles)
 
     def _is_free(self, node: Node) -> bool:
         return self.ties.first[node] is node and node not in self.owners

@@ -30,5 +30,10 @@ def coarse(mesh: Mesh) -> Bundles:
     return (tuple(real[:first]), tuple(real[first:]), *idle)
 
 
+def together(bundles: Bundles, mesh: Mesh) -> str:
+    """`"dp and cp"`, or `"dp and cp, ep and tp"`; nothing where each axis is by itself."""
+    return ", ".join(" and ".join(mesh.names[axis] for axis in bundle) for bundle in bundles if len(bundle) > 1)
+
+
 def _is_inside(mesh: Mesh, axes: list[int]) -> bool:
     return mesh.group_shape(tuple(mesh.names[axis] for axis in axes)).nodes == 1

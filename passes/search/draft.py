@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import Node
 
+from passes.search.bundles import Bundles
 from passes.search.choices import Choice
 from passes.search.kernels import Kernels
 from passes.search.problem import Floats, Ints, Problem, Segment, Use, Value, Variable
@@ -54,6 +55,7 @@ class Draft:
     first: Mapping[Node, Node]
     owners: Mapping[Node, Owner]
     ends: Mapping[int, Use]  # position in the graph's output -> the operand that it is
+    bundles: Bundles
 
 
 @dataclass(frozen=True)
