@@ -86,13 +86,13 @@ class Settling:
         return trial.timeline.peak_memory <= self.limit
 
     def _fitted(self, usual: Trial) -> Trial:
-        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program,
-        beside one block that is made again; less leaves memory in which communication hides, so half of it and nothing are
-        tried as well, unless the first that fits will do."""
+        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
+        less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
+        first that fits will do, with room for one block that is made again."""
         keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
             return usual
-        room, tried = self._saved(usual.split) - keep.block, {usual.kept: usual}
+        room, tried = self._saved(usual.split) - (keep.block if self.quick else 0), {usual.kept: usual}
         last = usual
         for _ in range(TRIES):
             room -= last.timeline.peak_memory - self.limit

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.checkpointing import room_for
@@ -20,6 +21,7 @@ from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.search.bundles import Bundles, coarse, single, together
 from passes.search.find import PROOF, Goal, Prepared, prepare
+from passes.search.room import Relief
 from passes.search.solution import Solution
 from passes.seed import Seed
 
@@ -30,7 +32,8 @@ TRIES = 4  # how often the solver is asked for less memory, where the simulator 
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
 QUICK = 0.1  # of a step: how far from proven a quick answer may be
-OFF = 0.1  # of a step: a quick answer whose simulated step is longer than the solver's by more is no good one, perhaps
+OFF = 0.1  # of a step: a plan whose simulated step is longer by more, than a quick answer's by the solver's model or than what
+# it has proven, is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
 # slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
@@ -83,6 +86,7 @@ class _Contest:
     prepared: Prepared | None = None  # the problem as it was stated last
     solution: Solution | None = None  # that SOLVED stands for
     source: Prepared | None = None  # the problem that it is of
+    proven: float | None = None  # seconds that no plan is better than, by the solver's model; None: not all were looked at
     least: Judged | None = None  # of all judged, the one with the lowest peak
     best: str | None = None  # of those that fit
 
@@ -129,17 +133,39 @@ class _Contest:
         return self.problem.options.keeps_gathered
 
     def solve(self) -> None:
-        """The solved placement, as far as there is time for it: first with axes in bundles, then with each by itself unless
-        the answer is to be quick."""
-        mesh, gap = self.problem.mesh, QUICK if self.quick else Goal.gap
-        for bundles in dict.fromkeys((coarse(mesh),) if self.quick else (coarse(mesh), single(mesh))):
-            if self.left > 0 and self.prepare(bundles, time.perf_counter() + self.left):
-                assert self.prepared is not None
-                self.ask_again(self.prepared, gap=gap)
+        """The solved placement, as far as there is time for it: with each axis by itself and, where the simulator finds that
+        far from what is proven, with axes in bundles; of a quick answer, in the best bundles."""
+        whole, bundled = single(self.problem.mesh), coarse(self.problem.mesh)
+        if self.quick:
+            self._solve_quickly(bundled or (whole,))
+        elif (prepared := self._in_time(whole)) is not None:
+            self._solve(prepared)
+            if self.proven is None or self.best_time > self.proven * (1 + OFF):
+                self._solve_quickly(bundled)
         if self.prepared is None:
             self._decline(SOLVED)
 
-    def prepare(self, bundles: Bundles, deadline: float = float("inf")) -> bool:
+    def _solve_quickly(self, ways: Sequence[Bundles]) -> None:
+        """The best of the plans that use axes alike in one of some ways."""
+        found: list[tuple[float, Prepared]] = []
+        for prepared in filter(None, map(self._in_time, ways)):
+            with suppress(MemoryLimitError):
+                goal = self._goal(room_for(self.problem, prepared).relief)
+                found.append((next(prepared.solutions(goal)).objective, prepared))
+        for _, prepared in sorted(found, key=lambda one: one[0])[:1]:
+            self.ask_again(prepared, room_for(self.problem, prepared).relief)
+
+    def _solve(self, prepared: Prepared) -> None:
+        """First without counting on anything to be computed again, as what that takes is known less well."""
+        self.ask(prepared, ())
+        relief, held = room_for(self.problem, prepared).relief, self.judged.get(SOLVED)
+        if relief and (held is None or self.best is None or held.recomputation is not None):
+            self.ask_again(prepared, relief)
+
+    def _in_time(self, bundles: Bundles) -> Prepared | None:
+        return self.prepare(bundles, time.perf_counter() + self.left) if self.left > 0 else None
+
+    def prepare(self, bundles: Bundles, deadline: float = float("inf")) -> Prepared | None:
         """State the problem, unless it is past the deadline."""
         key = self._seed(self._unpinned), self.problem.mesh, bundles
         if key not in self.folded.prepared:
@@ -147,46 +173,51 @@ class _Contest:
                 with uncollected():
                     self.folded.prepared[key] = self._prepared(*key, deadline)
             except TimeoutError:
-                return False
+                return None
         self.prepared = self.folded.prepared[key]
-        return True
+        return self.prepared
 
     def _prepared(self, seed: Seed, mesh: Mesh, bundles: Bundles, deadline: float) -> Prepared:
         """The problem, made of one that was stated for the same axes if there is one."""
         for (other, axes, alike), prepared in self.folded.prepared.items():
             if (other, axes.names, axes.sizes, alike) == (seed, mesh.names, mesh.sizes, bundles):
                 return prepared.on(mesh, deadline=deadline)
+        for (other, axes, _), prepared in self.folded.prepared.items():
+            if (other, axes) == (seed, mesh):
+                return prepared.using(bundles, deadline=deadline)
         return prepare(seeded(self.problem, self.folded, self._unpinned), mesh, bundles, deadline=deadline)
 
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask_again(self, prepared: Prepared, *, gap: float = Goal.gap) -> None:
-        """As `ask`, but what was found before stays if it is as good; what is proven of one problem holds for a solution of
-        one with fewer choices."""
+    def ask_again(self, prepared: Prepared, relief: Relief) -> None:
+        """As `ask`, but what was found before stays if it is as good."""
         held = self.solution, self.source, self.judged.pop(SOLVED, None)
         self.best, self.solution, self.source = self._fastest(), None, None
-        self.ask(prepared, gap=gap)
+        self.ask(prepared, relief)
         before, now = held[-1], self.judged.get(SOLVED)
         if before is not None and (now is None or self._rank(before) <= self._rank(now)):
-            proven = self.solution.bound if self.solution is not None else 0.0
-            solution, self.source, self.judged[SOLVED] = *held[:2], before
-            self.solution = None if solution is None else replace(solution, bound=proven)
+            self.solution, self.source, self.judged[SOLVED] = *held[:2], before
         self.best = self._fastest()
 
-    def ask(self, prepared: Prepared, *, gap: float = Goal.gap) -> None:
+    def _goal(self, relief: Relief, asked: float | None = None, gap: float | None = None) -> Goal:
+        """What is asked of a search: by default, to fit the limit and to be as good as the answer has to be."""
+        left = self.left * SHARE
+        asked = float(self.limit) if asked is None else asked
+        gap = (QUICK if self.quick else Goal.gap) if gap is None else gap
+        return Goal(asked, gap, None if left == float("inf") else left, self._keep, relief)
+
+    def ask(self, prepared: Prepared, relief: Relief, *, gap: float | None = None) -> None:
         """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
         By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
-        relief = room_for(self.problem, prepared).relief
         none, some, asked = -sum(step.nbytes for step in relief), float(self.limit), float(self.limit)
         for attempt in range(TRIES):
-            left = self.left * SHARE
-            if attempt > 0 and left <= 0:
+            if attempt > 0 and self.left <= 0:
                 break
-            found = prepared.solutions(Goal(asked, gap, None if left == float("inf") else left, self._keep, relief))
+            found = prepared.solutions(self._goal(relief, asked, gap))
             try:
                 solution = next(found)
             except MemoryLimitError:
@@ -202,6 +233,8 @@ class _Contest:
             excess = judged.cost.peak_memory - self.limit
             missed = judged.cost.peak_memory + judged.freed - solution.memory
             asked = max(min(asked - excess, self.limit - missed), (none + asked) / 2)
+        if self.solution is not None and prepared.draft.bundles == single(self.problem.mesh):
+            self.proven = self.solution.bound
 
     def improve(self, found: Iterator[Solution], prepared: Prepared) -> None:
         """Take what a longer search finds, if what is held is not proven by then, where the simulator agrees that it is
@@ -219,13 +252,13 @@ class _Contest:
 
     def try_least(self) -> None:
         """What the solver finds to take little memory, whatever it costs."""
-        self.prepare(single(self.problem.mesh))
-        assert self.prepared is not None
-        self.ask(self.prepared, gap=ANY)
+        prepared = self.prepare(single(self.problem.mesh))
+        assert prepared is not None
+        self.ask(prepared, room_for(self.problem, prepared).relief, gap=ANY)
         if self.best is not None:
             return
-        for solution in self.prepared.least(keep=self._keep):
-            if self.enter_solved(solution, self.prepared):
+        for solution in prepared.least(keep=self._keep):
+            if self.enter_solved(solution, prepared):
                 break
 
     def try_recipes(self, progress: Progress, *, every: bool) -> None:
@@ -307,16 +340,11 @@ class _Contest:
                 (*candidates, *self.declined),
                 self.limit,
                 self.solution.objective if self.solution is not None else None,
-                self.solution.bound if self.solution is not None and self._is_proven else None,
+                self.proven,
                 time.perf_counter() - self.started,
             ),
             self.source or self.prepared,
         )
-
-    @property
-    def _is_proven(self) -> bool:
-        """Whether all plans were looked at, not only those that use some axes alike."""
-        return self.prepared is not None and self.prepared.draft.bundles == single(self.problem.mesh)
 
     def _notes(self, name: str, judged: Judged) -> Iterator[str]:
         if name == SOLVED and self.source is not None and (axes := together(self.source.draft.bundles, self.problem.mesh)):
@@ -347,7 +375,7 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
             replace(failed.problem, options=options), failed.folded, started=failed.started, prepared=failed.prepared
         )
         assert failed.prepared is not None
-        contest.ask(failed.prepared, gap=ANY)
+        contest.ask(failed.prepared, room_for(contest.problem, failed.prepared).relief, gap=ANY)
         if contest.best is None:
             break
         least, cost = lower, contest.judged[contest.best].cost

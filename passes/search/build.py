@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from passes.cost.regions import is_alias, is_fusible, source_of
+from passes.cost.regions import source_of
 from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,
@@ -23,66 +23,49 @@ from passes.ir.graph import (
     pins_of,
     placeholders,
     results_of,
-    returned,
     tensor_of,
 )
 from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
 from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
-from passes.recipes.weights import weights_of
 from passes.search.bundles import Bundles
 from passes.search.choices import Choice, Choices
 from passes.search.draft import Draft, Owner, Part, Undecided
-from passes.search.groups import SMALL, Groups, joined
+from passes.search.groups import Groups, joined
+from passes.search.outline import Outline
 from passes.search.problem import Ints, Segment, Use, Value
-from passes.search.ties import ties_of
 
 
-def draft(gm: GraphModule, mesh: Mesh, bundles: Bundles, *, deadline: float = float("inf")) -> Draft:
-    """The problem of placing `gm`, with tied layers as one; of the mesh, it depends on the axes alone. Axes of one of
+def draft(outline: Outline, mesh: Mesh, bundles: Bundles, *, deadline: float = float("inf")) -> Draft:
+    """The problem of placing a graph, with tied layers as one; of the mesh, it depends on the axes alone. Axes of one of
     `bundles` are used alike, but for what is pinned.
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    return _Builder(gm, mesh, bundles, deadline).draft()
+    return _Builder(outline, mesh, bundles, deadline).draft()
 
 
 class _Builder:
     """Nodes are grouped into variables, variables get choices, values connect them."""
 
-    def __init__(self, gm: GraphModule, mesh: Mesh, bundles: Bundles, deadline: float) -> None:
-        self.gm, self.mesh, self.bundles, self.deadline = gm, mesh, bundles, deadline
-        self.nodes = tuple(n for n in gm.graph.nodes if n.op != "output" and results_of(n))
-        self.ties = ties_of(gm)
-        self.alike: dict[Node, list[Node]] = {}
-        for node in self.nodes:
-            self.alike.setdefault(self.ties.first[node], []).append(node)
-        calls = {self.ties.first[node] for node in self.nodes if node.op == "call_function"}
-        self.is_large = len(calls) > SMALL
-        self.choices = Choices(gm.graph, self.mesh, bundles, is_large=self.is_large)
-        self.weights = weights_of(gm.graph)
-        self.forward = _forward(gm)
-        self.gradients = _to_gradients(gm)
-        saved, self.read = _saved(self.nodes, self.forward)
-        self.saved = {self.ties.first[node] for node in saved}
-        self.names: list[tuple[str, bool]] = []
-        self.segment = self._segments()
+    def __init__(self, outline: Outline, mesh: Mesh, bundles: Bundles, deadline: float) -> None:
+        self.outline, self.mesh, self.bundles, self.deadline = outline, mesh, bundles, deadline
+        self.gm, self.ties, self.segment = outline.gm, outline.ties, outline.segment
+        self.choices = Choices(outline.rows, mesh, bundles)
         self.variables: list[Undecided] = []
         self.owners: dict[Node, Owner] = {}
         self.ends: dict[int, Use] = {}
         self.inside: set[tuple[Node, int]] = set()  # operands that a call has from one of its group
-        self.outputs = [
-            (i, value, output)
-            for i, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True))
-            if isinstance(value, Node)
-        ]
 
     def draft(self) -> Draft:
         self._inputs()
         self._parameters()
         self._whole()
-        free = [n for n in self.nodes if n.op == "call_function" and item_of(n) is None and self._is_free(n)]
-        groups = Groups(self.gm.graph, self.choices, self.weights, self._part).of(free) if self.is_large else [(n,) for n in free]
+        outline = self.outline
+        free = [n for n in outline.nodes if n.op == "call_function" and item_of(n) is None and self._is_free(n)]
+        groups = [(node,) for node in free]
+        if outline.is_large:
+            groups = Groups(outline.gm.graph, self.choices, outline.weights, self._part).of(free)
         for group in groups:
             self._calls(group)
         described = tuple(self._described())
@@ -97,7 +80,7 @@ class _Builder:
         return self.segment.get(node, 0), self.ties.layer[node], self._count(node)
 
     def _count(self, node: Node) -> int:
-        return sum(self.ties.count[alike] for alike in self.alike[node])
+        return sum(self.ties.count[alike] for alike in self.outline.alike[node])
 
     def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...], parts: Sequence[Part] = ()) -> int:
         if time.perf_counter() > self.deadline:
@@ -108,7 +91,7 @@ class _Builder:
 
     def _part_of(self, node: Node, choices: tuple[Choice, ...], numbers: Ints | None = None) -> Part:
         """What a node and those tied to it take of a variable."""
-        return Part(node, choices, numbers, self._count(node), node in self.saved)
+        return Part(node, choices, numbers, self._count(node), node in self.outline.saved)
 
     # --- the border
 
@@ -124,12 +107,12 @@ class _Builder:
 
     def _following(self) -> list[tuple[int, Node]]:
         """Positions and values of outputs whose layout is not pinned, and that are no number."""
-        outputs = [(i, value) for i, value, output in self.outputs if output.role is OutputRole.OUTPUT]
+        outputs = [(i, value) for i, value, output in self.outline.outputs if output.role is OutputRole.OUTPUT]
         return [(i, value) for i, value in outputs if tensor_of(value).dim() > 0 and not is_reshard(value)]
 
     def _border(self, group: tuple[Node, ...], layouts: list[Layout], following: list[tuple[int, Node]]) -> None:
         names = {f"input:{input_of(node).name}" for node in group}
-        gradients = [i for i, _, o in self.outputs if o.role is OutputRole.GRADIENT and o.name in names]
+        gradients = [i for i, _, o in self.outline.outputs if o.role is OutputRole.GRADIENT and o.name in names]
         shape = tuple(tensor_of(group[0]).shape)
         tangents = [(self._tangent(i), value) for i, value in following]
         present = [(tangent, value) for tangent, value in tangents if tangent is not None]
@@ -152,7 +135,7 @@ class _Builder:
 
     def _parameters(self) -> None:
         """A gradient comes back as its parameter is stored; what mixed precision reduces on the way is as well."""
-        gradients = {o.name: (i, value) for i, value, o in self.outputs if o.role is OutputRole.GRADIENT}
+        gradients = {o.name: (i, value) for i, value, o in self.outline.outputs if o.role is OutputRole.GRADIENT}
         for node in placeholders(self.gm.graph, InputRole.PARAMETER):
             returned_as = gradients.get(input_of(node).name)
             between = _reshards_before(returned_as[1]) if returned_as is not None else ()
@@ -173,14 +156,14 @@ class _Builder:
         nodes = tuple(node for node in nodes if not self._is_pinned_tangent(node))
         positions = [
             i
-            for i, value, output in self.outputs
+            for i, value, output in self.outline.outputs
             if i not in self.ends and not (output.role is OutputRole.OUTPUT and is_reshard(value))
         ]
         layout = replicated(self.mesh)
         if not nodes and not positions:
             return
         choice = Choice((layout,) * len(positions), (layout,) * len(nodes))
-        anchor = nodes or self.nodes[:1]
+        anchor = nodes or self.outline.nodes[:1]
         variable = self._add(anchor, (choice,))
         for slot, node in enumerate(nodes):
             self.owners[node] = Owner(variable, slot)
@@ -192,7 +175,7 @@ class _Builder:
 
     def _output_for(self, tangent: Node) -> Node:
         name = input_of(tangent).name
-        return next(v for _, v, o in self.outputs if o.role is OutputRole.OUTPUT and o.name == name)
+        return next(v for _, v, o in self.outline.outputs if o.role is OutputRole.OUTPUT and o.name == name)
 
     def _layouts(self, node: Node) -> list[Layout]:
         """Layouts of a placeholder, or of a pinned value, that meet its pins."""
@@ -256,11 +239,11 @@ class _Builder:
 
     def _values(self) -> Iterator[Value]:
         ends: dict[Node, list[Use]] = {}
-        for position, value, _ in self.outputs:
+        for position, value, _ in self.outline.outputs:
             if position in self.ends:
                 ends.setdefault(value, []).append(self.ends[position])
         grouped: dict[object, list[tuple[Node, Node]]] = {}
-        for node in self.nodes:
+        for node in self.outline.nodes:
             if not is_tensor(node) or not (uses := self._uses(node, ends)):
                 continue
             source, position = item_of(node) or (node, 0)
@@ -272,7 +255,7 @@ class _Builder:
         for number, ((maker, some, is_forward), members) in enumerate(grouped.items()):  # type: ignore[misc]
             node, place = members[0]
             tensor = tensor_of(node)
-            hides = node in self.weights or node in self.gradients
+            hides = node in self.outline.weights or node in self.outline.gradients
             if hides and is_forward:
                 again[maker, members[0][0]] = number
             yield Value(
@@ -285,11 +268,11 @@ class _Builder:
                 sum(self.ties.count[member] for member, _ in members),
                 self.segment.get(self.ties.first[place], 0),
                 hides=hides,
-                is_parameter=node in self.weights,
-                saved=node not in self.weights and node in self.read,
-                is_counted=self.ties.first[source_of(node)] in self.saved,
+                is_parameter=node in self.outline.weights,
+                saved=node not in self.outline.weights and node in self.outline.read,
+                is_counted=self.ties.first[source_of(node)] in self.outline.saved,
                 backward=self._again(node),
-                is_term=node in self.gradients and any(_is_widening(user) for user in node.users),
+                is_term=node in self.outline.gradients and any(_is_widening(user) for user in node.users),
                 again=again.get((maker, members[0][0]), -1) if not is_forward else -1,
             )
 
@@ -300,54 +283,35 @@ class _Builder:
             if user.op == "output" or item_of(user) is not None:
                 continue
             owner = self.owners[self.ties.first[user]]
-            is_forward = user in self.forward or node not in self.weights
+            is_forward = user in self.outline.forward or node not in self.outline.weights
             for i, operand in enumerate(operands(user)):
                 if operand is node and (self.ties.first[user], i) not in self.inside:
                     found.setdefault(is_forward, {})[Use(owner.variable, owner.needs + i)] = None
         for use in ends.get(node, ()):
-            found.setdefault(node in self.forward or node not in self.weights, {})[use] = None
+            found.setdefault(node in self.outline.forward or node not in self.outline.weights, {})[use] = None
         return {key: sorted(uses, key=lambda use: (use.variable, use.slot)) for key, uses in sorted(found.items(), reverse=True)}
 
     def _place(self, node: Node, is_forward: bool) -> Node:
         """The call that a value's move stands next to: its maker, or its first user for a parameter."""
-        if node not in self.weights:
+        if node not in self.outline.weights:
             return node
-        users = [user for user in node.users if user.op != "output" and (user in self.forward) == is_forward]
-        while users and users[0] in self.weights and users[0].users:
+        users = [user for user in node.users if user.op != "output" and (user in self.outline.forward) == is_forward]
+        while users and users[0] in self.outline.weights and users[0].users:
             users = [user for user in users[0].users if user.op != "output"]
         return users[0] if users else node
 
     def _again(self, node: Node) -> int:
         """The segment of the first call of the backward that uses a value of the forward; -1 where there is none."""
-        if node in self.weights or node not in self.forward:
+        if node in self.outline.weights or node not in self.outline.forward:
             return -1
-        users = (user for user in node.users if user.op != "output" and user not in self.forward)
+        users = (user for user in node.users if user.op != "output" and user not in self.outline.forward)
         return min((self.segment[user] for user in users if user in self.segment), default=-1)
 
     # --- segments
 
-    def _segments(self) -> dict[Node, int]:
-        """Calls outside of all layers belong to what is in front of the first layer, or behind the last."""
-        found: dict[Node, int] = {}
-        seen: dict[bool, str] = {True: "start", False: "start"}
-        for node in self.nodes:
-            if node.op != "call_function":
-                continue
-            is_forward = node in self.forward
-            layer = self.ties.layer[self.ties.first[node]]
-            if layer and node not in self.weights:
-                seen[is_forward] = "end"
-            name = layer or seen[is_forward], is_forward
-            if name not in self.names:
-                self.names.append(name)
-            found[node] = self.names.index(name)
-        if not self.names:
-            self.names.append(("start", True))
-        return found
-
     def _described(self) -> Iterator[Segment]:
         """A layer's gathers hide behind the layer before, its reductions behind the layer after it."""
-        for number, (name, is_forward) in enumerate(self.names):
+        for number, (name, is_forward) in enumerate(self.outline.names):
             nodes = [node for node, segment in self.segment.items() if segment == number]
             counts: dict[Node, int] = {}
             for node in nodes:
@@ -355,7 +319,7 @@ class _Builder:
                 counts[first] = counts.get(first, 0) + self.ties.count[node]
             layers = max(counts.values(), default=1)
             edge = "start" if is_forward else "end"
-            alone = name == edge or (name, is_forward) == self.names[0]
+            alone = name == edge or (name, is_forward) == self.outline.names[0]
             yield Segment(f"{name} {'forward' if is_forward else 'backward'}", layers, 1.0 if alone else 1.0 / layers)
 
 
@@ -370,73 +334,6 @@ def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], me
 
 def _axes(layout: Layout) -> tuple[bool, ...]:
     return tuple(isinstance(placement, Shard) for placement in layout.placements)
-
-
-def _forward(gm: GraphModule) -> set[Node]:
-    """Nodes that outputs and new values of buffers come from."""
-    queue = [
-        value
-        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
-        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
-    ]
-    found: set[Node] = set()
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue.extend(node.all_input_nodes)
-    return found
-
-
-def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node]]:
-    """Calls of the forward whose results the backward needs, and the values that it reads as its own calls do, or those that
-    it makes again.
-
-    What can be fused is computed again from these, unless a call that is no fused one reads it: it would be written
-    to memory for that, as the partitioner has it.
-    """
-    found: set[Node] = set()
-    read: set[Node] = set()
-    seen: set[Node] = set()
-    queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
-    written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
-    while queue:
-        value = queue.pop()
-        read.add(value)
-        node = source_of(value)
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if node not in written and (is_fusible(node.target) or is_reshard(node)):
-            queue.extend(operands(node))
-        else:
-            found.add(node)
-    return found, read
-
-
-def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
-    """Whether a call of the backward that cannot be fused reads a value, perhaps through views."""
-    users = (user for user in value.users if user.op != "output" and user not in forward)
-    return any(
-        _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))
-        for user in users
-    )
-
-
-def _to_gradients(gm: GraphModule) -> set[Node]:
-    """Values that only become gradients, by moves and casts."""
-    found: set[Node] = set()
-    kept = {
-        value
-        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
-        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
-    }
-    for node in reversed(list(gm.graph.nodes)):
-        if node.op != "call_function" or not node.users or node in kept:
-            continue
-        if all(user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users):
-            found.add(node)
-    return found
 
 
 def _is_widening(user: Node) -> bool:

@@ -16,18 +16,20 @@ def single(mesh: Mesh) -> Bundles:
     return tuple((axis,) for axis in range(mesh.ndim))
 
 
-def coarse(mesh: Mesh) -> Bundles:
-    """Two bundles of the axes with more than one rank: the inner one of those of the last that stay inside a node.
+def coarse(mesh: Mesh) -> tuple[Bundles, ...]:
+    """Two ways to have two bundles of the axes with more than one rank; none where there are no more than two.
 
-    Of axes that are all inside a node, or none of which is, the inner bundle is the last.
+    The inner bundle is of those of the last axes that stay inside a node: of axes that are all inside a node, or none of
+    which is, it is the last. The other way has one axis more inside, or one less where there is no more.
     """
     real = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     if len(real) <= 2:
-        return single(mesh)
+        return ()
     inside = [first for first in range(len(real)) if _is_inside(mesh, real[first:])]
     first = inside[0] if inside and inside[0] else len(real) - 1
+    other = first - 1 if first > 1 else first + 1
     idle = [(axis,) for axis, size in enumerate(mesh.sizes) if size == 1]
-    return (tuple(real[:first]), tuple(real[first:]), *idle)
+    return tuple((tuple(real[:at]), tuple(real[at:]), *idle) for at in (first, other))
 
 
 def together(bundles: Bundles, mesh: Mesh) -> str:

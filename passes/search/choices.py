@@ -61,16 +61,13 @@ class _Option:
 
 
 class Choices:
-    """The choices of every node of `graph`, found when asked for. Where it `is_large`, without those that never pay."""
+    """The choices of every node of a graph, found when asked for."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, bundles: Bundles, *, is_large: bool) -> None:
+    def __init__(self, rows: Rows, mesh: Mesh, bundles: Bundles) -> None:
         self._mesh, self._bundles = mesh, bundles
-        self._nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
-        self._spaces = {node: _space(node) for node in self._nodes}
-        self._tables: dict[int, Mapping[Node, Sequence[_Option]]] = {}
+        self._spaces = rows.spaces
+        self._tables = {size: rows.table(size) for size in dict.fromkeys(mesh.sizes)}
         self._found: dict[object, tuple[Choice, ...]] = {}  # alike calls have the same
-        for size in dict.fromkeys(mesh.sizes):
-            self._tables[size] = _Rows(self._nodes, self._spaces, size, is_large=is_large).table
 
     def space(self, node: Node) -> Space | None:
         return self._spaces[node]
@@ -162,6 +159,21 @@ def _space(node: Node) -> Space | None:
 def _whole(node: Node) -> list[_Option]:
     count = 0 if node.op == "placeholder" or is_reshard(node) else len(operands(node))
     return [_Option(replicated_row(count, len(results_of(node))))]
+
+
+class Rows:
+    """What the nodes of `graph` may do on one axis, by its size. Where it `is_large`, without what never pays."""
+
+    def __init__(self, graph: Graph, *, is_large: bool) -> None:
+        self.nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
+        self.spaces = {node: _space(node) for node in self.nodes}
+        self._is_large = is_large
+        self._tables: dict[int, Mapping[Node, Sequence[_Option]]] = {}
+
+    def table(self, size: int) -> Mapping[Node, Sequence[_Option]]:
+        if size not in self._tables:
+            self._tables[size] = _Rows(self.nodes, self.spaces, size, is_large=self._is_large).table
+        return self._tables[size]
 
 
 class _Rows:

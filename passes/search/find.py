@@ -21,6 +21,7 @@ from passes.search.evaluate import evaluate
 from passes.search.experts import price
 from passes.search.kernels import Kernels
 from passes.search.model import Model, Plan
+from passes.search.outline import Outline
 from passes.search.prices import Prices
 from passes.search.problem import Problem
 from passes.search.refute import is_refuted
@@ -71,21 +72,30 @@ class Goal:
 class Prepared:
     """The problem of a graph's layouts, to be solved for any goal."""
 
-    graph: GraphModule
+    outline: Outline
     draft: Draft
     kernels: Kernels
     built: Built
     searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, to go on with when asked the same
 
     @staticmethod
-    def of(graph: GraphModule, draft: Draft, kernels: Kernels, deadline: float) -> Prepared:
+    def of(outline: Outline, draft: Draft, kernels: Kernels, deadline: float) -> Prepared:
         """With prices. Raises TimeoutError past `deadline` (by `time.perf_counter`)."""
-        return Prepared(graph, draft, kernels, priced(draft, kernels, deadline))
+        return Prepared(outline, draft, kernels, priced(draft, kernels, deadline))
+
+    @property
+    def graph(self) -> GraphModule:
+        return self.outline.gm
 
     def on(self, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
         """The same on other hardware, or on other links: what choices there are depends on the mesh's axes alone."""
         kernels = self.kernels.on(self.kernels.prices.on(mesh))
-        return Prepared.of(self.graph, self.draft, kernels, deadline)
+        return Prepared.of(self.outline, self.draft, kernels, deadline)
+
+    def using(self, bundles: Bundles, *, deadline: float = float("inf")) -> Prepared:
+        """The same with axes in `bundles`."""
+        drafted = draft(self.outline, self.kernels.prices.mesh, bundles, deadline=deadline)
+        return Prepared.of(self.outline, drafted, self.kernels, deadline)
 
     @cached_property
     def sides(self) -> Sides:
@@ -171,7 +181,8 @@ def prepare(
     """
     assert mesh.hardware is not None
     kernels = Kernels(gm.graph, Prices(mesh, mesh.hardware))
-    return Prepared.of(gm, draft(gm, mesh, bundles or single(mesh), deadline=deadline), kernels, deadline)
+    outline = Outline(gm)
+    return Prepared.of(outline, draft(outline, mesh, bundles or single(mesh), deadline=deadline), kernels, deadline)
 
 
 def plans(problem: Problem, prices: Prices, goal: Goal) -> Iterator[tuple[Plan, float]]:

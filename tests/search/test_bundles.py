@@ -17,19 +17,19 @@ from tests.search.test_find import deep_graph, small_graph
 
 
 @pytest.mark.parametrize(
-    ("mesh", "bundles"),
+    ("mesh", "ways"),
     [
-        ("dp=32,tp=8", ((0,), (1,))),
-        ("dp=16,cp=2,tp=8", ((0, 1), (2,))),
-        ("dp=64,cp=2,tp=4", ((0,), (1, 2))),
-        ("pod=2,dp=8,cp=2,tp=8", ((0, 1, 2), (3,))),
-        ("dp=4,cp=1,ep=4,tp=8", ((0, 2), (3,), (1,))),
-        ("dp=2,cp=2,tp=2", ((0, 1), (2,))),  # all inside a node
-        ("a=8,b=8,c=16", ((0, 1), (2,))),  # none inside a node
+        ("dp=32,tp=8", ()),
+        ("dp=16,cp=2,tp=8", (((0, 1), (2,)), ((0,), (1, 2)))),
+        ("dp=64,cp=2,tp=4", (((0,), (1, 2)), ((0, 1), (2,)))),
+        ("pod=2,dp=8,cp=2,tp=8", (((0, 1, 2), (3,)), ((0, 1), (2, 3)))),
+        ("dp=4,cp=1,ep=4,tp=8", (((0, 2), (3,), (1,)), ((0,), (2, 3), (1,)))),
+        ("dp=2,cp=2,tp=2", (((0, 1), (2,)), ((0,), (1, 2)))),  # all inside a node
+        ("a=8,b=8,c=16", (((0, 1), (2,)), ((0,), (1, 2)))),  # none inside a node
     ],
 )
-def test_the_inner_bundle_stays_inside_a_node(mesh: str, bundles: Bundles) -> None:
-    assert coarse(Mesh(mesh, hardware="h100")) == bundles
+def test_the_inner_bundle_stays_inside_a_node(mesh: str, ways: tuple[Bundles, ...]) -> None:
+    assert coarse(Mesh(mesh, hardware="h100")) == ways
 
 
 def alike(layout: Layout, axes: tuple[int, ...]) -> bool:

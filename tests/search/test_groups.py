@@ -7,7 +7,7 @@ from torch.fx import Graph
 import passes.rules  # registers the rules
 from passes.ir.text import parse_graph
 from passes.search.bundles import single
-from passes.search.choices import Choices
+from passes.search.choices import Choices, Rows
 from passes.search.groups import Groups, joined
 
 assert passes.rules
@@ -29,7 +29,7 @@ return output("output") %mul
 
 def grouped(text: str) -> tuple[Graph, Choices, list[set[str]]]:
     gm, mesh = parse_graph(text)
-    choices = Choices(gm.graph, mesh, single(mesh), is_large=True)
+    choices = Choices(Rows(gm.graph, is_large=True), mesh, single(mesh))
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     groups = Groups(gm.graph, choices, (), lambda node: 0).of(calls)
     return gm.graph, choices, [{node.name for node in group} for group in groups]
