@@ -213,6 +213,7 @@ class _Contest:
         By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
+        is_whole = prepared.draft.bundles == single(self.problem.mesh)
         none, some, asked = -sum(step.nbytes for step in relief), float(self.limit), float(self.limit)
         for attempt in range(TRIES):
             if attempt > 0 and self.left <= 0:
@@ -226,14 +227,14 @@ class _Contest:
                 none, asked = asked, (asked + some) / 2
                 continue
             if self.enter_solved(solution, prepared):
-                if not self.quick:
+                if not self.quick and is_whole:
                     self.improve(found, prepared)
                 break
             some, judged = asked, self.judged[SOLVED]
             excess = judged.cost.peak_memory - self.limit
             missed = judged.cost.peak_memory + judged.freed - solution.memory
             asked = max(min(asked - excess, self.limit - missed), (none + asked) / 2)
-        if self.solution is not None and prepared.draft.bundles == single(self.problem.mesh):
+        if self.solution is not None and is_whole:
             self.proven = self.solution.bound
 
     def improve(self, found: Iterator[Solution], prepared: Prepared) -> None:

@@ -63,7 +63,7 @@ class _Builder:
         self._whole()
         outline = self.outline
         free = [n for n in outline.nodes if n.op == "call_function" and item_of(n) is None and self._is_free(n)]
-        groups = [(node,) for node in free]
+        groups: list[tuple[Node, ...]] = [(node,) for node in free]
         if outline.is_large:
             groups = Groups(outline.gm.graph, self.choices, outline.weights, self._part).of(free)
         for group in groups:
