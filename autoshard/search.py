@@ -32,6 +32,7 @@ TRIES = 4  # how often the solver is asked for less memory, where the simulator 
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step: any plan that fits will do
 QUICK = 0.1  # of a step: how far from proven a quick answer may be
+BUNDLED = 0.02  # of a step: how far from proven a plan may be for which axes were bundled
 OFF = 0.1  # of a step: a plan whose simulated step is longer by more, than a quick answer's by the solver's model or than what
 # it has proven, is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
@@ -147,13 +148,13 @@ class _Contest:
 
     def _solve_quickly(self, ways: Sequence[Bundles]) -> None:
         """The best of the plans that use axes alike in one of some ways."""
-        found: list[tuple[float, Prepared]] = []
+        found, gap = list[tuple[float, Prepared]](), QUICK if self.quick else BUNDLED
         for prepared in filter(None, map(self._in_time, ways)):
             with suppress(MemoryLimitError):
-                goal = self._goal(room_for(self.problem, prepared).relief)
+                goal = self._goal(room_for(self.problem, prepared).relief, gap=gap)
                 found.append((next(prepared.solutions(goal)).objective, prepared))
         for _, prepared in sorted(found, key=lambda one: one[0])[:1]:
-            self.ask_again(prepared, room_for(self.problem, prepared).relief)
+            self.ask_again(prepared, room_for(self.problem, prepared).relief, gap=gap)
 
     def _solve(self, prepared: Prepared) -> None:
         """First without counting on anything to be computed again, as what that takes is known less well."""
@@ -190,11 +191,11 @@ class _Contest:
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask_again(self, prepared: Prepared, relief: Relief) -> None:
+    def ask_again(self, prepared: Prepared, relief: Relief, *, gap: float | None = None) -> None:
         """As `ask`, but what was found before stays if it is as good."""
         held = self.solution, self.source, self.judged.pop(SOLVED, None)
         self.best, self.solution, self.source = self._fastest(), None, None
-        self.ask(prepared, relief)
+        self.ask(prepared, relief, gap=gap)
         before, now = held[-1], self.judged.get(SOLVED)
         if before is not None and (now is None or self._rank(before) <= self._rank(now)):
             self.solution, self.source, self.judged[SOLVED] = *held[:2], before
