@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.checkpointing import room_for
@@ -147,19 +146,30 @@ class _Contest:
             self._decline(SOLVED)
 
     def _solve_quickly(self, ways: Sequence[Bundles]) -> None:
-        """The best of the plans that use axes alike in one of some ways."""
-        found, gap = list[tuple[float, Prepared]](), QUICK if self.quick else BUNDLED
-        for prepared in filter(None, map(self._in_time, ways)):
-            with suppress(MemoryLimitError):
-                goal = self._goal(room_for(self.problem, prepared).relief, gap=gap)
-                found.append((next(prepared.solutions(goal)).objective, prepared))
-        for _, prepared in sorted(found, key=lambda one: one[0])[:1]:
+        """A plan that uses axes alike in one of some ways: the best of those by the solver's model."""
+        gap, stated = QUICK if self.quick else BUNDLED, [*filter(None, map(self._in_time, ways))]
+        if len(stated) > 1:
+            steps = {id(prepared): self._first_step(prepared, gap) for prepared in stated}
+            stated.sort(key=lambda prepared: steps[id(prepared)])
+        for prepared in stated[:1]:
             self.ask_again(prepared, room_for(self.problem, prepared).relief, gap=gap)
 
+    def _first_step(self, prepared: Prepared, gap: float) -> float:
+        """Seconds of the first plan that the solver finds to fit."""
+        try:
+            return next(prepared.solutions(self._goal(room_for(self.problem, prepared).relief, gap=gap))).objective
+        except MemoryLimitError:
+            return float("inf")
+
     def _solve(self, prepared: Prepared) -> None:
-        """First without counting on anything to be computed again, as what that takes is known less well."""
+        """First without counting on anything to be computed again, as what that takes is known less well; unless it is
+        computed again in any case."""
+        relief = room_for(self.problem, prepared).relief
+        if self.problem.options.checkpoint == "block":
+            self.ask(prepared, relief)
+            return
         self.ask(prepared, ())
-        relief, held = room_for(self.problem, prepared).relief, self.judged.get(SOLVED)
+        held = self.judged.get(SOLVED)
         if relief and (held is None or self.best is None or held.recomputation is not None):
             self.ask_again(prepared, relief)
 
