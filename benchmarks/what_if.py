@@ -18,7 +18,7 @@ from examples.llama import llama3_8b
 
 PIN = {"layers.*.attention.wq.weight": {"tp": Shard(0)}}
 WEIGHT, MODULE = "layers.0.attention.wq.weight", "layers.0.feed_forward"
-SHORT = 0.8  # of the peak: a limit that binds
+SHORT = 0.8, 0.4  # of the peak: limits that bind; less than the least without layers computed again
 
 
 def main() -> None:
@@ -32,8 +32,11 @@ def main() -> None:
         {"hardware": "a100"},
         {"mesh": "dp=16,tp=16"},
         {"params": PIN},
-        {"memory_limit": int(SHORT * made.cost.peak_memory)},
+        *({"memory_limit": int(part * made.cost.peak_memory)} for part in SHORT),
         {"recipe": "fsdp+megatron"},
+        {"mesh": "pod=2,dp=8,cp=2,tp=8"},
+        {"mesh": "dp=4,tp=8"},  # does not fit unless layers are computed again
+        {"mesh": "dp=64,cp=2,tp=4"},
         {"mesh": "dp=16,cp=2,tp=8"},
     )
     for change in changes:
