@@ -14,7 +14,7 @@ from passes.base import PassContext
 from passes.checkpoint import Checkpoint
 from passes.cost.from_graph import program_of
 from passes.cost.program import Program
-from passes.cost.simulate import Timeline
+from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.blocks import Blocks
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
@@ -27,6 +27,7 @@ from passes.search.room import Room
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
 TRIES = 4  # of what to keep, until a step fits
+FAR = 1.05  # of the limit: more than an order other than as lowered can be expected to save
 FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
 
 
@@ -91,7 +92,7 @@ class Settling:
         first that fits will do, with room for one block that is made again."""
         keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
-            return usual
+            return replace(usual, timeline=run_step(usual.program, self.problem.options, self.worst, quick=self.quick))
         room, tried = self._saved(usual.split) - (keep.block if self.quick else 0), {usual.kept: usual}
         last = usual
         for _ in range(TRIES):
@@ -124,11 +125,16 @@ class Settling:
         return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
 
     def trial(self, kept: Kept) -> Trial:
-        """Simulate a step of all layers; the graph is left as it is."""
+        """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
+        everything is kept, where that is far too much."""
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
+        if self.quick and kept is None and problem.options.checkpoint == "auto":
+            lowered = simulate(program)
+            if lowered.peak_memory > FAR * self.limit:
+                return Trial(kept, split, program, lowered)
         return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
 
 
