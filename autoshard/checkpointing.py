@@ -92,7 +92,7 @@ class Settling:
         first that fits will do, with room for one block that is made again."""
         keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
-            return replace(usual, timeline=run_step(usual.program, self.problem.options, self.worst, quick=self.quick))
+            return replace(usual, timeline=self._ordered(usual.program)) if self.quick else usual
         room, tried = self._saved(usual.split) - (keep.block if self.quick else 0), {usual.kept: usual}
         last = usual
         for _ in range(TRIES):
@@ -126,16 +126,19 @@ class Settling:
 
     def trial(self, kept: Kept) -> Trial:
         """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
-        everything is kept, where that is far too much."""
+        everything is kept, where that is far too much and no other step is compared with it."""
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
-        if self.quick and kept is None and problem.options.checkpoint == "auto":
+        if self.quick and kept is None and problem.options.checkpoint == "auto" and self.worst == float("inf"):
             lowered = simulate(program)
             if lowered.peak_memory > FAR * self.limit:
                 return Trial(kept, split, program, lowered)
-        return Trial(kept, split, program, run_step(program, problem.options, self.worst, quick=self.quick))
+        return Trial(kept, split, program, self._ordered(program))
+
+    def _ordered(self, program: Program) -> Timeline:
+        return run_step(program, self.problem.options, self.worst, quick=self.quick)
 
 
 def room_for(problem: Problem, prepared: Prepared) -> Room:

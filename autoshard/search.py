@@ -352,11 +352,18 @@ class _Contest:
                 (*candidates, *self.declined),
                 self.limit,
                 self.solution.objective if self.solution is not None else None,
-                self.proven,
+                self._bound,
                 time.perf_counter() - self.started,
             ),
             self.source or self.prepared,
         )
+
+    @property
+    def _bound(self) -> float | None:
+        """What is proven of the solution; nothing of one that counts on more being computed again than what was proven does."""
+        if self.proven is None or self.solution is None or self.solution.objective < self.proven:
+            return None
+        return self.proven
 
     def _notes(self, name: str, judged: Judged) -> Iterator[str]:
         if name == SOLVED and self.source is not None and (axes := together(self.source.draft.bundles, self.problem.mesh)):
