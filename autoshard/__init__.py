@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from autoshard.api import autoshard, plan
-from autoshard.assertions import assert_plan
-from autoshard.checking import check
-from autoshard.options import Options
-from autoshard.plan import ShardingPlan
-from autoshard.runtime import ShardedModule
+from autoshard.config.options import Options
+from autoshard.debug.checking import check
+from autoshard.inspection.assertions import assert_plan
+from autoshard.plans.plan import ShardingPlan
+from autoshard.runtime.sharded_module import ShardedModule
 from passes.errors import (
     AutoshardError,
     CaptureError,

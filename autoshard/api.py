@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.constraints import AUTO, check_options, recipes_of
-from autoshard.dumping import dump_of
-from autoshard.execution import LocalProgram
-from autoshard.fit import check_asked
-from autoshard.global_call import Splits, global_call
-from autoshard.groups import open_groups
-from autoshard.one_plan import Decided, given_plan
-from autoshard.options import Options
-from autoshard.overlap import Overlap
-from autoshard.parameters import place_of
-from autoshard.plan import ShardingPlan
-from autoshard.planner import Planned, make_plan, plan_ahead
-from autoshard.problem import data_axes
-from autoshard.runtime import Request, ShardedModule, shard_module
-from autoshard.settings import options_of
-from autoshard.shared_memory import check_devices
-from autoshard.topology import mesh_of
+from autoshard.compile.overlap import Overlap
+from autoshard.config.constraints import AUTO, check_options, recipes_of
+from autoshard.config.options import Options
+from autoshard.config.settings import options_of
+from autoshard.config.topology import mesh_of
+from autoshard.debug.dumping import dump_of
+from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.problem import data_axes
+from autoshard.plans.compatibility import check_asked
+from autoshard.plans.plan import ShardingPlan
+from autoshard.runtime.execution import LocalProgram
+from autoshard.runtime.global_call import Splits, global_call
+from autoshard.runtime.parameters import place_of
+from autoshard.runtime.process_groups import open_groups
+from autoshard.runtime.sharded_module import Request, ShardedModule, shard_module
+from autoshard.runtime.shared_memory import check_devices
+from autoshard.runtime.shared_plan import Decided, given_plan
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh

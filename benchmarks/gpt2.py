@@ -48,9 +48,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import Options, autoshard
-from autoshard.compile import compile_split, split_program
-from autoshard.planner import make_plan
-from autoshard.topology import mesh_of
+from autoshard.compile.compiled import compile_split, split_program
+from autoshard.config.topology import mesh_of
+from autoshard.planner.planning import make_plan
 from examples.gpt import GPT, GPT2, Config
 
 Batch = tuple[Tensor, Tensor]

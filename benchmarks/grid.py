@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
-from autoshard.planner import plan_ahead
+from autoshard.planner.planning import plan_ahead
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b
 from examples.vit import vit_huge, vit_large

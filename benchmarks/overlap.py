@@ -22,14 +22,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
-from autoshard.chunking import layered
-from autoshard.compile import split_program
-from autoshard.constraints import recipes_of
-from autoshard.judge import fold
-from autoshard.overlap import Overlap
-from autoshard.pipeline import default_pipeline
-from autoshard.planner import make_plan
-from autoshard.problem import Problem, captured_problem
+from autoshard.compile.compiled import split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.config.constraints import recipes_of
+from autoshard.phases import default_pipeline
+from autoshard.planner.chunking import layered
+from autoshard.planner.evaluation import fold
+from autoshard.planner.planning import make_plan
+from autoshard.planner.problem import Problem, captured_problem
 from examples import gpt, llama
 from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES

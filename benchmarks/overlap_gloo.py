@@ -35,10 +35,10 @@ from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Mesh, Options, ShardedModule, autoshard
-from autoshard.calibrate import calibrate
-from autoshard.compile import Mode, Split, split_program
-from autoshard.overlap import Overlap
-from autoshard.planner import make_plan
+from autoshard.compile.compiled import Mode, Split, split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.measure.calibrate import calibrate
+from autoshard.planner.planning import make_plan
 from benchmarks.overlap import awaited_at_once
 from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
@@ -47,7 +47,7 @@ from passes.base import Remark
 from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program
 from passes.cost.simulate import simulate
-from passes.ir.hardware import Hardware
+from passes.hardware.hardware import Hardware
 
 # All ranks send through one loopback, k of them (k - 1) / k of a ring's bytes each: with 1 Gbit/s for each rank but one, a
 # collective takes as long over four ranks as over two.

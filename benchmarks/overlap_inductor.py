@@ -28,11 +28,11 @@ from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard import Options
-from autoshard.compile import Split, split_program
-from autoshard.groups import axes_used
-from autoshard.pipeline import overlap_pipeline
-from autoshard.planner import make_plan
-from autoshard.prediction import memory_of
+from autoshard.compile.compiled import Split, split_program
+from autoshard.phases import overlap_pipeline
+from autoshard.planner.planning import make_plan
+from autoshard.planner.prediction import memory_of
+from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext

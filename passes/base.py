@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 from torch.fx import GraphModule, Node
 
 from passes.cost.last_program import LastProgram
+from passes.hardware.hardware import hardware_named
 from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
-from passes.ir.hardware import hardware_named
 from passes.ir.mesh import Mesh
 
 NOMINAL = "h100"  # whose figures stand for those of devices that are not known

@@ -33,7 +33,7 @@ from passes.ir.graph import (
     value_of,
 )
 from passes.ir.layout import Layout, Partial, R, Shard, is_even, local_shape
-from passes.ir.tokens import DTYPE_NAMES
+from passes.ir.text import DTYPE_NAMES
 
 _add = torch.ops.aten.add.Tensor
 _convert = torch.ops.prims.convert_element_type.default

@@ -57,8 +57,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Partial, Placement, R, Replicate, Shard, is_even, is_storable
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS
-from passes.ir.text import format_node, format_type
-from passes.ir.tokens import DTYPE_NAMES, FUNCTION_NAMES
+from passes.ir.text import DTYPE_NAMES, FUNCTION_NAMES, format_node, format_type
 from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, space_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -140,7 +139,7 @@ class _Check:
 
     def _call(self, node: Node) -> None:
         if not isinstance(node.target, OpOverload) and node.target not in FUNCTION_NAMES:
-            self.fail(node, f"it calls {node.target}, which is neither an op nor in passes/ir/tokens.py")
+            self.fail(node, f"it calls {node.target}, which is neither an op nor in passes/ir/text/lexer.py")
         if not has_value(node):
             self.fail(node, "it has no value")
 

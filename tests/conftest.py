@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 
-from autoshard import judge
+from autoshard.planner import evaluation
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Collective, collectives_of
 from tests.named import check_named
@@ -25,7 +25,7 @@ def named_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
         check_named(found, gm)
         return found
 
-    monkeypatch.setattr(judge, "collectives_of", checked)
+    monkeypatch.setattr(evaluation, "collectives_of", checked)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = (  # the first that a module's name starts with is its level; a lower one is further down the arrow
     ("passes._torch", 0),
     ("passes.errors", 0),
+    ("passes.hardware", 1),
     ("passes.ir", 1),
     ("passes.cost", 2),
     ("passes.rules", 2),

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from autoshard import Mesh, UserError
-from autoshard.calibrate import KINDS, QUICK, Calibration, calibrate, contention_of, format_calibration
+from autoshard.measure.calibrate import KINDS, QUICK, Calibration, calibrate, contention_of, format_calibration
 from passes.cost.collective import collective_seconds
 from passes.cost.contention import Contention
-from passes.ir.hardware import hardware_named
+from passes.hardware.hardware import hardware_named
 from tests.spawn import run_on_ranks
 
 

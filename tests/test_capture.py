@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.capture import Captured, capture
+from autoshard.capture.capture import Captured, capture
 from passes._torch import fake_mode, flatten_pytree, is_fake
 from passes.errors import CaptureError
 from passes.ir.graph import (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoshard.capture import capture
+from autoshard.capture.capture import capture
 from passes.errors import CaptureError, InputError
 
 SEEN: list[int] = []

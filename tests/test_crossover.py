@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autoshard import UserError
-from autoshard.crossover import LARGEST, Question, crossovers, format_crossovers
+from autoshard.measure.crossover import LARGEST, Question, crossovers, format_crossovers
 from passes.cost.collective import collective_seconds
 from passes.cost.compute import Product, product_seconds
-from passes.ir.hardware import hardware_named
+from passes.hardware.hardware import hardware_named
 
 H100, CPU = hardware_named("h100"), hardware_named("cpu")
 

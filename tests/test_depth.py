@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard import Mesh, Options
-from autoshard.planner import plan_ahead
+from autoshard.planner.planning import plan_ahead
 from tests.test_search import on_meta
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
-from autoshard.search import QUICK
+from autoshard.planner.candidates import QUICK
 
 
 class Stack(nn.Module):

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 import tests.test_checking
-from autoshard import Options, UserError, autoshard, dumping, plan
-from autoshard.bisection import bisect
+from autoshard import Options, UserError, autoshard, plan
 from autoshard.cli.main import main
-from autoshard.pipeline import default_pipeline
-from autoshard.planner import make_plan
-from autoshard.replay import replay
+from autoshard.debug import dumping
+from autoshard.debug.bisection import bisect
+from autoshard.debug.replay import replay
+from autoshard.phases import default_pipeline
+from autoshard.planner.planning import make_plan
 from passes import observers
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage

@@ -20,28 +20,28 @@ from torch.fx import Graph, GraphModule, Node
 
 import passes.errors
 from autoshard import AutoshardError, Mesh, Options, autoshard
-from autoshard.bisection import bisect
-from autoshard.calibrate import calibrate
-from autoshard.capture_errors import _message
+from autoshard.capture.capture_errors import _message
+from autoshard.capture.flat_call import _check_read
 from autoshard.cli.main import main
-from autoshard.codec import decode
-from autoshard.compile import Program, Split
-from autoshard.constraints import insisted
-from autoshard.execution import Slot
-from autoshard.flat_call import _check_read
-from autoshard.parameters import lay_out, place_of
-from autoshard.placements import layout_of_placements
-from autoshard.prediction import memory_of
+from autoshard.compile.compiled import Program, Split
+from autoshard.config.constraints import insisted
+from autoshard.debug.bisection import bisect
+from autoshard.debug.rank_interpreter import _callable
+from autoshard.measure.calibrate import calibrate
+from autoshard.planner.prediction import memory_of
+from autoshard.plans.codec import decode
+from autoshard.runtime.execution import Slot
+from autoshard.runtime.parameters import lay_out, place_of
+from autoshard.runtime.placements import layout_of_placements
 from passes._torch import TraceFailure
 from passes.base import PassContext
 from passes.cost.from_graph import program_of
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Stage, layout_of, set_layouts, set_stage, set_value, tensor_of
-from passes.ir.hardware import Hardware, hardware_named
 from passes.ir.layout import Layout, R
 from passes.ir.layout import Partial as Term
 from passes.ir.steps import plan_steps
-from passes.ir.text import _format_argument, _format_call, format_target
-from passes.ranks import _callable
+from passes.ir.text.printer import _format_argument, _format_call, format_target
 from passes.seed import Insisted
 from passes.solve import Solve
 from passes.verify import verify
@@ -240,7 +240,7 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
         ),
         (
             lambda: format_target(len),
-            "CompilerError: a graph calls <built-in function len>, which is neither an op nor in passes/ir/tokens.py",
+            "CompilerError: a graph calls <built-in function len>, which is neither an op nor in passes/ir/text/lexer.py",
         ),
         (
             lambda: _format_call(node("call_method", "neg"), MESH),

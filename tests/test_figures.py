@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.figures import ProductTime, TransferTime, fit_links, fit_products
+from autoshard.measure.fit_hardware import ProductTime, TransferTime, fit_links, fit_products
 from passes.cost.collective import collective_seconds
 from passes.cost.compute import Product, product_seconds
-from passes.ir.hardware import Group, Hardware, hardware_named
+from passes.hardware.hardware import Group, Hardware, hardware_named
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = (1 << 10, 1 << 20, 1 << 28)

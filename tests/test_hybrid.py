@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autoshard import UserError
-from autoshard.hybrid import Cluster, format_shardings, shardings
+from autoshard.measure.hsdp import Cluster, format_shardings, shardings
 from passes.cost.collective import collective_seconds
-from passes.ir.hardware import Group, hardware_named
+from passes.hardware.hardware import Group, hardware_named
 
 H100 = hardware_named("h100")
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Options, ShardingPlan
-from autoshard.compile import split_program
-from autoshard.pipeline import default_pipeline
-from autoshard.planner import Planned, make_plan, plan_ahead
+from autoshard.compile.compiled import split_program
+from autoshard.phases import default_pipeline
+from autoshard.planner.planning import Planned, make_plan, plan_ahead
 from passes.ir.graph import transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.plan import collectives_of

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, ShardingPlan, plan
-from autoshard.compile import split_program
-from autoshard.overlap import Overlap
-from autoshard.planner import make_plan
-from autoshard.report.table import format_plan
+from autoshard.compile.compiled import split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.inspection.report.table import format_plan
+from autoshard.planner.planning import make_plan
 from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.from_graph import program_of
 from passes.cost.simulate import Timeline, simulate

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, plan
-from autoshard.plan_file import SCHEMA, VERSION
-from autoshard.settings import options_of, settings_of
+from autoshard.config.settings import options_of, settings_of
+from autoshard.plans.plan_file import SCHEMA, VERSION
 from passes.base import Remark
 from passes.ir.graph import Origin
 from passes.ir.plan import Candidate, Cost, Memory, Search
@@ -99,7 +99,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("autoshard.plan_file.os.replace", fail)
+    monkeypatch.setattr("autoshard.plans.plan_file.os.replace", fail)
     assert message(made().save, path) == (
         f"the plan cannot be written to {path}: No space left on device; give a path that can be"
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, plan
-from autoshard.fit import check_asked
-from autoshard.planner import make_plan
+from autoshard.planner.planning import make_plan
+from autoshard.plans.compatibility import check_asked
 
 MESH = Mesh("dp=2,tp=2")
 

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
-from autoshard.constraints import recipes_of
-from autoshard.judge import fold, judge, seeded
-from autoshard.pipeline import default_pipeline
-from autoshard.planner import make_plan
-from autoshard.prediction import state_of
-from autoshard.problem import captured_problem
+from autoshard.config.constraints import recipes_of
+from autoshard.phases import default_pipeline
+from autoshard.planner.evaluation import fold, judge, seeded
+from autoshard.planner.planning import make_plan
+from autoshard.planner.prediction import state_of
+from autoshard.planner.problem import captured_problem
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import UnknownOpError
@@ -140,7 +140,7 @@ def test_a_batch_that_the_caller_splits_is_split_over_its_axes_alone(batch: int,
 
 
 def test_without_figures_of_the_hardware_a_rule_of_thumb_is_followed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoshard.topology.hardware_of", lambda device: None)
+    monkeypatch.setattr("autoshard.config.topology.hardware_of", lambda device: None)
     model, args = on_meta(64, 8)
     found = plan(model, Mesh("dp=2,tp=2"), args)
     assert found.search is None and found.recipes == ("fsdp", "megatron")

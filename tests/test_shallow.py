@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import Mesh, Options
-from autoshard.fit import structure
-from autoshard.judge import Folded, fold
-from autoshard.problem import Problem, captured_problem
+from autoshard.planner.evaluation import Folded, fold
+from autoshard.planner.problem import Problem, captured_problem
+from autoshard.plans.compatibility import structure
 
 DEPTH = 16  # two kinds of layers in turn leave enough to fold
 

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import Mesh
-from autoshard.topology import hardware_of, mesh_of, preset_of
+from autoshard.config.topology import hardware_of, mesh_of, preset_of
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from autoshard.crossover import Question, crossovers, format_crossovers
-from autoshard.hybrid import Cluster, format_shardings, shardings
-from passes.ir.hardware import hardware_named
+from autoshard.measure.crossover import Question, crossovers, format_crossovers
+from autoshard.measure.hsdp import Cluster, format_shardings, shardings
+from passes.hardware.hardware import hardware_named
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from autoshard.calibrate import calibrate, format_calibration
 from autoshard.cli.output import check_output
+from autoshard.measure.calibrate import calibrate, format_calibration
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autoshard.plan import ShardingPlan
+from autoshard.plans.plan import ShardingPlan
 from passes.errors import UserError
 
 

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard.cli.display import Display
 from autoshard.cli.output import add_reports, check_output, write_reports
 from autoshard.cli.target import load_target
-from autoshard.options import Options
-from autoshard.plan import ShardingPlan
-from autoshard.planner import plan_ahead
-from autoshard.report.cost import candidates_table, cost_table, format_declined
+from autoshard.config.options import Options
+from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined
+from autoshard.planner.planning import plan_ahead
+from autoshard.plans.plan import ShardingPlan
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from autoshard.bisection import bisect
 from autoshard.cli.planning import add_problem, find_plan, options_of_command, sizes_of
 from autoshard.cli.target import load_target
-from autoshard.plan import ShardingPlan
-from autoshard.replay import replay
+from autoshard.debug.bisection import bisect
+from autoshard.debug.replay import replay
+from autoshard.plans.plan import ShardingPlan
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 

@@ -8,7 +8,7 @@ A group has k ranks on n nodes, p on each. Its data goes one of three ways, and 
 - the switch, where it adds: a tree whose part in the node is one pass through the switch.
 
 Inside a node every rank also reads and writes all bytes in its own memory once. With the constants of
-`passes/ir/hardware.py` the forms fit published NCCL figures: `tests/cost/test_collective.py` holds them to each one.
+`passes/hardware/hardware.py` the forms fit published NCCL figures: `tests/cost/test_collective.py` holds them to each one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import sympy
 
-from passes.ir.hardware import Group, Hardware
+from passes.hardware.hardware import Group, Hardware
 
 Where = Literal["inside", "across"]
 

@@ -17,8 +17,8 @@ import sympy
 import torch
 
 from passes._torch import OpOverload
-from passes.ir.hardware import Hardware
-from passes.ir.tokens import DTYPE_NAMES
+from passes.hardware.hardware import Hardware
+from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor
 
 aten = torch.ops.aten

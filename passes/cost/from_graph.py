@@ -19,6 +19,7 @@ from passes.cost.pipelined import pipelined
 from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
 from passes.cost.regions import bytes_read, is_alias, is_fusible, is_reduction, regions
 from passes.errors import UserError
+from passes.hardware.hardware import Hardware
 from passes.ir.graph import (
     InputRole,
     Output,
@@ -34,10 +35,9 @@ from passes.ir.graph import (
     transfer_of,
     value_of,
 )
-from passes.ir.hardware import Hardware
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS
-from passes.ir.tokens import DTYPE_NAMES
+from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import call_of
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from passes._torch import ALL_GATHER_MATMUL
 from passes.cost.compute import Product, product_seconds, region_seconds, tensor_bytes
-from passes.ir.hardware import Hardware
-from passes.ir.tokens import DTYPE_NAMES
+from passes.hardware.hardware import Hardware
+from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor
 
 

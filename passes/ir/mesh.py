@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from passes.errors import MeshError
-from passes.ir.hardware import Group, Hardware, hardware_named
+from passes.hardware.hardware import Group, Hardware, hardware_named
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from passes.cost.collective import collective_seconds, link_of
 from passes.errors import CompilerError
+from passes.hardware.hardware import Hardware
 from passes.ir.collective import COMMUNICATING, take_part
-from passes.ir.hardware import Hardware
 from passes.ir.layout import Layout, Placement, Shard, is_even, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.steps import Kind, plan_steps

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.compile import Mode, Split, compile_split
-from autoshard.groups import axes_used
+from autoshard.compile.compiled import Mode, Split, compile_split
+from autoshard.runtime.process_groups import axes_used
 from passes._torch import register_group, unregister_group
 from passes.ir.graph import InputRole
 from passes.ir.mesh import Mesh

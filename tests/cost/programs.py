@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from passes.cost.program import ACROSS, COMPUTE, INSIDE, Buffer, Program, Task
-from passes.ir.hardware import hardware_named
+from passes.hardware.hardware import hardware_named
 from passes.ir.mesh import Mesh
 
 MESH = Mesh("dp=2")

@@ -18,7 +18,7 @@ from passes.cost.collective import (
     ring_formula,
     values_of,
 )
-from passes.ir.hardware import Group, Hardware, hardware_named
+from passes.hardware.hardware import Group, Hardware, hardware_named
 
 H100 = hardware_named("h100")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

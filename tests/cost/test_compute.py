@@ -20,7 +20,7 @@ from passes.cost.compute import (
     product_seconds,
     region_seconds,
 )
-from passes.ir.hardware import Hardware, hardware_named
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.rules.rule import Call, Tensor
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Mesh, UserError
-from passes.ir.hardware import Group, Hardware, hardware_named
+from passes.hardware.hardware import Group, Hardware, hardware_named
 
 PRESETS = ("a100", "a100-pcie", "h100", "h200", "b200", "gb200", "cpu")
 FIGURES = {"flops", "memory_bytes", "memory_bandwidth", "node_size"}

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
-from autoshard.compile import Mode, Split, split_program
-from autoshard.options import Options
-from autoshard.planner import make_plan
+from autoshard.compile.compiled import Mode, Split, split_program
+from autoshard.config.options import Options
+from autoshard.planner.planning import make_plan
 from passes.cost.from_graph import program_of
 from passes.cost.memory import bytes_by_kind
 from passes.cost.program import STATE, Program

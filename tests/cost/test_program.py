@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from autoshard.compile import Split, split_program
-from autoshard.options import Options
-from autoshard.planner import make_plan
+from autoshard.compile.compiled import Split, split_program
+from autoshard.config.options import Options
+from autoshard.planner.planning import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.from_graph import program_of, program_of_graph
 from passes.cost.last_program import LastProgram
@@ -21,7 +21,7 @@ from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
-from passes.ir.hardware import hardware_named
+from passes.hardware.hardware import hardware_named
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from tests.cost.programs import kernel

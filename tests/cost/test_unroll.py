@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.capture import capture
-from autoshard.compile import split_program
-from autoshard.pipeline import default_pipeline
+from autoshard.capture.capture import capture
+from autoshard.compile.compiled import split_program
+from autoshard.phases import default_pipeline
 from passes.base import Pass, PassContext
 from passes.cost.from_graph import program_of
 from passes.cost.program import Buffer, Program, Task

@@ -6,13 +6,13 @@ from collections import Counter
 
 import torch
 
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.ir.graph import placeholders, tensor_of, transfer_of
 from passes.ir.text import parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.ranks import run_ranks
 
 # One value is reduced over `a` and then scattered over `b`, the other the other way round.
 CROSSING = """

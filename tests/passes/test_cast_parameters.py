@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options
-from autoshard.planner import make_plan
+from autoshard.planner.planning import make_plan
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -10,8 +10,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
-from autoshard.options import Options
+from autoshard.compile.compiled import split_program
+from autoshard.config.options import Options
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import schedule
@@ -20,7 +21,6 @@ from passes.ir.chunks import sites_in, split
 from passes.ir.graph import note_of, origin_of, transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
-from passes.ranks import run_ranks
 from tests.models import build
 from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
 from tests.spmd.oracle import plan_ranks

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.options import Options
-from autoshard.planner import make_plan
+from autoshard.config.options import Options
+from autoshard.debug.rank_interpreter import run_ranks
+from autoshard.planner.planning import make_plan
 from passes.ir.graph import InputRole, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part
 from passes.ir.mesh import Mesh
-from passes.ranks import run_ranks
 
 
 class Noisy(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from autoshard.capture import capture
+from autoshard.capture.capture import capture
 from passes.base import PassContext
 from passes.fold import Fold
 from passes.ir.graph import InputRole, input_of, origin_of, outputs_of, placeholders

@@ -8,21 +8,21 @@ from expecttest import assert_expected_inline
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
-from autoshard.options import Options
-from autoshard.planner import make_plan
+from autoshard.config.options import Options
+from autoshard.debug.rank_interpreter import run_ranks
+from autoshard.planner.planning import make_plan
 from examples.llama import TINY, step_of
 from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
+from passes.hardware.hardware import hardware_named
 from passes.ir.graph import operands, placeholders, tensor_of, transfer_of
-from passes.ir.hardware import hardware_named
 from passes.ir.layout import local_part
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
-from passes.ranks import run_ranks
 
 MESH = Mesh("dp=2,tp=2")
 PRICED = MESH.on(hardware_named("a100-pcie"))

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
-from autoshard.options import Options
-from autoshard.pipeline import default_pipeline, overlap_pipeline
-from autoshard.planner import make_plan
+from autoshard.compile.compiled import split_program
+from autoshard.config.options import Options
+from autoshard.phases import default_pipeline, overlap_pipeline
+from autoshard.planner.planning import make_plan
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.cost.from_graph import program_of_graph
@@ -19,8 +19,8 @@ from passes.cost.schedule import MORE_MEMORY, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import copy_graph
-from passes.ir.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
 from passes.manager import PassManager
 from passes.schedule_overlap import ScheduleOverlap

@@ -11,8 +11,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from autoshard.compile import split_program
-from autoshard.options import Options
+from autoshard.compile.compiled import split_program
+from autoshard.config.options import Options
+from autoshard.debug.rank_interpreter import run_ranks
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode, symmetric
 from passes.base import PassContext
 from passes.cost.from_graph import program_of_graph
@@ -24,7 +25,6 @@ from passes.ir.graph import note_of, origin_of, transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS, make_one, why_not_one
 from passes.ir.text import format_graph, parse_graph
-from passes.ranks import run_ranks
 from passes.schedule_overlap import ScheduleOverlap
 from passes.verify import verify
 from tests.models import build

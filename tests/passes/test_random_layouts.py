@@ -14,20 +14,19 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
 
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import InputRole, input_of, layout_of, origin_of, placeholders, tensor_of, transfer_of
-from passes.ir.hardware import Hardware, hardware_named
 from passes.ir.layout import local_part
 from passes.ir.mesh import Mesh
-from passes.ir.text import parse_graph
-from passes.ir.tokens import DTYPE_NAMES
+from passes.ir.text import DTYPE_NAMES, parse_graph
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.ranks import run_ranks
 
 AXES = "dp=2,tp=2"
 PROGRAMS, DRAWS = 20, 2

@@ -10,19 +10,19 @@ import torch
 from torch.fx import GraphModule
 
 import passes.decompose_matmuls
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.cost.from_graph import program_of_graph
 from passes.cost.schedule import schedule
 from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import InputRole, copy_graph, input_of, outputs_of, placeholders, tensor_of
-from passes.ir.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.ranks import run_ranks
 from passes.schedule_overlap import ScheduleOverlap
 
 AXES = "dp=2,tp=2"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.errors import CompilerError
 from passes.ir.collective import all_gather, all_to_all, reduce_scatter
@@ -21,7 +22,6 @@ from passes.ir.text import parse_graph
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
-from passes.ranks import run_ranks
 
 MESHES = (Mesh("a=2"), Mesh("a=2,b=2"), Mesh("a=2,b=3"), Mesh("a=2,b=2,c=2"))
 SHAPE = (24, 12, 5)

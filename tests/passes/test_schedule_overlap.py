@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 import passes.schedule_overlap
+from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.cost.from_graph import program_of_graph
 from passes.cost.program import Program
@@ -17,7 +18,6 @@ from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, placeholders, tensor_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
-from passes.ranks import run_ranks
 from passes.schedule_overlap import ScheduleOverlap
 
 MESH = Mesh("dp=2", hardware="h100")

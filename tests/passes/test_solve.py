@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule
 
 import passes.rules  # registers the rules
-from autoshard.options import Options
-from autoshard.pipeline import default_pipeline
+from autoshard.config.options import Options
+from autoshard.phases import default_pipeline
 from passes.base import PassContext
 from passes.errors import ConstraintError, MemoryLimitError, UserError
 from passes.insert_reshards import InsertReshards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.report.dims import Letters, letters_of
+from autoshard.inspection.report.dims import Letters, letters_of
 from passes.ir.graph import layout_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph

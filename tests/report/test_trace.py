@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoshard import PlanError, ShardingPlan
-from autoshard.report.steps import memory_by_turn
+from autoshard.inspection.report.timeline import memory_by_turn
 from passes.errors import UserError
 from tests.report.plans import deep, tiny_llama, unknown_hardware
 

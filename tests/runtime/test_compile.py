@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from autoshard import compile as compiling
-from autoshard.compile import Mode, compile_split, split_program
+from autoshard.compile import compiled as compiling
+from autoshard.compile.compiled import Mode, compile_split, split_program
 from passes._torch import InductorCode
 from passes.ir.text import parse_graph
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.guards import HASHED_BYTES_MAX, digest
+from autoshard.runtime.agreement import HASHED_BYTES_MAX, digest
 
 
 @pytest.mark.parametrize("size", [3, HASHED_BYTES_MAX])  # in bytes: hashed here, folded by torch

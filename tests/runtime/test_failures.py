@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 from autoshard import Options, autoshard
-from autoshard.pipeline import default_pipeline
+from autoshard.phases import default_pipeline
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
 from tests.models import build

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import Options, ShardingPlan, autoshard, plan
-from autoshard.compile import Mode
+from autoshard.compile.compiled import Mode
 from tests.models import build
 from tests.spawn import Failure, reports_of_ranks
 

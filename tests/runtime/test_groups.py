@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, GraphModule
 
-from autoshard.groups import add_groups, axes_used, open_groups
-from autoshard.topology import mesh_of
+from autoshard.config.topology import mesh_of
+from autoshard.runtime.process_groups import add_groups, axes_used, open_groups
 from passes._torch import group_timeout, is_group_registered
 from passes.errors import MeshError
 from passes.ir.mesh import Mesh

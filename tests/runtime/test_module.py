@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import Options, autoshard
-from autoshard.runtime import ShardedModule
+from autoshard.runtime.sharded_module import ShardedModule
 from passes.errors import InputError, UserError
 
 EAGER = Options(recipe="fsdp", compile="eager")

@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.compile import Split, compile_split, split_program
-from autoshard.groups import axes_used
-from autoshard.options import Options
-from autoshard.overlap import Overlap
+from autoshard.compile.compiled import Split, compile_split, split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.config.options import Options
+from autoshard.runtime.process_groups import axes_used
 from passes._torch import inductor_compile, register_group, unregister_group
 from passes.ir import chunks
 from passes.ir.chunks import sites_in

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 
-from autoshard.parameters import distributed_tensor, place_of
-from autoshard.placements import Storage, dtensor_placements, layout_of_placements
+from autoshard.runtime.parameters import distributed_tensor, place_of
+from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
 from passes._torch import strided_shard
 from passes.errors import ConstraintError
 from passes.ir.layout import Layout, R, Shard, assemble, is_storable, local_part

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import InputError, Mesh, Options, autoshard
-from autoshard.profiling import CollectiveTime, Profile, RegionTime
+from autoshard.runtime.profiling import CollectiveTime, Profile, RegionTime
 from tests.models import mlp
 from tests.spawn import run_on_ranks
 

@@ -8,9 +8,10 @@ import pytest
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from autoshard import Options, shared_memory
-from autoshard.guards import _collectives
-from autoshard.shared_memory import check_devices, share_memory, shared_bytes
+from autoshard import Options
+from autoshard.runtime import shared_memory
+from autoshard.runtime.agreement import _collectives
+from autoshard.runtime.shared_memory import check_devices, share_memory, shared_bytes
 from passes.errors import MeshError, UserError
 from passes.ir.chunks import sites_in
 from passes.ir.one_operator import make_one

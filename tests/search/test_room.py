@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoshard import Mesh, Options, plan
-from autoshard.checkpointing import Kept, Settling, Trial
+from autoshard.planner.recomputation import Kept, Settling, Trial
 from examples.llama import TINY, Llama
 from passes.search.evaluate import evaluate
 from passes.search.find import Goal, solve

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autoshard import simulation
-from autoshard.constraints import check_options
-from autoshard.options import Options
-from autoshard.planner import make_plan, program_problem
-from autoshard.problem import Problem, captured_problem
-from autoshard.simulation import SEED, Call, Ranks, Results, Step, distance, norm_of, tangent
-from autoshard.topology import equipped
+from autoshard.config.constraints import check_options
+from autoshard.config.options import Options
+from autoshard.config.topology import equipped
+from autoshard.debug import simulated_ranks as simulation
+from autoshard.debug.simulated_ranks import SEED, Call, Ranks, Results, Step, distance, norm_of, tangent
+from autoshard.planner.planning import make_plan, program_problem
+from autoshard.planner.problem import Problem, captured_problem
 from passes.ir.mesh import Mesh
 from tests.models import Case
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.compile import Mode, Split, compile_split, split_program
-from autoshard.options import Options
-from autoshard.plan import ShardingPlan
-from autoshard.planner import Planned, make_plan, plan_ahead
+from autoshard.compile.compiled import Mode, Split, compile_split, split_program
+from autoshard.config.options import Options
+from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.plans.plan import ShardingPlan
 from passes.base import PassContext
 from passes.checkpoint import Checkpoint
 from passes.cost.from_graph import program_of

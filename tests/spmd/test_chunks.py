@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import passes.decompose_matmuls
-from autoshard import Options, autoshard, shared_memory
+from autoshard import Options, autoshard
+from autoshard.runtime import shared_memory
 from passes.decompose_matmuls import ONE, DecomposeMatmuls
 from passes.ir.one_operator import why_not_one
 from tests.spawn import run_on_ranks

@@ -13,20 +13,20 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
-from autoshard.compile import Mode, Split, split_program
-from autoshard.options import Options
-from autoshard.overlap import Overlap
-from autoshard.pipeline import default_pipeline
-from autoshard.planner import program_problem
-from autoshard.problem import captured_problem
-from autoshard.simulation import Call
+from autoshard.compile.compiled import Mode, Split, split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.config.options import Options
+from autoshard.debug.simulated_ranks import Call
+from autoshard.phases import default_pipeline
+from autoshard.planner.planning import program_problem
+from autoshard.planner.problem import captured_problem
 from examples import llama
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Input, InputRole, OutputRole, copy_graph, tensor_of, transfer_of
-from passes.ir.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
 from passes.manager import PassManager
 from passes.schedule_overlap import ScheduleOverlap

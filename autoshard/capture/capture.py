@@ -1,0 +1,213 @@
+"""An `nn.Module` and example arguments become one ATen graph of forward and backward, on fake tensors.
+
+Dynamo reads the Python, AOTAutograd differentiates and functionalizes, Inductor's decompositions break up what
+has no kernel of its own. The result is the flat graph that `passes.ir.graph` describes: every parameter, buffer
+and tensor argument is a placeholder, used or not; every output, new buffer value and gradient is a result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from autoshard.capture.capture_errors import capture_error, side_effect_error
+from autoshard.capture.fake_module import fake_module, fake_tensor
+from autoshard.capture.flat_call import FlatCall, flatten_call
+from autoshard.capture.garbage import uncollected
+from autoshard.capture.joint_graph import finish_graph
+from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
+from passes._torch import TracedModule, fake_mode, lazy_code, select_decompositions, trace_joint, trace_module
+from passes.errors import CaptureError
+from passes.ir.graph import InputRole
+
+aten = torch.ops.aten
+
+# Ops with a kernel of their own that shard better whole than in Inductor's pieces.
+_WHOLE = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.cat.default,
+        aten.embedding_dense_backward.default,
+        aten.convolution_backward.default,
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool2d_with_indices_backward.default,
+        aten.max_pool3d_with_indices.default,
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A module as a graph, with the way in and out.
+
+    `call` is what dynamo saw: forward alone, from which the graph is traced when it is asked for; `modules` has the
+    name of each traced module by its id. `tied` maps every other name of a tied parameter to the one in the graph.
+    """
+
+    call: FlatCall
+    modules: Mapping[int, str]
+    tied: dict[str, str]
+    training: bool
+
+    @property
+    def signature(self) -> Signature:
+        return self.call.signature
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of the PARAMETER placeholders in order, unused and frozen ones included."""
+        return tuple(self.shapes(InputRole.PARAMETER))
+
+    def shapes(self, role: InputRole) -> dict[str, torch.Size]:
+        """Shapes of parameters, buffers or inputs by name, in the order of the placeholders."""
+        return {key.name: tensor.shape for key, tensor in self.call.tensors.items() if key.role is role}
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """Forward and backward, as ATen ops. Raises CaptureError for what cannot be one graph."""
+        return self._whole[0]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Values of those BUFFER placeholders that are no buffers of the module: plain tensor attributes, tensors of the
+        surrounding code, literals. A constant is on meta if the module's attribute is."""
+        return self.call.constants | self._whole[1]
+
+    def trace(self) -> GraphModule:
+        """`graph_module`, for who wants it made now."""
+        return self.graph_module
+
+    @cached_property
+    def _whole(self) -> tuple[GraphModule, dict[str, torch.Tensor]]:
+        return self.joint_of(self.call)
+
+    def joint_of(self, call: FlatCall) -> tuple[GraphModule, dict[str, torch.Tensor]]:
+        """Forward and backward of `call`, this one or one with fewer layers, and the literals that became BUFFERs."""
+        with _tracing(training=self.training):
+            joint = trace_joint(call.graph_module, tuple(call.tensors.values()), select_decompositions(whole=_WHOLE))
+        return joint.graph_module, finish_graph(joint, call, self.modules)
+
+
+@contextmanager
+def _tracing(*, training: bool) -> Iterator[None]:
+    """Where torch traces; what it raises comes out as a CaptureError."""
+    try:
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
+            yield
+    except CaptureError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise capture_error(error) from error
+
+
+def capture(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **how: Any) -> Captured:
+    """As `capture_call`, with the graph traced."""
+    captured = capture_call(module, args, kwargs, **how)
+    captured.trace()
+    return captured
+
+
+def capture_call(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    training: bool,
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype | None = None,
+    cast_inputs: bool = True,
+) -> Captured:
+    """Capture one call of `module` at the shapes of the arguments; neither is touched or run.
+
+    With `training`, the graph is forward and backward if any output needs a gradient, otherwise the forward as
+    under `torch.no_grad()`. Module and arguments may be real, fake or on meta; the graph is one of `device`. It
+    takes contiguous tensors, whatever the strides of the examples.
+
+    With `compute_dtype`, floating-point parameters and (with `cast_inputs`) arguments are taken to be of that dtype
+    in the graph; `signature` says what was given.
+
+    Raises CaptureError for what dynamo cannot read; what cannot be differentiated is found when the graph is traced.
+    """
+    call = _bind(module, args, kwargs or {})
+    mode, place = fake_mode(), torch.device(device)
+
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        return fake_tensor(tensor, mode, place)
+
+    fake = fake_module(module, mode, place, compute_dtype)
+    leaves = {
+        path: fake_tensor(leaf, mode, place, compute_dtype if cast_inputs else None) if isinstance(leaf, torch.Tensor) else leaf
+        for path, leaf in call.leaves.items()
+    }
+    with _tracing(training=training):
+        traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
+        flat = flatten_call(traced, fake, call, leaves, fake_of)
+    modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
+    return Captured(flat, modules, fake.tied, training)
+
+
+def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    """The trace of a call that changes no Python object.
+
+    Constants that a first call sets on an object beside the modules (a flag of a config, which the fake module has a
+    copy of) are set here, as that call would, if a second call then changes nothing any more.
+    """
+    traced = trace_module(call, args, kwargs)
+    for effect in traced.side_effects:
+        if not effect.constants or isinstance(effect.changed, nn.Module):
+            raise side_effect_error(effect)
+    if not traced.side_effects:
+        return traced
+    before = [(vars(effect.changed), dict(vars(effect.changed))) for effect in traced.side_effects]
+    for effect in traced.side_effects:
+        for name, value in effect.constants.items():
+            setattr(effect.changed, name, value)
+    again = trace_module(call, args, kwargs)
+    for effect in again.side_effects:
+        for attributes, held in before:
+            attributes.clear()
+            attributes.update(held)
+        raise side_effect_error(effect)
+    return again
+
+
+class _Call(nn.Module):
+    """Calls the module under a name that cannot clash with those of its children."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.autoshard_module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo gives no graph where nothing is computed; the second result makes sure that something is.
+        return self.autoshard_module(*args, **kwargs), torch.zeros(())
+
+
+def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    signature = inspect.signature(module.forward)
+    try:
+        call = bind_call(signature, args, kwargs)
+    except TypeError as error:
+        given = ", ".join([*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())])
+        raise CaptureError(f"{type(module).__name__}.forward{signature} cannot take ({given}): {error}") from error
+    for path, leaf in call.leaves.items():
+        if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+            raise CaptureError(
+                f"argument {path} is a {type(leaf).__name__}, which is neither a tensor nor a constant; pass tensors "
+                f"in tuples, lists, dicts or named tuples, or register the class with torch.export.register_dataclass"
+            )
+    return call
+
+
+def _brief(value: object) -> str:
+    return format_leaf(value) if isinstance(value, torch.Tensor) or is_constant(value) else type(value).__name__

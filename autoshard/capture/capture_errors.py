@@ -1,0 +1,167 @@
+"""What a model does that no graph can say, in words for the one who wrote it.
+
+A message says what the model does, why a graph cannot, what to change, and ends with the user's line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from autoshard.capture.origins import user_frame
+from passes._torch import SideEffect, TraceFailure, trace_failure
+from passes.errors import CaptureError
+from passes.ir.graph import Origin
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A kind of failure: a pattern of torch's name for it, and our words; `{0}` is the group of `detail`."""
+
+    kind: str
+    message: str
+    detail: str = ""
+
+
+_UNKNOWN_SHAPE = (
+    "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
+    "out with torch.where, a product with the mask, or masked_fill"
+)
+
+
+def _sends(call: str) -> str:
+    """What is wrong with a model that makes such a call."""
+    return (
+        f"the model sends values between ranks ({call}), but it computes as on one device: each value is that of all ranks "
+        "together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)"
+    )
+
+
+_CAUSES = (
+    _Cause(
+        "^Data-dependent branching",
+        "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides "
+        "and choose with torch.where(condition, a, b)",
+    ),
+    _Cause(
+        "^UserError$",
+        "the model decides by the value of a tensor, but a graph takes one path for all values; compute both sides "
+        "and choose with torch.where(condition, a, b)",
+        "data-dependent expression",
+    ),
+    _Cause(
+        r"^DataDependentOutputException$|^Tensor\.tolist|^Unsupported Tensor\.item|^Data dependent operator",
+        "the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any "
+        "number is known; keep it a tensor",
+    ),
+    _Cause(
+        "^DynamicOutputShapeException$|^Dynamic shape operator",
+        _UNKNOWN_SHAPE,
+    ),
+    _Cause(
+        "^Observed exception|^TypeError from user code",
+        "the model raises {0} for these arguments; call it with arguments that it accepts",
+        r"raised exception (.*)",
+    ),
+    _Cause(
+        "^TorchRuntimeError$",
+        "the model fails for these arguments, as it would on one device: {0}",
+        r"got \w+\([\"'](.*)[\"']\)$",
+    ),
+    _Cause(
+        "^TorchRuntimeError$",
+        "the model fails for these arguments, as it would on one device: {0}",
+        "Explanation: (.*)",
+    ),
+    _Cause(
+        "^Failed to trace builtin operator|^Attempted to call function marked as skipped|^Attempted to inline function",
+        "the model calls {0} while it runs, but a graph has tensor operations only; remove the call, or make it only "
+        "where torch.compiler.is_compiling() is False",
+        r"(?:builtin operator `([^`]+)`|the function `([^`]+)`|the builtin `(?:<unknown module>\.)?([^`]+?)\.?`)",
+    ),
+    _Cause("^P2P compilation|^async_op=True for distributed", _sends("{0}"), r"(isend|irecv)|<function (\w+)"),
+    _Cause(
+        "backwards? hooks",
+        "a module of the model has a backward hook, but the backward is part of the graph; remove the hook and "
+        "write what it does as a torch.autograd.Function",
+    ),
+    _Cause(
+        r"backward\(\)|autograd\.grad",
+        "the model computes gradients in its forward, but the backward is derived from the forward's graph; move it "
+        "into the training step",
+    ),
+)
+
+
+def capture_error(error: Exception) -> CaptureError:
+    """The CaptureError to raise from `error`, an exception of a trace."""
+    failure = trace_failure(error)
+    return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
+
+
+def check_shapes(graph: Graph) -> None:
+    """Raise CaptureError for a value whose shape is known only when the model runs."""
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+            raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
+
+
+def check_messages(gm: GraphModule) -> None:
+    """Raise CaptureError where the model sends values between ranks by itself, as `all_reduce` over a group of its own does.
+
+    Other ranks may not be in that group, or not run this program, and would be waited for.
+    """
+    for part in gm.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            namespace, _, name = str(node.target).partition(".")
+            if node.op == "call_function" and namespace in _SENDING and not name.startswith("wait_tensor"):
+                call = name.partition(".")[0]
+                raise CaptureError(_sends(call) + format_place(user_frame(node.meta.get("stack_trace"))))
+
+
+# Namespaces of the ops that torch makes of messages, functional and in place, of DTensor and of symmetric memory.
+_SENDING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
+
+
+def _message(failure: TraceFailure) -> str:
+    for cause in _CAUSES:
+        found = re.search(cause.detail, failure.detail, re.MULTILINE)
+        if re.search(cause.kind, failure.kind) and found:
+            return cause.message.format(next((group for group in found.groups() if group), ""))
+    explanation = re.search(r"Explanation: (.*)", failure.detail)
+    reason = explanation[1] if explanation else failure.detail.partition("\n")[0]
+    return f"the model cannot be captured as one graph: {failure.kind}: {reason}"
+
+
+def side_effect_error(effect: SideEffect) -> CaptureError:
+    """The CaptureError for a Python object that the model changes."""
+    name = user_name(effect.source)
+    if name.endswith("_buffers"):
+        what, change = "assigns a buffer", "update it in place instead, such as self.average.copy_(value)"
+    elif effect.source.startswith(("L['args']", "L['kwargs']")):
+        what, change = "changes an argument", "make a new one and return it"
+    else:
+        thing = f"{name}" if name else "its own attributes"
+        what, change = f"changes {thing}", "return the value, or keep it in a buffer that is updated in place"
+    return CaptureError(
+        f"the model {what} while it runs, but a graph computes tensors and changes nothing else; {change}"
+        + format_place(user_frame(effect.stack))
+    )
+
+
+def user_name(source: str) -> str:
+    """Dynamo's name of where a value comes from, as the user writes it: `layers[0].weight`, `MASK`."""
+    name = re.sub(
+        r"^L\['self'\]\._modules\['autoshard_module'\]\.?|^G\['__import_[^']*'\]\.|^G\['([^']*)'\]", r"\1", source
+    )
+    name = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    return name.removeprefix(".")
+
+
+def format_place(origin: Origin) -> str:
+    """The end of a message: the user's line."""
+    return f"\n  {origin.file}:{origin.line}: {origin.source}" if origin.file else ""

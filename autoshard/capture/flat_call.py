@@ -1,0 +1,127 @@
+"""A traced call of a module made flat: one placeholder per tensor in a fixed order, one fresh result per output.
+
+Dynamo gives a placeholder only to what is used, in the order of use, and returns what the Python needs to build
+the output. Here every parameter, buffer and argument has a placeholder, and every tensor of the output is a
+result of its own: each is cloned, so that autograd sees no output that is an input, a view or another output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from autoshard.capture.capture_errors import check_messages, check_shapes, format_place, user_name
+from autoshard.capture.fake_module import FakeModule
+from autoshard.capture.origins import user_frame
+from autoshard.capture.signature import Call, InputSpec, Signature, describe_output
+from passes._torch import TracedModule
+from passes.errors import CaptureError
+from passes.ir.graph import Input, InputRole
+
+
+@dataclass(frozen=True)
+class FlatCall:
+    """`graph_module(*tensors.values())` gives the tensors of `signature.outputs`."""
+
+    graph_module: GraphModule
+    tensors: dict[Input, torch.Tensor]
+    constants: dict[str, torch.Tensor]
+    signature: Signature
+
+
+def flatten_call(
+    traced: TracedModule,
+    fake: FakeModule,
+    call: Call,
+    leaves: dict[str, Any],
+    fake_constant: Callable[[torch.Tensor], torch.Tensor],
+) -> FlatCall:
+    """Flatten `traced`, a call of `fake` with `leaves`; `fake_constant` makes fakes of other tensors that it reads."""
+    arguments = {Input(InputRole.INPUT, path): leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
+    tensors, constants = dict(fake.tensors), dict(fake.attributes)
+    graph = traced.graph_module.graph
+    check_shapes(graph)
+    check_messages(traced.graph_module)
+    old = graph.find_nodes(op="placeholder")
+    for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
+        _check_read(node, tensor, key_of, user_name(source))
+        if id(tensor) not in key_of:
+            key = Input(InputRole.BUFFER, _free_name(user_name(source), tensors))
+            tensors[key], constants[key.name], key_of[id(tensor)] = fake_constant(tensor), tensor, key
+    tensors.update(arguments)
+    with graph.inserting_before(next(iter(graph.nodes))):
+        new = {key: graph.placeholder(f"input_{number}") for number, key in enumerate(tensors)}
+    for node, tensor in zip(old, traced.inputs, strict=True):
+        node.replace_all_uses_with(new[key_of[id(tensor)]])
+        graph.erase_node(node)
+    signature = _flatten_output(graph, traced, call, leaves, {number: new[key] for number, key in key_of.items()})
+    graph.set_codegen(CodeGen())
+    return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature)
+
+
+def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name: str) -> None:
+    place = format_place(user_frame(next(iter(placeholder.users), placeholder).meta.get("stack_trace")))
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(
+            f"the model reads {name}, a {type(value).__name__} that is not known before it runs; "
+            f"pass it as an argument{place}"
+        )
+    key = key_of.get(id(value))
+    if value.requires_grad and (key is None or key.role is InputRole.BUFFER):
+        raise CaptureError(
+            f"the model reads {name}, a tensor that needs a gradient and is no parameter of it; "
+            f"register it with nn.Parameter, and modules in lists with nn.ModuleList{place}"
+        )
+
+
+def _free_name(name: str, taken: dict[Input, torch.Tensor]) -> str:
+    while Input(InputRole.BUFFER, name) in taken:
+        name += "_"
+    return name
+
+
+def _flatten_output(
+    graph: Graph, traced: TracedModule, call: Call, leaves: dict[str, Any], placeholder_of: dict[int, Node]
+) -> Signature:
+    output = graph.output_node()
+    nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
+    values = [torch.empty(0) for _ in nodes]
+    result, _ = traced.rebuild(values)
+    node_of = {**placeholder_of, **{id(value): node for value, node in zip(values, nodes, strict=True)}}
+    paths, results, spec = describe_output(result)
+    returned = []
+    for path, leaf in paths:
+        if id(leaf) not in node_of:
+            raise CaptureError(
+                f"the model returns at {path} a tensor that it neither computes nor is given; make it a buffer or an "
+                "argument, or do not return it"
+            )
+        returned.append(node_of[id(leaf)])
+    if not returned:
+        raise CaptureError("the model returns no tensor; return what the training step needs, such as the loss")
+    with graph.inserting_before(output):
+        output.args = (tuple(_clone(graph, node) for node in returned),)
+    return Signature(
+        call.bound.signature,
+        tuple(
+            InputSpec(path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            for path, leaf in call.leaves.items()
+            if isinstance(leaf, torch.Tensor)
+        ),
+        tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
+        tuple(path for path, _ in paths),
+        results,
+        spec,
+    )
+
+
+def _clone(graph: Graph, node: Node) -> Node:
+    clone = graph.call_function(torch.clone, (node,))
+    clone.meta.update((key, node.meta[key]) for key in ("stack_trace", "nn_module_stack") if key in node.meta)
+    return clone

@@ -1,0 +1,107 @@
+"""The joint graph of many equal layers, traced of a few: tracing then does not grow with depth.
+
+Equal layers are left out of the forward that dynamo saw, with a margin; the joint graph of the rest is folded as that of
+the whole would be. A plan made of it is one of the whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from autoshard.capture.capture import Captured
+from autoshard.capture.origins import set_origins
+from autoshard.config.progress import Progress
+from passes.base import PassContext
+from passes.fold import Fold
+from passes.ir.graph import Output, OutputRole, copy_graph, input_of, placeholders, set_input, set_outputs, set_value
+from passes.ir.layers import Indexed, Layers, depth_of
+from passes.ir.repeats import Repeats, Run, repeats_of, set_repeats
+from passes.manager import PassManager
+from passes.normalize import Normalize
+
+MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where gradients of a value that two layers use are
+# summed in the layer next to them
+
+
+def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Progress) -> GraphModule | None:
+    """The normalized joint graph of `captured` as `fold` makes it, traced of few layers; None where it has to be traced whole.
+
+    `repeats_of` it says what was left out: `mm_3@layers.7` is what `mm_3` stands for.
+    """
+    call = captured.call
+    gm, unsaid = copy_graph(call.graph_module), PassContext(ctx.mesh)
+    _describe(gm, captured)
+    _share_parts(gm)
+    if not replace(fold, margin=fold.margin + MARGIN).run(gm, unsaid):
+        return None
+    before = repeats_of(gm)
+    kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+    progress("trace")
+    joint, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    progress("fold")
+    PassManager((Normalize(), fold)).run(joint, ctx)
+    runs = _joined(before.runs, repeats_of(joint).runs)
+    if runs is None:
+        return None
+    parameters = dict(repeats_of(joint).parameters)
+    parameters = {removed: parameters.get(one, one) for removed, one in before.parameters.items()} | parameters
+    set_repeats(joint, Repeats(runs, _copies(joint, runs), parameters))
+    return joint
+
+
+def _joined(before: tuple[Run, ...], behind: tuple[Run, ...]) -> tuple[Run, ...] | None:
+    """Runs that were removed in front of the trace and behind it, as one; None where the latter do not hold the former."""
+    left, found = list(before), []
+    for run in behind:
+        inside = [
+            one
+            for one in left
+            if one.prefix == run.prefix and run.below[-1] < one.removed[0] <= one.removed[-1] < run.above[0]
+        ]
+        left = [one for one in left if one not in inside]
+        removed = sorted({*run.removed, *(index for one in inside for index in one.removed)})
+        if any(one.period != run.period for one in inside):
+            return None
+        found.append(replace(run, removed=tuple(removed)))
+    return None if left else tuple(found)
+
+
+def _copies(gm: GraphModule, runs: tuple[Run, ...]) -> dict[str, str]:
+    """Names for the calls of removed layers, and what stands for each."""
+    graph = Indexed.of(gm.graph, {})
+    levels = [Layers.of(graph, level) for level in range(depth_of(graph))]
+    names = {}
+    for run in runs:
+        layers = next(one for one in levels if (run.prefix, run.below[0]) in one.members)
+        for number, index in enumerate(run.removed):
+            for place in layers.members[run.prefix, run.below[number % run.period]]:
+                kept = graph.nodes[place].name
+                names[f"{kept}@{run.prefix}.{index}"] = kept
+    return names
+
+
+def _describe(gm: GraphModule, captured: Captured) -> None:
+    """Say of dynamo's graph what passes ask of one: where calls come from, what inputs, results and values are."""
+    set_origins(gm.graph, captured.modules)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node, (key, tensor) in zip(inputs, captured.call.tensors.items(), strict=True):
+        set_input(node, key)
+        set_value(node, tensor)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            set_value(node, node.meta.get("example_value"))
+    set_outputs(gm.graph, tuple(Output(OutputRole.OUTPUT, path) for path in captured.signature.outputs))
+
+
+def _share_parts(gm: GraphModule) -> None:
+    """Take equal parts of a value once: `layer(x, self.cos[:n])` in a loop would tell each layer from the next."""
+    parts: dict[tuple[Node, str], Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        source, index = node.args
+        first = parts.setdefault((source, repr(index)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)

@@ -1,0 +1,94 @@
+"""A partitioned program in the order in which its communication hides best, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from autoshard.capture.garbage import uncollected
+from autoshard.compile.compiled import Mode, Split
+from autoshard.config.options import Options
+from autoshard.phases import overlap_pipeline
+from passes.base import Observer, Pass, PassContext, Remark
+from passes.bucket_collectives import BUCKET_BYTES
+from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.decompose_matmuls import DecomposeMatmuls
+from passes.ir.graph import input_of, placeholders, returned, value_of
+from passes.ir.mesh import Mesh
+from passes.ir.repeats import repeats_of
+from passes.manager import PassManager
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a program may take of a device to hide its communication."""
+
+    mesh: Mesh
+    memory_limit: int | None  # bytes at the peak of a step; None: the device's memory is not known, nor a limit given
+    optimizer: str | None
+    bucket_bytes: int = BUCKET_BYTES  # that one collective of parameters or gradients may bring
+    split_matmuls: bool = True
+    symmetric_memory: bool = False
+
+    @staticmethod
+    def of(options: Options, mesh: Mesh) -> Overlap | None:
+        """As options say; None: the program stays as it was lowered."""
+        if not options.overlap:
+            return None
+        is_known = mesh.hardware is not None or options.memory_limit is not None
+        available = 0 if mesh.hardware is None else mesh.hardware.memory_bytes
+        memory = options.memory_bytes(available) if is_known else None
+        return Overlap(
+            mesh,
+            memory,
+            options.optimizer,
+            options.bucket_bytes,
+            options.split_matmuls,
+            options.symmetric_memory,
+        )
+
+    def apply(self, split: Split, *, mode: Mode, observers: tuple[Observer, ...] = ()) -> tuple[Remark, ...]:
+        """Cut and join messages of both graphs of `split`, and order them, in place."""
+        ctx = PassContext(self.mesh)
+        for gm in (split.forward, split.backward):
+            if gm is not None:
+                with uncollected():
+                    PassManager(self._passes(split, gm, mode), observers).run(gm, ctx)
+        return tuple(ctx.remarks)
+
+    def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
+        """What `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
+
+        Where the graphs leave out layers, as `repeats_of` them says, it is decided for all. Raises UnlikeLayersError where
+        those that are kept do not look alike.
+        """
+        ctx = PassContext(self.mesh)
+        for one in self._passes(split, gm, mode):
+            if isinstance(one, DecomposeMatmuls):
+                one.run(gm, ctx)
+        return tuple(ctx.remarks)
+
+    def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> tuple[Pass, ...]:
+        return overlap_pipeline(
+            memory_limit=None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm)),
+            bucket_bytes=self.bucket_bytes,
+            split_matmuls=self.split_matmuls,
+            fused=mode == "inductor",
+            symmetric_memory=self.symmetric_memory,
+        )
+
+    def _beside(self, split: Split, gm: GraphModule) -> int:
+        """Bytes that a device holds while `gm` runs and that are none of its values."""
+        given, count = {input_of(node) for node in placeholders(gm.graph)}, repeats_of(gm).count
+        others = zip(split.inputs, split.input_values, strict=True)
+        total = sum(count(one.name) * _nbytes(value) for one, value in others if one not in given)
+        gradients = () if split.backward is None else zip(split.gradients, returned(split.backward.graph), strict=True)
+        states = sum(count(one.name) * _nbytes(value_of(node)) for one, node in gradients if isinstance(node, Node))
+        return total + OPTIMIZER_STATES[self.optimizer] * states
+
+
+def _nbytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

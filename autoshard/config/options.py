@@ -1,0 +1,160 @@
+"""What a user may choose; every field says what it trades."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Literal
+
+import torch.distributed.tensor as dt
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from passes.base import Pass
+from passes.bucket_collectives import BUCKET_BYTES
+from passes.errors import UserError
+from passes.hardware.hardware import Hardware
+
+USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
+Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to distribute a model.
+
+    A placement is one of DTensor's (`Shard(0)`, `Replicate()`) or its text (`"S(0)"`, `"R"`).
+    """
+
+    recipe: str | Mapping[str, str | None] | None = "auto"
+    """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`,
+    `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
+    one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
+
+    hardware: str | Hardware = "auto"
+    """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or
+    `"auto"`: the mesh's own, else this machine's."""
+
+    memory_limit: int | str | None = None
+    """Memory of one device that a plan may use at its peak: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine
+    tenths of the hardware's, for what allocators and libraries take. Less memory for more communication."""
+
+    optimizer: Literal["adamw", "sgd"] | None = "adamw"
+    """What the predicted memory and step time count for the optimizer: AdamW's two states per parameter, none for
+    SGD; `None`: no update at all."""
+
+    time_limit: float | None = None
+    """Seconds that the search behind capture may take: stating the problem, solving it, simulating what it found and
+    recipes. The best plan so far counts, with the gap that was proven by then; the plan's candidates tell what was left
+    out. What was begun is ended, and the search goes on until one plan fits, 0 being for the first that does. Without a
+    limit the same model, mesh and options give the same plan everywhere."""
+
+    params: Placements | None = None
+    """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; of several that match
+    a name, the last counts. They come before any recipe."""
+
+    inputs: Placements | None = None
+    """Placements of inputs by path, such as `{"tokens": {"dp": Shard(0)}}`."""
+
+    outputs: Placements | None = None
+    """Placements of outputs by path. By default an output is this rank's part on data axes, whole on others."""
+
+    mixed_precision: MixedPrecisionPolicy | None = None
+    """As for FSDP2: parameters are stored as they are, cast to `param_dtype` before they are gathered, and their
+    gradients reduced in `reduce_dtype`. Fewer bytes and faster products for fewer digits."""
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one more
+    gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
+    search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
+
+    checkpoint: Literal["auto", "none", "block"] = "auto"
+    """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
+    nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
+    lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
+    `memory_limit`, else what costs least time of what makes it fit, collectives included."""
+
+    loss: Literal["mean", "sum"] = "mean"
+    """For a loss that is computed outside of the model, from this rank's part of an output: whether the loss of the
+    global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """How many bytes one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined, in
+    the size for which a step is predicted to be fastest, where it is faster at all; on devices whose figures are not
+    known, up to a sixteenth of this. 0, or without `overlap`: one collective per parameter."""
+
+    overlap: bool = True
+    """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as
+    `memory_limit` allows. `False`: each is awaited where it is issued, for less memory and slower steps."""
+
+    split_matmuls: bool = True
+    """With `overlap`: cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that
+    are computed and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may
+    add up a smaller product in another order. `False`: each product and message is whole."""
+
+    symmetric_memory: bool = False
+    """With `split_matmuls`, on CUDA: where the ranks of a group reach each other's memory (NVLink), make one of PyTorch's
+    operators of a gather and the products that read it, or of a product and its reduce-scatter, where that is predicted to
+    be faster than chunks. It sends with copies, beside the products; it takes memory that no allocator counts."""
+
+    unknown_ops: Literal["replicate", "error"] = "replicate"
+    """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
+
+    compile: Literal["inductor", "eager"] = "inductor"
+    """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
+
+    pipeline: tuple[Pass, ...] | None = None
+    """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
+    searched for, unless a `passes.solve.Solve()` is among them."""
+
+    dump: str | PathLike[str] | Literal[False] | None = None
+    """A folder for the graph after every pass that changed it, and for what is compiled; `AUTOSHARD_DUMP` where not given.
+    `False`: none."""
+
+    dump_mode: Literal["full", "diff"] = "full"
+    """Whole graphs, which can be read back, or behind the first what each pass changed; `AUTOSHARD_DUMP_MODE`."""
+
+    dump_ranks: Literal["first", "all"] = "first"
+    """The first rank's files, or a folder for each rank; `AUTOSHARD_DUMP_RANKS`."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("loss", self.loss, ("mean", "sum")),
+            ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
+            ("checkpoint", self.checkpoint, ("auto", "none", "block")),
+            ("optimizer", self.optimizer, ("adamw", "sgd", None)),
+            ("unknown_ops", self.unknown_ops, ("replicate", "error")),
+            ("compile", self.compile, ("inductor", "eager")),
+            ("dump_mode", self.dump_mode, ("full", "diff")),
+            ("dump_ranks", self.dump_ranks, ("first", "all")),
+        ):
+            if value not in known:
+                raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
+        if self.time_limit is not None and not _is_seconds(self.time_limit):
+            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
+        self.memory_bytes(0)
+
+    @property
+    def keeps_gathered(self) -> bool | None:
+        """Whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
+        return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+
+    def memory_bytes(self, available: int) -> int:
+        """The memory limit in bytes, on a device that has `available`."""
+        if self.memory_limit is None:
+            return int(available * USABLE_MEMORY)
+        if isinstance(self.memory_limit, int) and self.memory_limit > 0:
+            return self.memory_limit
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(self.memory_limit))
+        if match is None or isinstance(self.memory_limit, int):
+            raise UserError(
+                f"Options(memory_limit={self.memory_limit!r}): give bytes above 0, or text such as '60GB' or '60GiB'"
+            )
+        prefix = match[2] or ""
+        return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -1,0 +1,69 @@
+"""What a plan was asked for, as data that a file can hold: it runs only where the same is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard.config.options import Options, Placements
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that a plan depends on, by name, and what it was captured for and with."""
+
+    options: Mapping[str, object]  # as JSON has them
+    training: bool  # forward and backward, or the forward alone
+    device: str  # of the captured graph: "cpu" or "cuda"; some ops differ
+    torch: str  # version
+
+
+def settings_of(options: Options, *, training: bool, device: str) -> Settings:
+    """What a plan made with these options depends on."""
+    policy = options.mixed_precision
+    described: dict[str, object] = {
+        "recipe": dict(options.recipe) if isinstance(options.recipe, Mapping) else options.recipe,
+        "params": _placements(options.params),
+        "inputs": _placements(options.inputs),
+        "outputs": _placements(options.outputs),
+        "mixed_precision": None if policy is None else _policy(policy),
+        "reshard_after_forward": options.reshard_after_forward,
+        "checkpoint": options.checkpoint,
+        "loss": options.loss,
+        "bucket_bytes": options.bucket_bytes,
+        "pipeline": None if options.pipeline is None else [one.name for one in options.pipeline],
+    }
+    return Settings(described, training, device, torch.__version__)
+
+
+def options_of(settings: Settings) -> Options:
+    """Options that make the same plan again; a pipeline of the user's own is not kept and stays the default."""
+    given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "pipeline"}
+    policy: Mapping[str, Any] | None = given["mixed_precision"]
+    if policy is not None:
+        dtypes = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in policy.items()}
+        given["mixed_precision"] = MixedPrecisionPolicy(**dtypes)
+    return Options(**given)
+
+
+def _placements(given: Placements | None) -> object:
+    if given is None:
+        return None
+    return {name: {axis: str(placement) for axis, placement in axes.items()} for name, axes in given.items()}
+
+
+def _policy(policy: MixedPrecisionPolicy) -> object:
+    return {
+        "param_dtype": _dtype(policy.param_dtype),
+        "reduce_dtype": _dtype(policy.reduce_dtype),
+        "output_dtype": _dtype(policy.output_dtype),
+        "cast_forward_inputs": policy.cast_forward_inputs,
+    }
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

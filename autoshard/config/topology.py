@@ -1,0 +1,81 @@
+"""From the meshes that users have to the mesh that passes know, and from the device at hand to its figures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.errors import MeshError
+from passes.hardware.hardware import Hardware, hardware_named
+from passes.ir.mesh import Mesh
+
+_RACK_WIDE = ("gb200",)  # NVLink joins GPUs of several hosts
+
+
+def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
+    """The axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
+
+    Raises MeshError where a DeviceMesh has no axis names, or more ranks than the world.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, str):
+        return Mesh(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not {type(mesh).__name__}")
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            f"the axes of {mesh} have no names; give them: "
+            "init_device_mesh(device_type, shape, mesh_dim_names=('dp', 'tp'))"
+        )
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    world = dist.get_world_size() if dist.is_initialized() else len(ranks)
+    if len(ranks) > world:
+        raise MeshError(
+            f"the mesh has {len(ranks)} ranks but the world has {world}; start {len(ranks)} processes "
+            f"(torchrun --nproc-per-node {len(ranks)} ...), or make the mesh smaller"
+        )
+    hardware = hardware_of(mesh.device_type)
+    return Mesh(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), ranks=ranks, hardware=hardware)
+
+
+def equipped(mesh: Mesh, hardware: str | Hardware, device_type: str) -> Mesh:
+    """`mesh` with the hardware asked for; with `"auto"` its own, else this machine's (None where that is unknown)."""
+    if hardware != "auto":
+        return mesh.on(hardware_named(hardware) if isinstance(hardware, str) else hardware)
+    if mesh.hardware is not None:
+        return mesh
+    found = hardware_of("cuda" if torch.cuda.is_available() else device_type)
+    return mesh if found is None else mesh.on(found)
+
+
+def hardware_of(device_type: str) -> Hardware | None:
+    """The figures of this process's device: the preset of its name; None for a device that has none.
+
+    Of a GPU, memory is what it reports where that is less, and nodes are as large as torchrun starts processes on
+    them.
+    """
+    if device_type == "cpu":
+        return hardware_named("cpu")
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return None
+    preset = preset_of(torch.cuda.get_device_name())
+    if preset is None:
+        return None
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", preset.node_size))
+    node_size = preset.node_size if preset.name in _RACK_WIDE else min(preset.node_size, processes)
+    return replace(preset, memory_bytes=min(preset.memory_bytes, memory), node_size=node_size)
+
+
+def preset_of(device_name: str) -> Hardware | None:
+    """The preset of a GPU as CUDA names it, such as "NVIDIA H100 80GB HBM3"."""
+    name = device_name.lower()
+    if "a100" in name and "pcie" in name:
+        return hardware_named("a100-pcie")
+    known = ("gb200", "b200", "h200", "h100", "a100")  # gb200 contains b200
+    return next((hardware_named(preset) for preset in known if preset in name), None)

@@ -1,0 +1,121 @@
+"""The first pass after which the numbers are not those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from autoshard.config.options import Options
+from autoshard.config.topology import mesh_of
+from autoshard.debug.checking import (
+    TOLERANCE,
+    Check,
+    Difference,
+    check_values,
+    comparison,
+    differences,
+    is_random,
+    precision_of,
+)
+from autoshard.debug.rounding import Rounding
+from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
+from autoshard.planner.planning import make_plan
+from passes.base import Observer, Pass, PassContext
+from passes.errors import UserError
+from passes.ir.graph import Stage, copy_graph
+from passes.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a pass gave: the results that differ from the model's."""
+
+    pass_name: str  # "capture": what was there in front of the first
+    differs: tuple[Difference, ...]
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """True where the numbers are right after every pass. `check` says more where they are not after a pass that makes the
+    program of a device: the value that differs first is of a rule or a collective, not of that pass."""
+
+    mesh: Mesh
+    steps: tuple[Step, ...]
+    check: Check | None
+
+    def __bool__(self) -> bool:
+        return self.first is None
+
+    @property
+    def first(self) -> Step | None:
+        return next((step for step in self.steps if step.differs), None)
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return f"the numbers are right after each of {', '.join(step.pass_name for step in self.steps)}"
+        right = [step.pass_name for step in self.steps[: self.steps.index(self.first)]]
+        lines = [f"right after {', '.join(right) or 'nothing'}; wrong after {self.first.pass_name}:"]
+        lines += [f"  {one.value} is off by {one.error:.1e}" for one in self.first.differs[:5]]
+        if self.check is not None and self.check.first is not None:
+            lines += [f"the first value that differs: {self.check.first}"]
+        return "\n".join(lines)
+
+
+def bisect(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> Bisection:
+    """Run the program after every pass, and compare its results with the model's.
+
+    Up to collectives a program is one of whole tensors, and is run as such; from then on it is run on simulated ranks.
+    What rounding alone moves as far (`autoshard/debug/rounding.py`) is no difference.
+    Raises InputError for a model on meta; UserError for one whose results cannot be compared: with mixed precision, or
+    where random numbers are drawn.
+    """
+    call, options = Call(model, args, kwargs or {}), options or Options()
+    check_values(call)
+    if options.mixed_precision is not None:
+        raise UserError("with mixed precision the numbers are not the model's after any pass; bisect without")
+    keeper = _Every()
+    planned = make_plan(
+        model, args, call.kwargs, mesh_of(mesh), options, training=torch.is_grad_enabled(), observers=(keeper,)
+    )
+    whole = keeper.kept[0][2]
+    if any(map(is_random, whole.graph.nodes)):
+        raise UserError("the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check")
+    training, precision = torch.is_grad_enabled(), precision_of(call, options)
+    wanted, rounding = run_on_one_device(call, training=training), Rounding(call, precision, training)
+    steps = []
+    for name, stage, gm in keeper.kept:
+        made = replace(planned, graph=gm)
+        got = Ranks.of(call, made).run().step if stage >= Stage.LOCAL else run_whole(gm, Ranks.of(call, planned))
+        found = differences(got, wanted, TOLERANCE[precision], rounding)
+        steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
+    explicit = next((gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE), whole)
+    wrong = any(step.differs for step in steps)
+    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, precision) if wrong else None)
+
+
+@dataclass
+class _Every(Observer):
+    """A copy of the graph after every pass that changed it, and in front of the first."""
+
+    kept: list[tuple[str, Stage, GraphModule]] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        if not self.kept:
+            self.kept.append(("capture", pass_.takes, copy_graph(gm)))
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        if changed:
+            self.kept.append((pass_.name, pass_.gives, copy_graph(gm)))

@@ -1,0 +1,76 @@
+"""A dump is read back, and the passes behind it are run again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoshard.debug.dump_header import PLACING, format_header, parse_header
+from passes.base import PassContext, Remark
+from passes.errors import UserError
+from passes.ir.text import format_graph, parse_graph
+from passes.manager import PassManager
+from passes.observers import Dumper, Verifier
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The passes that were run, and the text of the graph behind the last one."""
+
+    ran: tuple[str, ...]
+    text: str
+    remarks: tuple[Remark, ...]
+
+
+def replay(
+    path: Path, *, behind: str | None = None, folder: Path | None = None, recipe: str | None = None
+) -> Replayed:
+    """Read the graph in `path` and run the pipeline from behind the pass `behind` on: by default the one that the file is
+    named after. Passes are set as the dump's header says; a text without one is run by the default pipeline. `folder` is
+    where to write what each pass makes of it, named as in the dump. With a `recipe` it is placed by that, without
+    constraints: where the dump is from in front of a search, or lacks a header.
+
+    Raises UserError for a pass that there is not, or from in front of which a text is not enough; GraphTextError for text
+    that is no graph.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the dump {path} cannot be read: {error.strerror}") from error
+    header = parse_header(text)
+    behind = _named(path) if behind is None else behind
+    start = _place([name for name, _ in header.passes], behind) + 1
+    gm, mesh = parse_graph(text)
+    if recipe is not None:
+        header = header.placed_by(recipe, mesh)
+    unknown = [name for name, one in header.passes[start:] if one is None]
+    if unknown:
+        raise UserError(
+            f"a graph from behind {behind!r} is not enough to run {' and '.join(unknown)}: what the user set, what a search "
+            "found and passes of your own are not in the file; give a recipe to place it by, replay a later dump, or plan "
+            "the model again"
+        )
+    passes = tuple(one for _, one in header.passes[start:] if one is not None)
+    ctx, dumper = PassContext(mesh, unknown_ops=header.unknown_ops), Dumper(folder, header=format_header(header))
+    dumper.dumped.extend([""] * (start + 1))  # so that files are numbered as in the dump that it comes from
+    PassManager(passes, (Verifier(), dumper)).run(gm, ctx)
+    return Replayed(tuple(one.name for one in passes), format_graph(gm, mesh), tuple(ctx.remarks))
+
+
+def _named(path: Path) -> str:
+    """The pass that a file of a dump is named after."""
+    match = re.fullmatch(r"\d+_(\w+)", path.stem)
+    if match is None:
+        raise UserError(f"{path.name} is not named after a pass, as 05_insert_reshards.txt is; say behind which: --from PASS")
+    return match[1]
+
+
+def _place(names: list[str], name: str) -> int:
+    """The place of a pass in the pipeline; of what was captured, in front of it."""
+    if name == "capture":
+        return -1
+    place = next((place for place, one in enumerate(names) if one == name or {one, name} == set(PLACING)), None)
+    if place is None:
+        raise UserError(f"there is no pass {name!r}; passes are {', '.join(names)}")
+    return place

@@ -1,0 +1,283 @@
+"""One step of a model on all ranks of a mesh, in one process, and the same step on one device.
+
+The ranks run the program that autoshard makes; the device runs the model itself under PyTorch's autograd, so that
+capture is checked with the rest. Nothing here knows a process group.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from autoshard.compile.compiled import Split
+from autoshard.debug.rank_interpreter import run_ranks
+from autoshard.planner.planning import Planned
+from passes.ir.graph import (
+    Input,
+    InputRole,
+    Output,
+    OutputRole,
+    input_of,
+    layout_of,
+    outputs_of,
+    placeholders,
+    returned,
+    tensor_of,
+)
+from passes.ir.layout import Layout, Replicate, assemble, local_part
+from passes.ir.mesh import Mesh
+
+SEED = 1234  # of the random numbers of a step
+
+
+class Call(NamedTuple):
+    """A model and the arguments of one call, both on one device and global."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gives, all of it global: tensors by path or FQN. Gradients that are None are left out."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]  # of parameters by FQN, of inputs by "input:<path>"
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A step assembled, and what each rank had of it."""
+
+    step: Step
+    parts: Sequence[Mapping[Output, Tensor]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A planned call on simulated ranks; `held` are each rank's parameters, buffers and constants."""
+
+    call: Call
+    mesh: Mesh
+    planned: Planned
+    held: Sequence[dict[Input, Tensor]]
+
+    @staticmethod
+    def of(call: Call, planned: Planned) -> Ranks:
+        """Ranks that each hold their part of the model's parameters and buffers."""
+        mesh = planned.plan.mesh
+        whole = {Input(InputRole.PARAMETER, name): p.detach() for name, p in call.model.named_parameters()}
+        whole |= {Input(InputRole.BUFFER, name): b for name, b in call.model.named_buffers()}
+        whole |= {Input(InputRole.BUFFER, name): constant for name, constant in planned.captured.constants.items()}
+        nodes = [node for node in placeholders(planned.graph.graph) if input_of(node) in whole]
+        held = [
+            {input_of(node): local_part(whole[input_of(node)], layout_of(node), mesh, at).clone() for node in nodes}
+            for at in mesh.coordinates()
+        ]
+        return Ranks(call, mesh, planned, held)
+
+    def run(self, seed: int = SEED, watch: Callable[[Node, Sequence[Any]], None] | None = None) -> Results:
+        """One step, or one forward where the program is no more; what the ranks hold stays as it is.
+
+        `watch` is given each call of the program as it is made, with every rank's value.
+        """
+        given = self.given(placeholders(self.planned.graph.graph), seed)
+        results = run_ranks(self.planned.graph, self.mesh, given, watch)
+        positions = {o: i for i, o in enumerate(outputs_of(self.planned.graph.graph)) if results[0][i] is not None}
+        whole: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
+        for output, position in positions.items():
+            parts = [result[position] for result in results]
+            layout, shape = self._laid_out(output)
+            _check_copies(output.name, parts, layout, self.mesh)
+            whole[output.role][output.name] = assemble(parts, shape, layout, self.mesh)
+        step = Step(whole[OutputRole.OUTPUT], whole[OutputRole.GRADIENT], whole[OutputRole.BUFFER])
+        return Results(step, [{output: result[i] for output, i in positions.items()} for result in results])
+
+    def given(self, nodes: Sequence[Node], seed: int = SEED) -> list[list[Tensor]]:
+        """Per rank, its part of what each placeholder stands for."""
+        values = self.inputs()
+        return [[self._part(node, rank, values, seed) for node in nodes] for rank in range(self.mesh.size)]
+
+    def run_split(self, split: Split) -> list[tuple[Tensor, ...]]:
+        """Per rank, the results of a partitioned program: outputs and buffers, then gradients."""
+        ends = run_ranks(split.forward, self.mesh, self.given(placeholders(split.forward.graph)))
+        count = len(split.outputs)
+        if split.backward is None:
+            return ends
+        tangents = self.given(placeholders(split.backward.graph)[-len(split.tangents) :] if split.tangents else ())
+        saved = [(*end[count:], *tangent) for end, tangent in zip(ends, tangents, strict=True)]
+        gradients = run_ranks(split.backward, self.mesh, saved)
+        return [(*end[:count], *gradient) for end, gradient in zip(ends, gradients, strict=True)]
+
+    def held_whole(self, what: Input) -> Tensor:
+        """A parameter, buffer or constant of the model."""
+        if what.role is InputRole.PARAMETER:
+            return self.call.model.get_parameter(what.name).detach()
+        constants = self.planned.captured.constants
+        return constants[what.name] if what.name in constants else self.call.model.get_buffer(what.name)
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter assembled from what the ranks hold."""
+        value = self.planned.plan.parameters[name]
+        parts = [held[Input(InputRole.PARAMETER, name)] for held in self.held]
+        return assemble(parts, value.shape, value.layout, self.mesh)
+
+    def inputs(self) -> dict[Input, Tensor]:
+        """The arguments of the call, and the gradients that it is given, whole."""
+        signature = self.planned.captured.signature
+        tensors = signature.flatten(self.call.args, dict(self.call.kwargs))
+        values = {Input(InputRole.INPUT, s.path): t.detach() for s, t in zip(signature.inputs, tensors, strict=True)}
+        for node in placeholders(self.planned.graph.graph, InputRole.TANGENT):
+            output = self.planned.plan.outputs[input_of(node).name]
+            values[input_of(node)] = tangent(output.name, output.shape, tensor_of(node).dtype)
+        return values
+
+    def _part(self, node: Node, rank: int, values: Mapping[Input, Tensor], seed: int) -> Tensor:
+        what, coordinate = input_of(node), self.mesh.coordinates()[rank]
+        if what.role is InputRole.COORDINATE:
+            return torch.tensor([coordinate[self.mesh.index(what.name)]], device="cpu")
+        if what.role is InputRole.SEED:
+            return torch.tensor(seed, device="cpu")
+        if what in self.held[rank]:
+            return self.held[rank][what]
+        part = local_part(values[what], layout_of(node), self.mesh, coordinate).contiguous()
+        assert part.shape == tensor_of(node).shape, f"{what} is {list(part.shape)}, not {list(tensor_of(node).shape)}"
+        return part
+
+    def _laid_out(self, output: Output) -> tuple[Layout, tuple[int, ...]]:
+        """Layout and global shape: a gradient and a buffer's new value are laid out as what they belong to."""
+        plan, name = self.planned.plan, output.name
+        if output.role is OutputRole.BUFFER:
+            layouts = {input_of(n).name: layout_of(n) for n in placeholders(self.planned.graph.graph, InputRole.BUFFER)}
+            return layouts[name], tuple(self.call.model.get_buffer(name).shape)
+        if output.role is OutputRole.OUTPUT:
+            value = plan.outputs[name]
+        else:
+            value = plan.parameters[name] if name in plan.parameters else plan.inputs[name.removeprefix("input:")]
+        return value.layout, value.shape
+
+
+class Whole:
+    """Runs a program with global shapes on whole tensors: a reshard or collective does nothing there.
+
+    `values` are of nodes; what is put in is taken as it is.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.given = ranks, ranks.inputs()
+        self.values: dict[Node, Any] = {}
+
+    def value(self, node: Node) -> Any:
+        """What one device has; operands are computed before."""
+        waiting = [node]
+        while waiting:
+            at = waiting[-1]
+            missing = [value for value in at.all_input_nodes if value not in self.values]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if at not in self.values:
+                self.values[at] = self._computed(at)
+        return self.values[node]
+
+    def _computed(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            return self.given[input_of(node)] if input_of(node) in self.given else self.ranks.held_whole(input_of(node))
+        args: Any
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if node.target is torch.ops.aten.view.default:
+            return args[0].reshape(args[1])  # passes move views to where strides may forbid them; devices copy then
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def run_whole(gm: GraphModule, ranks: Ranks) -> Step:
+    """One step of a program with global shapes, on one device."""
+    whole = Whole(ranks)
+    results: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
+    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
+        if isinstance(value, Node):
+            results[output.role][output.name] = whole.value(value)
+    return Step(results[OutputRole.OUTPUT], results[OutputRole.GRADIENT], results[OutputRole.BUFFER])
+
+
+def tangent(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The gradient of what comes behind the model, for its output `name`: a loss counts once."""
+    if not shape:
+        return torch.ones((), dtype=dtype, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(sum(name.encode()))
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator, device="cpu").to(dtype)
+
+
+def run_on_one_device(call: Call, *, training: bool = True) -> Step:
+    """One step of the model itself, or one forward without `training`; `call` is left as it is."""
+    model, args, kwargs = copy.deepcopy(call)
+    with torch.set_grad_enabled(training):
+        outputs = dict(_tensors(model(*args, **kwargs)))
+    differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
+    if differentiable:
+        tangents = [tangent(name, value.shape, value.dtype) for name, value in differentiable.items()]
+        torch.autograd.backward(list(differentiable.values()), tangents)
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    leaves: dict[str, Tensor] = dict(model.named_parameters())
+    leaves |= {f"input:{name}": value for name, value in arguments.items() if isinstance(value, Tensor)}
+    return Step(
+        {name: value.detach() for name, value in outputs.items()},
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+        dict(model.named_buffers()),
+    )
+
+
+def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model's output by path; a bare one is `output`."""
+    if isinstance(output, Tensor):
+        yield path or "output", output
+    elif isinstance(output, dict | tuple | list):
+        for key, value in output.items() if isinstance(output, dict) else enumerate(output):
+            yield from _tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference over that of `want`."""
+    error, norm = distance(got, want), norm_of(want)
+    return error / norm if norm else float("inf") if error else 0.0
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference. An infinity or nan is at no distance of itself, and infinitely far from all else, as is
+    a tensor of another shape."""
+    one, other = _reals(got), _reals(want)
+    if one.shape != other.shape:
+        return float("inf")
+    alike = (one == other) | (one.isnan() & other.isnan())
+    error = float(torch.where(alike, 0.0, one - other).norm())
+    return float("inf") if error != error else error
+
+
+def norm_of(tensor: Tensor) -> float:
+    """Of what is finite of it."""
+    numbers = _reals(tensor)
+    return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _check_copies(name: str, parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> None:
+    """Ranks that hold the same part hold the same bits."""
+    first: dict[tuple[int, ...], Tensor] = {}
+    for coordinate, part in zip(mesh.coordinates(), parts, strict=True):
+        pairs = zip(coordinate, layout.placements, strict=True)
+        key = tuple(0 if isinstance(placement, Replicate) else at for at, placement in pairs)
+        assert torch.equal(first.setdefault(key, part), part), f"{name} differs between ranks that hold the same part"

@@ -1,0 +1,306 @@
+"""Why a plan is as it is: what was chosen for a value, what else there was and at what price, and how it came about."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from autoshard.inspection.history import History, Touch, lines_of, touches_between
+from autoshard.inspection.report.names import fold_names, fold_text
+from autoshard.inspection.subject import Subject, subject_of
+from autoshard.planner.evaluation import passes_of
+from passes.base import PassContext, Remark
+from passes.cost.regions import is_fusible
+from passes.ir.edges import Edge, chain_of
+from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
+from passes.ir.layout import Layout
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Collective
+from passes.ir.repeats import repeats_of
+from passes.ir.text import format_type
+from passes.ir.units import format_bytes, format_seconds
+from passes.manager import PassManager
+from passes.search.bundles import together
+from passes.search.pinned import Alternative, alternatives
+
+if TYPE_CHECKING:
+    from autoshard.inspection.replan import Basis
+    from autoshard.plans.plan import ShardingPlan
+
+SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
+# plan near the bound is told
+PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
+SHOWN = 12  # values, collectives or passes that are printed
+WIDTH = 100  # characters of a line
+LISTED = 8  # alternatives of a value that are priced, beside the chosen one
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one value. `forced` are those who insisted, by axis; `chains` what each axis's placement came
+    from, the last step first; `alternatives` are empty where they were not priced."""
+
+    name: str
+    type: str
+    place: str
+    layout: Layout
+    forced: tuple[str, ...]
+    chains: tuple[tuple[Edge, ...], ...]
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer to `plan.explain(asked)`; printed, a screen of text."""
+
+    asked: str
+    kind: str
+    mesh: Mesh
+    choices: tuple[Choice, ...]
+    collectives: tuple[Collective, ...]
+    touches: tuple[Touch, ...]
+    remarks: tuple[Remark, ...]
+    step: float | None  # simulated, of the plan
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(line for text in _lines(self) for line in _wrapped(text))
+
+
+def explain(plan: ShardingPlan, what: str) -> Explanation:
+    """Everything the plan knows of `what`. Raises UserError for an unknown name."""
+    subject = subject_of(plan, what)
+    nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
+    priced = nodes if len(nodes) == 1 else _largest(nodes)
+    is_quick = plan.basis is not None and plan.basis.is_quick
+    forced, solved = _pins(plan), 1 if is_quick or len(priced) > 1 else SOLVED
+    return Explanation(
+        what,
+        subject.kind,
+        plan.mesh,
+        tuple(_choice(plan, node, forced, solved=solved if node in priced else None) for node in nodes),
+        subject.collectives,
+        tuple(_touches(plan, subject)),
+        tuple(remark for remark in plan.remarks if remark.node in {node.name for node in subject.nodes}),
+        plan.cost.step_time if plan.cost else None,
+        tuple(_notes(plan)),
+    )
+
+
+def _layout(plan: ShardingPlan, node: Node) -> Layout | None:
+    if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
+        return plan.parameters[input_of(node).name].layout
+    return plan.layouts.get(node.name)
+
+
+def _largest(nodes: list[Node]) -> list[Node]:
+    """Parameters first, then calls with a kernel of their own: what else there is follows these."""
+    own = [node for node in nodes if (node.op == "placeholder" or not is_fusible(node.target)) and is_tensor(node)]
+    return sorted(own, key=lambda node: (node.op != "placeholder", -tensor_of(node).numel()))[:PRICED]
+
+
+def _choice(plan: ShardingPlan, node: Node, forced: dict[str, tuple[str, ...]], *, solved: int | None) -> Choice:
+    layout = _layout(plan, node)
+    assert layout is not None
+    priced: tuple[Alternative, ...] = ()
+    if solved is not None and plan.basis is not None and plan.mesh.hardware is not None:
+        searched = plan.basis.searched
+        own = next((one for one in searched.graph.graph.nodes if one.name == node.name), None)
+        if own is not None:
+            priced = alternatives(searched, own, asked=layout, most=LISTED, solved=solved)
+    return Choice(
+        input_of(node).name if node.op == "placeholder" else f"%{node.name}",
+        format_type(tensor_of(node)),
+        str(origin_of(node)),
+        layout,
+        forced.get(node.name, ()),
+        tuple(tuple(chain_of(plan.edges, node.name, axis)) for axis in plan.mesh.names),
+        priced,
+    )
+
+
+def _pins(plan: ShardingPlan) -> dict[str, tuple[str, ...]]:
+    """Who insisted on a placement of a value, or of what is made of it in front of its users, by node name."""
+    found: dict[str, list[str]] = {}
+    for line in plan.graphs.get("PLACED", "").splitlines():
+        match = re.match(r"%(\w+): .*? pinned\((.*)\)(?: recompute)? = (?:reshard\(%(\w+)\))?", line)
+        if match is None:
+            continue
+        where = " in front of its users" if match[3] else ""
+        for axis, placement, reason in re.findall(r'(\w+):(\S+) ("(?:[^"\\]|\\.)*")', match[2]):
+            found.setdefault(match[3] or match[1], []).append(f"{axis}:{placement}{where}: {json.loads(reason)}")
+    return {name: tuple(dict.fromkeys(texts)) for name, texts in found.items()}
+
+
+def _touches(plan: ShardingPlan, subject: Subject) -> Iterator[Touch]:
+    """What passes did to the subject's values, and to the moves of them; of a plan from a file, what each stage did."""
+    names = {node.name for node in subject.nodes} | {one.id.partition("@")[0] for one in subject.collectives}
+    for touch in _touches_of_stages(plan) if plan.basis is None else _touches_of_passes(plan, plan.basis):
+        source = re.search(r"= \w+\(%(\w+)", touch.line)
+        if touch.node in names or (touch.what == "added" and source is not None and source[1] in names):
+            yield touch
+
+
+def _touches_of_stages(plan: ShardingPlan) -> Iterator[Touch]:
+    """From the texts of the program that the plan holds, as far as these are of whole tensors."""
+    texts = [(stage, plan.graphs[stage.name]) for stage in Stage if stage <= Stage.COLLECTIVE and stage.name in plan.graphs]
+    for (_, old), (stage, new) in pairwise(texts):
+        yield from touches_between(f"until {stage.name}", lines_of(old), lines_of(new))
+
+
+def _touches_of_passes(plan: ShardingPlan, basis: Basis) -> Iterator[Touch]:
+    problem, gm = basis.problem, copy_graph(basis.folded.graph)
+    passes, history = passes_of(problem, gm, plan.recipes, plan.solution), History()
+    upto = next(i for i, one in enumerate(passes) if one.gives > one.takes and one.gives.name == "COLLECTIVE") + 1
+    PassManager(passes[:upto], (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+    yield from history.touches
+
+
+def _notes(plan: ShardingPlan) -> Iterator[str]:
+    if plan.basis is None:
+        yield (
+            "a plan from a file does not hold its model: it knows stages, not the passes between them, and not what other "
+            "layouts would cost; for these make it again with autoshard.plan(...), or ask "
+            "`python -m autoshard explain file.py:function ...`"
+        )
+    elif plan.mesh.hardware is None:
+        yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
+    else:
+        searched = plan.basis.prepared
+        if searched is not None and (axes := together(searched.draft.bundles, plan.mesh)):
+            yield f"alternatives are of plans that use {axes} alike, as this one was found"
+        runs = repeats_of(plan.basis.folded.graph).runs
+        for run in runs:
+            yield f"{run}: equal layers take equal choices"
+
+
+# --- text
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of a column of text; what goes on in the next line is indented."""
+    indent = " " * (len(text) - len(text.lstrip()) + 4)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _lines(one: Explanation) -> Iterator[str]:
+    yield f"{one.kind} {one.asked}"
+    for choice in _unlike(one.choices)[:SHOWN]:
+        yield from _choice_lines(choice, one)
+    if len(_unlike(one.choices)) > SHOWN:
+        yield f"and {len(_unlike(one.choices)) - SHOWN} more values"
+    if one.collectives:
+        yield "collectives"
+        yield from _some(folded_collectives(one.collectives), 2 * SHOWN)
+    if one.touches:
+        yield "passes"
+        yield from _touch_lines(one.touches)
+    if one.remarks:
+        yield "remarks"
+        yield from _some(f"  {text}" for text in fold_text(map(str, one.remarks)))
+    for note in one.notes:
+        yield f"note: {note}"
+
+
+def _unlike(choices: tuple[Choice, ...]) -> list[Choice]:
+    """One of those that look the same."""
+    return list({(c.type, c.place, c.layout, c.alternatives == ()): c for c in reversed(choices)}.values())[::-1]
+
+
+def _choice_lines(choice: Choice, one: Explanation) -> Iterator[str]:
+    place = f"      # {choice.place}" if choice.place else ""
+    yield f"{choice.name}: {choice.type} {choice.layout.format(one.mesh)}{place}"
+    yield from (f"  insisted: {text}" for text in choice.forced)
+    if not choice.alternatives and len(one.choices) > 1:
+        return
+    for axis, chain in zip(one.mesh.names, choice.chains, strict=True):
+        if len(chain) > 1 or (chain and not choice.forced):
+            yield f"  on {axis}: {_joined(chain)}"
+    if not any(choice.chains) and not choice.forced and choice.alternatives:
+        yield "  nobody insisted; chosen by what the whole step costs"
+    if choice.alternatives:
+        yield from _alternative_lines(choice, one)
+
+
+def _joined(chain: tuple[Edge, ...]) -> str:
+    """The steps at which something else is said than at the next one."""
+    steps = []
+    for i, edge in enumerate(chain):
+        if i in (0, len(chain) - 1) or edge.why != chain[i + 1].why:
+            steps.append(f"%{edge.value} {edge.placement}: {edge.why}")
+    return " <- ".join(steps)
+
+
+def _alternative_lines(choice: Choice, one: Explanation) -> Iterator[str]:
+    least = next((other.step for other in choice.alternatives if other.is_chosen), None)
+    if least is None:
+        least = min((other.step for other in choice.alternatives if other.step is not None), default=None)
+    step = f"; this plan is simulated at {format_seconds(one.step)}" if one.step is not None else ""
+    yield f"  the most promising alternatives: the whole step, all else chosen for each, by the search's model{step}"
+    rows: list[tuple[str, ...]] = [("  layout", "step", "change", "at least", "compute", "communication", "memory", "")]
+    for other in choice.alternatives:
+        mark = "* " if other.layout == choice.layout else "  "
+        if other.step is None:
+            rows.append((f"{mark}{other.layout.format(one.mesh)}", "-", "", "", "", "", "", "nothing goes together with it"))
+            continue
+        change = f"{100 * (other.step / least - 1):+.1f} %" if least and not other.is_chosen else ""
+        at_least = f"{100 * (other.bound / least - 1):+.1f} %" if least and not other.is_chosen else ""
+        times = (format_seconds(seconds) for seconds in (other.compute, other.communication))
+        fits = "" if other.fits else "does not fit"
+        row = (f"{mark}{other.layout.format(one.mesh)}", format_seconds(other.step), change, at_least, *times)
+        rows.append((*row, format_bytes(other.memory), fits))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True))]
+        yield f"  {'  '.join((*cells, row[-1]))}".rstrip()
+
+
+def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
+    """Those of equal layers are one line."""
+    groups: dict[tuple[object, ...], list[Collective]] = {}
+    for one in collectives:
+        where = re.sub(r"\d+", "#", one.origin.fqn), one.origin.line
+        key = one.kind, one.axes, one.bytes, one.backward, *where, one.reason, one.way
+        groups.setdefault(key, []).append(one)
+    for same in groups.values():
+        first = same[0]
+        exposed = sum(one.exposed or 0.0 for one in same)
+        time = f", exposed {format_seconds(exposed)}" if first.exposed is not None else ""
+        count = f"{len(same)} x " if len(same) > 1 else ""
+        names = fold_names(dict.fromkeys(one.origin.fqn for one in same)) if first.origin.fqn else ""
+        place = f"{str(first.origin).partition(' ')[0]} {names}".strip()
+        way = "backward" if first.backward else "forward and again in the backward" if first.recomputed else "forward"
+        how = ", ".join((format_bytes(first.bytes), way, *([first.way] if first.way else [])))
+        yield f"  {count}%{first.id}: {first.kind} over {', '.join(first.axes)}, {how}{time}"
+        yield f"    {first.reason}      # {place}"
+
+
+def _some(lines: Iterable[str], most: int = SHOWN) -> Iterator[str]:
+    lines = list(lines)
+    yield from lines[:most]
+    if len(lines) > most:
+        yield f"  and {len(lines) - most} more lines"
+
+
+def _touch_lines(touches: tuple[Touch, ...]) -> Iterator[str]:
+    """Each, or of many how many there are of a pass."""
+    if len(touches) <= SHOWN:
+        yield from dict.fromkeys(f"  {touch.pass_name} {touch.what} {_brief(touch.line)}" for touch in touches)
+        return
+    counts: dict[str, dict[str, int]] = {}
+    for touch in touches:
+        own = counts.setdefault(touch.pass_name, {})
+        own[touch.what] = own.get(touch.what, 0) + 1
+    for name, own in counts.items():
+        yield f"  {name} {', '.join(f'{what} {count} nodes' for what, count in own.items())}"
+
+
+def _brief(line: str) -> str:
+    return line if len(line) <= 76 else f"{line[:72]} ..."

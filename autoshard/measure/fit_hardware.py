@@ -1,0 +1,172 @@
+"""From times measured on a machine to its figures, by the formulas that the planner puts them into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from passes.cost.compute import Product
+from passes.hardware.hardware import Group, Hardware, Link
+
+TILES = (4, 8, 16, 32, 64, 128, 256)
+BOUND_BY_MEMORY = 0.7  # part of its time that a product's bytes take, from which on it says little of arithmetic
+LONG = 4  # launches that a product has to take to tell of the rate
+SWITCH_GAIN = 0.92  # part of a ring's time per byte, below which an all-reduce must have been made by the switch
+BYTES_PART = 0.25  # of the time of the largest message that its bytes take at least
+LEAST_PART = 0.05  # of what was measured that a link is given, where the fit leaves it nothing
+
+
+@dataclass(frozen=True)
+class ProductTime:
+    """Seconds that a matrix product took."""
+
+    product: Product
+    dtype: str
+    itemsize: int
+    seconds: float
+
+    @property
+    def nbytes(self) -> float:
+        m, n, k = self.product.m, self.product.n, self.product.k
+        return float(self.product.batch * self.itemsize * (m * n + n * k + m * k))
+
+
+@dataclass(frozen=True)
+class TransferTime:
+    """Seconds that a collective took, on the slowest rank; `nbytes` of the larger side of a rank."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group: Group
+    nbytes: int
+    seconds: float
+
+
+def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
+    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
+
+    All products of a dtype together take as long by its rate as they took. A dtype that was not measured, or only where
+    bytes or launches take the time, keeps what `machine` says it reaches.
+    """
+    limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
+    useful = [one for one in times if one.nbytes < limit * one.seconds and one.seconds > LONG * machine.launch] or times
+    works = {tile: _works(useful, machine, tile) for tile in TILES}
+    tile = min(TILES, key=lambda tile: sum(map(_spread, works[tile].values())))
+    rates = {dtype: rate * machine.efficiency for dtype, rate in machine.flops}
+    rates |= {dtype: _rate(measured) for dtype, measured in works[tile].items()}
+    return replace(machine, flops=tuple(rates.items()), efficiency=1.0, tile=tile)
+
+
+def _works(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[tuple[float, float]]]:
+    """By dtype, the FLOPs of each product, where what its edges waste counts as work, and the seconds behind its launch."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for time in times:
+        product, half = time.product, tile / 2
+        squares = product.batch * (product.m + half) * (product.n + half) + machine.units * tile**2 / 2
+        seconds = max(time.seconds - machine.launch, time.seconds / 10)
+        found.setdefault(time.dtype, []).append((2 * (product.k + half) * squares, seconds))
+    return found
+
+
+def _rate(works: Sequence[tuple[float, float]]) -> float:
+    return sum(flops for flops, _ in works) / sum(seconds for _, seconds in works)
+
+
+def _spread(works: Sequence[tuple[float, float]]) -> float:
+    rates = [math.log(flops / seconds) for flops, seconds in works]
+    mean = sum(rates) / len(rates)
+    return sum((rate - mean) ** 2 for rate in rates)
+
+
+def fit_links(machine: Hardware, times: Sequence[TransferTime]) -> Hardware:
+    """`machine` with the links that explain the times of gathers and reductions; a link that none used stays."""
+    lines = _lines(machine, times)
+    inside = [line for line in lines if line.group.nodes == 1]
+    if inside:
+        machine = replace(machine, inside=_fit_inside(machine, inside))
+    across = [line for line in lines if line.group.nodes > 1]
+    if across:
+        machine = replace(machine, across=_fit_across(machine, across))
+    return machine
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A collective's time as a line over bytes."""
+
+    kind: str
+    group: Group
+    sweeps: int  # around the ring
+    start: float  # s
+    slope: float  # s/byte
+
+
+def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
+    of: dict[tuple[str, Group], list[TransferTime]] = {}
+    for time in times:
+        if time.kind != "all_to_all":
+            of.setdefault((time.kind, time.group), []).append(time)
+    lines = []
+    for (kind, group), measured in of.items():
+        small, large = (choose(measured, key=lambda time: time.nbytes) for choose in (min, max))
+        # Under load a small message may take as long as a large one, whose bytes are not free for that.
+        least = BYTES_PART * large.seconds / large.nbytes
+        slope = max((large.seconds - small.seconds) / (large.nbytes - small.nbytes), least)
+        is_twice = kind == "all_reduce" or (kind == "reduce_scatter" and machine.scatter_sends_all)
+        lines.append(_Line(kind, group, 2 if is_twice else 1, small.seconds, slope))
+    return lines
+
+
+def _fit_inside(machine: Hardware, lines: Sequence[_Line]) -> Link:
+    steps = [min(line.sweeps * (line.group.ranks - 1), 2 * math.log2(line.group.ranks)) for line in lines]
+    setup, latency = _fit_latency(steps, [line.start for line in lines])
+    copied = 2 / machine.memory_bandwidth
+    # gloo has no switch; with NCCL an all-reduce may have gone through one.
+    rings = [line for line in lines if machine.scatter_sends_all or line.sweeps == 1] or lines
+    per_byte = _fit_slope([_part(line) for line in rings], [line.slope for line in rings], copied)
+    # On two ranks a switch saves nothing.
+    sums = [line for line in lines if line not in rings and line.group.ranks > 2]
+    in_switch = [line for line in sums if line.slope < SWITCH_GAIN * (_part(line) * per_byte + copied)]
+    reduces = 1 / max(line.slope for line in in_switch) if in_switch else 0.0
+    return replace(machine.inside, bandwidth=1 / per_byte, latency=latency, setup=setup, reduces=reduces)
+
+
+def _fit_across(machine: Hardware, lines: Sequence[_Line]) -> Link:
+    nodes = [line.group.nodes for line in lines]
+    steps = [min(line.sweeps * (n - 1), 2 * math.log2(n)) for line, n in zip(lines, nodes, strict=True)]
+    in_node = [line.sweeps * (line.group.ranks - line.group.nodes) * machine.inside.latency for line in lines]
+    starts = [max(line.start - part, LEAST_PART * line.start) for line, part in zip(lines, in_node, strict=True)]
+    setup, latency = _fit_latency(steps, starts)
+    rings = [line for line in lines if line.sweeps == 1] or lines
+    parts = [_part(line) / line.group.per_node for line in rings]
+    per_byte = _fit_slope(parts, [line.slope for line in rings], 0.0)
+    return replace(machine.across, bandwidth=1 / per_byte, latency=latency, setup=setup)
+
+
+def _part(line: _Line) -> float:
+    """Of the bytes, those that each rank sends around the ring."""
+    return line.sweeps * (line.group.ranks - 1) / line.group.ranks
+
+
+def _fit_latency(steps: Sequence[float], starts: Sequence[float]) -> tuple[float, float]:
+    """Setup and seconds a step, none below 0: the least relative error over all starts."""
+    weights = 1 / np.array(starts)
+    counts = np.array(steps)
+    if len(set(steps)) > 1:
+        rows = np.stack([weights, counts * weights], axis=1)
+        setup, latency = np.linalg.lstsq(rows, np.ones(len(starts)), rcond=None)[0]
+        if setup >= 0 and latency >= 0:
+            return float(setup), float(latency)
+    # Noise, or one count of steps: all goes to the steps, so that more ranks are never thought to be free.
+    return 0.0, float((counts * weights).sum() / ((counts * weights) ** 2).sum())
+
+
+def _fit_slope(parts: Sequence[float], slopes: Sequence[float], copied: float) -> float:
+    """Seconds a byte of the link, beside `copied` a byte of memory: the least relative error over all slopes."""
+    weights = 1 / np.array(slopes)
+    sent, left = np.array(parts) * weights, (np.array(slopes) - copied) * weights
+    per_byte = float((sent * left).sum() / (sent**2).sum())
+    return max(per_byte, LEAST_PART * float((1 / weights).min()))

@@ -1,0 +1,117 @@
+"""What `decompose_matmuls` will do to a step when it is compiled, counted before: messages in chunks.
+
+It takes as long as a simulation, so that a search does it to its best candidates alone, and to a forward or backward only
+where that can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import GraphModule, Node
+
+from autoshard.compile.overlap import Overlap
+from autoshard.planner.prediction import run_step
+from autoshard.planner.problem import Problem
+from autoshard.planner.recomputation import Trial, program_of_split
+from passes.base import Remark
+from passes.cost.phases import unchanged
+from passes.cost.program import Buffer, Program, Task
+from passes.cost.simulate import Timeline
+from passes.decompose_matmuls import exposed_by_form
+from passes.ir.chunks import sites_in
+from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin
+from passes.ir.repeats import Repeats, set_repeats
+
+TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
+TOLD_QUICKLY = 0.05  # ... for a quick answer
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """A program in which layers are left out and every message is whole, on the way to the one that is compiled."""
+
+    problem: Problem
+    repeats: Repeats
+    trial: Trial
+    quick: bool = False
+
+    @property
+    def could_save(self) -> float:
+        """Seconds of a step that chunks could save at most."""
+        return sum(self._waits.values())
+
+    @cached_property
+    def _waits(self) -> Mapping[bool, float]:
+        """The same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
+        what could be cut."""
+        if self._overlap is None or not self._overlap.split_matmuls:
+            return {}
+        timeline, found = self.trial.timeline, dict[bool, float]()
+        for backward, gm in self._halves.items():
+            own = [(task, seconds) for task, seconds in timeline.exposed_by_task if task.backward is backward]
+            found[backward] = sum(exposed_by_form(sites_in(gm), own).values())
+        least = (TOLD_QUICKLY if self.quick else TOLD) * timeline.step_time
+        return {backward: seconds for backward, seconds in found.items() if seconds >= least}
+
+    @property
+    def _overlap(self) -> Overlap | None:
+        return Overlap.of(self.problem.options, self.problem.mesh)
+
+    @property
+    def _halves(self) -> dict[bool, GraphModule]:
+        split = self.trial.split
+        return {False: split.forward} | ({} if split.backward is None else {True: split.backward})
+
+    def run(self) -> tuple[Timeline, tuple[Remark, ...]]:
+        """The step with its messages as they will be sent, and what is said of them. Raises UnlikeLayersError where equal
+        layers are not cut alike."""
+        split, halves, mode, remarks = self.trial.split, self._halves, self.problem.options.compile, list[Remark]()
+        changed = set[bool]()
+        for backward in self._waits:
+            assert self._overlap is not None
+            halves[backward] = layered(halves[backward], split.forward, self.repeats)
+            told = self._overlap.cut(split, halves[backward], mode=mode)
+            changed |= {backward} if any(not remark.routine for remark in told) else set()
+            remarks += told
+        if not changed:
+            return self.trial.timeline, tuple(remarks)
+        cut = replace(split, forward=halves[False], backward=halves.get(True))
+        program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
+        known = unchanged(self.trial.program, self.trial.timeline.program, program)
+        return run_step(program, self.problem.options, quick=self.quick, known=known), tuple(remarks)
+
+
+def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:
+    """A copy of a forward or backward in which layers are left out that says so, and of which layers the values are that it
+    is given of the `forward`."""
+    copied, made = copy_graph(half), {node.name: node for node in forward.graph.nodes}
+    set_repeats(copied, repeats)
+    for node in placeholders(copied.graph, InputRole.SAVED):
+        set_origin(node, replace(origin_of(node), fqn=_layer_of(made[input_of(node).name], repeats)))
+    return copied
+
+
+def _layer_of(node: Node, repeats: Repeats) -> str:
+    """The module that a value is of; of the sum behind a layer, which is of the module around, that of its latest operand."""
+    while not (fqn := origin_of(node).fqn) or any(run.prefix.startswith(f"{fqn}.") for run in repeats.runs):
+        calls = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
+        if not calls:
+            break
+        node = max(calls)
+    return origin_of(node).fqn
+
+
+def _as_named(program: Program, halves: Mapping[bool, GraphModule]) -> Program:
+    """With the names of the calls that chunks were made for, which the plan has."""
+    names = {(backward, node.name): made_for(node) for backward, gm in halves.items() for node in gm.graph.nodes}
+    tasks, buffers = list[Task](), list[Buffer]()
+    for task in program.tasks:
+        nodes = tuple(dict.fromkeys(names.get((task.backward, name), name) for name in task.nodes))
+        tasks.append(task if nodes == task.nodes else replace(task, nodes=nodes))
+    for buffer in program.buffers:
+        node = names.get((buffer.backward, buffer.node), buffer.node)
+        buffers.append(buffer if node == buffer.node else replace(buffer, node=node))
+    return replace(program, tasks=tuple(tasks), buffers=tuple(buffers))

@@ -1,0 +1,374 @@
+"""From a module and arguments to a plan, and to the per-device program that it stands for; no process group."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from autoshard.capture.capture import Captured
+from autoshard.config.constraints import AUTO, check_options, recipes_of, rule_of_thumb
+from autoshard.config.options import Options
+from autoshard.config.progress import Progress, silent
+from autoshard.config.settings import settings_of
+from autoshard.config.topology import equipped, hardware_of
+from autoshard.debug.dumping import Dump, dump_of
+from autoshard.inspection.replan import Basis
+from autoshard.phases import default_pipeline
+from autoshard.planner.candidates import QUICK, search
+from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
+from autoshard.planner.prediction import timed, timed_as
+from autoshard.planner.problem import Problem, Recipes, captured_problem
+from autoshard.planner.recomputation import fits_surely
+from autoshard.plans.compatibility import check_model
+from autoshard.plans.plan import ShardingPlan
+from passes.base import Observer, Pass, PassContext, Remark
+from passes.cast_parameters import CastParameters
+from passes.checkpoint import Checkpoint
+from passes.cost.simulate import Timeline
+from passes.ir.graph import Origin, copy_graph
+from passes.ir.layout import Layout
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Collective, Cost, Recomputation, Search
+from passes.ir.repeats import expand_names
+from passes.ir.units import format_seconds
+from passes.manager import PassManager
+from passes.normalize import Normalize
+from passes.observers import Logger, Timer, Verifier
+from passes.search.find import Goal, Prepared
+from passes.search.solution import Solution
+from passes.seed import Seed
+from passes.solve import Solve
+
+_log = logging.getLogger("autoshard.planner")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the captured border of the model, and the per-device program. `seconds` is time by phase."""
+
+    plan: ShardingPlan
+    captured: Captured
+    graph: GraphModule
+    seconds: Mapping[str, float]
+
+
+def plan_ahead(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    *,
+    training: bool = True,
+    device: str = "cpu",
+    every: bool = False,
+    progress: Progress = silent,
+) -> ShardingPlan:
+    """The plan of a call on global arguments, with what a step will cost where the hardware is known.
+
+    No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search
+    simulates all recipes, hopeless ones too. `progress` is told each phase as it begins.
+    Raises UserErrors for a model, mesh or options that cannot work.
+    """
+    mesh = equipped(mesh, options.hardware, device)
+    check_options(options, mesh)
+    progress("capture")
+    problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
+    return plan_problem(problem, progress, every=every)
+
+
+def plan_problem(
+    problem: Problem,
+    progress: Progress = silent,
+    *,
+    every: bool = False,
+    quick: bool = False,
+    folded: Folded | None = None,
+) -> ShardingPlan:
+    """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
+    is known; a `quick` search takes the first good plan."""
+    if folded is None:
+        progress("fold")
+        folded = fold(problem, progress=progress)
+    decision = _decide(problem, folded, progress, every=every, quick=quick)
+    if problem.options.pipeline is not None or problem.mesh.hardware is None:
+        made = _programmed(problem, folded, decision, Timer()).plan
+    else:
+        progress("passes")
+        decision = _predicted(problem, folded, decision)
+        assert decision.judged is not None
+        made = _assembled(problem, folded.text, decision.judged, decision)
+        if (dump := dump_of(problem.options)) is not None:
+            _dump(problem, folded, decision, dump)
+    gap = QUICK if quick else Goal.gap
+    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, gap=gap))
+
+
+def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
+    return plan_problem(problem, quick=quick, folded=folded)
+
+
+def make_plan(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    *,
+    training: bool = True,
+    stored: Mapping[str, Layout] | None = None,
+    device: str = "cpu",
+    batch_axes: tuple[int, ...] | None = None,
+    plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
+    progress: Progress = silent,
+    observers: tuple[Observer, ...] = (),
+) -> Planned:
+    """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
+
+    `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
+    the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
+    told each phase as it begins; `observers` look at the graph around every pass. What a step costs is predicted where the
+    hardware is known, but not of a recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
+    Raises UserErrors for a model, mesh or options that cannot work.
+    """
+    mesh = equipped(mesh, options.hardware, device)
+    check_options(options, mesh)
+    timer = Timer()
+    started = time.perf_counter()
+    progress("capture")
+    problem = captured_problem(
+        module,
+        args,
+        kwargs,
+        mesh,
+        options,
+        training=training,
+        device=device,
+        stored=stored,
+        batch_axes=batch_axes,
+    )
+    problem.captured.trace()
+    timer.seconds["capture"] = time.perf_counter() - started
+
+    def followed(folded: Folded) -> ShardingPlan:
+        assert plan is not None
+        found = plan if isinstance(plan, ShardingPlan) else plan()
+        check_model(found, module, folded.text, settings_of(options, training=training, device=device))
+        return found
+
+    follow = None if plan is None else followed
+    return program_problem(problem, follow=follow, progress=progress, observers=observers, timer=timer)
+
+
+def program_problem(
+    problem: Problem,
+    *,
+    follow: Callable[[Folded], ShardingPlan] | None = None,
+    progress: Progress = silent,
+    observers: tuple[Observer, ...] = (),
+    timer: Timer | None = None,
+) -> Planned:
+    """As `make_plan`, for a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
+    timer = timer or Timer()
+    started = time.perf_counter()
+    progress("fold")
+    folded = fold(problem, whole=True)
+    decision = _decided(problem, folded, progress) if follow is None else _followed(follow(folded))
+    timer.seconds["decide"] = time.perf_counter() - started
+    progress("passes")
+    return _programmed(problem, folded, decision, timer, observers)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    recipes: Recipes
+    solution: Solution | None = None
+    search: Search | None = None
+    cost: Cost | None = None
+    timeline: Timeline | None = None
+    judged: Judged | None = None
+    recomputation: Recomputation | None = None
+    collectives: tuple[Collective, ...] = ()  # with their times
+    remarks: tuple[Remark, ...] = ()
+    prepared: Prepared | None = None
+
+
+def _decide(
+    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
+) -> _Decision:
+    options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
+    if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
+        problem.check_batch(recipes)
+        return _Decision(recipes, recomputation=_recomputation(problem))
+    if problem.mesh.hardware is None:
+        problem.check_batch(recipes)
+        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
+    choice = search(problem, folded, progress, every=every, quick=quick)
+    for one in choice.search.candidates:
+        time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
+        _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
+    _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
+    judged = choice.judged
+    return _Decision(
+        judged.recipes,
+        choice.solution,
+        choice.search,
+        judged.cost,
+        judged.timeline,
+        judged,
+        judged.recomputation,
+        timed(judged.facts["collectives"], judged.timeline),
+        prepared=choice.prepared,
+    )
+
+
+def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+    """As `_decide`, with what a step costs where somebody named the hardware, or memory may not do."""
+    decision = _decide(problem, folded, progress)
+    if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
+        return _predicted(problem, folded, decision)
+    if decision.judged is None and _may_need_memory(problem):
+        return replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
+    return decision
+
+
+def _followed(plan: ShardingPlan) -> _Decision:
+    return _Decision(
+        plan.recipes,
+        plan.solution,
+        plan.search,
+        plan.cost,
+        plan.timeline,
+        recomputation=plan.recomputation,
+        collectives=plan.collectives,
+    )
+
+
+def _may_need_memory(problem: Problem) -> bool:
+    """Whether a step has to be simulated to know what is to be computed again."""
+    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
+
+
+def _recomputation(problem: Problem) -> Recomputation | None:
+    """What is computed again where nothing is simulated."""
+    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
+
+
+def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
+    """With what a step costs, where no search has found that out and the figures of the device are known."""
+    if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
+        return decision
+    judged = in_chunks(problem, judge(problem, folded, decision.recipes))
+    collectives = timed(judged.facts["collectives"], judged.timeline)
+    return replace(
+        decision,
+        judged=judged,
+        cost=judged.cost,
+        timeline=judged.timeline,
+        recomputation=judged.recomputation,
+        collectives=collectives,
+    )
+
+
+def _not_searched(problem: Problem) -> Remark:
+    chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, rule_of_thumb(problem.mesh), strict=True))
+    text = (
+        f"the figures of this device are not known, so that nothing was searched for: {chosen}; give "
+        "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
+    )
+    first = next(iter(problem.captured.call.tensors))
+    return Remark("search", text, Origin(), first.name.replace(".", "_"))
+
+
+def _programmed(
+    problem: Problem, folded: Folded, decision: _Decision, timer: Timer, watching: tuple[Observer, ...] = ()
+) -> Planned:
+    """The per-device program of the whole model, and its plan."""
+    options, gm = problem.options, copy_graph(problem.captured.graph_module)
+    ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
+    place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
+    pipeline = options.pipeline or default_pipeline(place=place)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
+    recorder, dump = Recorder(passes), dump_of(options)
+    observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
+    if dump is not None:
+        observers = (*observers, dump.of(passes, options))
+    PassManager(passes, observers).run(gm, ctx)
+    recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
+    plan = ShardingPlan(
+        mesh=problem.mesh,
+        recipes=decision.recipes,
+        remarks=_remarks((*decision.remarks, *ctx.remarks)),
+        graphs={"CAPTURED": folded.text, **recorder.graphs},
+        settings=settings_of(options, training=problem.training, device=problem.device),
+        cost=decision.cost,
+        search=decision.search,
+        solution=decision.solution,
+        timeline=decision.timeline,
+        edges=tuple(ctx.edges),
+        recomputation=decision.recomputation,
+        **recorder.facts,
+    )
+    return Planned(plan, problem.captured, gm, timer.seconds)
+
+
+def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> None:
+    """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
+    assert decision.judged is not None
+    judged, solution = decision.judged.folded, decision.solution
+    if solution is not None and judged.repeats != folded.repeats:
+        solution = solution.expanded(folded.repeats)
+    gm = copy_graph(judged.graph)
+    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
+    ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
+    PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
+
+
+def _configured(
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+) -> tuple[Pass, ...]:
+    """A pipeline with what options say filled in, where a pass was left as it is by default."""
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
+
+
+def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
+    """The plan of the whole model, from what was found on the graph that was judged."""
+    folded = judged.folded
+    parameters = expand_names(folded.repeats, judged.facts["parameters"])
+    order = problem.captured.parameters
+    return ShardingPlan(
+        mesh=problem.mesh,
+        recipes=judged.recipes,
+        parameters={name: replace(parameters[name], name=name) for name in order},
+        inputs=judged.facts["inputs"],
+        outputs=judged.facts["outputs"],
+        layouts=expand_names(folded.repeats, judged.facts["layouts"]),
+        collectives=decision.collectives,
+        remarks=_remarks((*decision.remarks, *folded.remarks, *judged.remarks)),
+        graphs={"CAPTURED": captured, **judged.graphs},
+        settings=settings_of(problem.options, training=problem.training, device=problem.device),
+        cost=judged.cost,
+        search=decision.search,
+        solution=decision.solution,
+        timeline=judged.timeline,
+        repeats=folded.repeats.runs,
+        edges=judged.edges,
+        recomputation=judged.recomputation,
+    )
+
+
+def _remarks(given: Sequence[Remark]) -> tuple[Remark, ...]:
+    remarks = tuple(dict.fromkeys(given))
+    for remark in remarks:
+        _log.log(logging.DEBUG if remark.routine else logging.INFO, "%s", remark)
+    return remarks

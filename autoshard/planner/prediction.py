@@ -1,0 +1,141 @@
+"""What a simulated step says of a plan: its cost, and the time of each collective."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch.fx import GraphModule
+
+from autoshard.config.options import Options
+from passes.cost.bucket import sizes
+from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.cost.phases import joined, phase_of, phases
+from passes.cost.program import Program, Task
+from passes.cost.schedule import WINDOWS, bucketed
+from passes.cost.simulate import Timeline, simulate
+from passes.errors import UserError
+from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
+from passes.ir.layout import local_shape
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Collective, Cost, Memory
+from passes.ir.repeats import Repeats
+
+QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
+
+
+def run_step(
+    program: Program,
+    options: Options,
+    worst: float = float("inf"),
+    *,
+    quick: bool = False,
+    known: Mapping[int, Program] = MappingProxyType({}),
+) -> Timeline:
+    """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
+    of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
+    answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
+    tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
+    found = list[Program]()
+    for phase, others in phases(program):
+        if (number := phase_of(phase.tasks[0])) in known:
+            phase = known[number]
+        elif any(task.is_collective for task in phase.tasks):
+            _, best = bucketed(phase, tried, memory_limit=limit, windows=windows, worst=worst - others)
+            phase = best.program
+        found.append(phase)
+    return simulate(joined(program, found))
+
+
+def memory_of(mesh: Mesh) -> int:
+    """Bytes of memory of one device. Raises UserError where the hardware is unknown."""
+    if mesh.hardware is None:
+        raise UserError(
+            "the figures of this device are not known, so that no step can be predicted: give Options(hardware='h100') or "
+            "another preset, measure it with `python -m autoshard calibrate`, or choose a recipe"
+        )
+    return mesh.hardware.memory_bytes
+
+
+def state_of(placed: GraphModule, repeats: Repeats, mesh: Mesh, optimizer: str | None) -> int:
+    """Bytes of parameters, gradients and optimizer state on a device, as `placed` stores the parameters: the least that any
+    program of these layouts takes. Layers that `repeats` leaves out are counted."""
+    trained = {output.name for output in outputs_of(placed.graph) if output.role is OutputRole.GRADIENT}
+    total = 0
+    for node in placeholders(placed.graph, InputRole.PARAMETER):
+        tensor, fqn = tensor_of(node), input_of(node).name
+        stored = math.prod(local_shape(layout_of(node), tensor.shape, mesh)) * tensor.element_size()
+        copies = 2 + OPTIMIZER_STATES[optimizer] if fqn in trained else 1
+        total += copies * stored * repeats.count(fqn)
+    return total
+
+
+def cost_of(timeline: Timeline) -> Cost:
+    """A simulated step as a plan states it."""
+    memory = Memory.of(timeline.memory_by_kind)
+    return Cost(timeline.step_time, timeline.compute, timeline.communication, timeline.exposed, memory)
+
+
+def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collective, ...]:
+    """The collectives of the whole model in the order of the step, each with its message and its time.
+
+    Those of a folded graph stand for those of the layers that it leaves out too: a task of such a layer runs
+    `all_gather_3@layers.7`.
+    """
+    known = {one.id: one for one in collectives}
+    found: dict[str, Collective] = {}
+    sent = Counter((step, task.backward) for task in timeline.program.tasks if task.is_collective for step in task.steps)
+    for task, exposed in timeline.exposed_by_task:
+        for one, share in _shares(task, known):
+            chunks = max(sent[one.id, False], sent[one.id, True])
+            before = found.get(one.id, replace(one, seconds=0.0, exposed=0.0, chunks=chunks))
+            assert before.seconds is not None and before.exposed is not None
+            found[one.id] = replace(
+                before,
+                bucket=task.name if len(task.steps) > 1 else None,
+                seconds=before.seconds + share * task.seconds,
+                exposed=before.exposed + share * exposed,
+            )
+    return tuple(found.values())
+
+
+def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
+    """The same with the times of those of `known` that move the same for the same: equal ones in their order.
+
+    What was predicted on a folded graph has other names than the program of all layers.
+    """
+    times: dict[object, list[Collective]] = {}
+    for one in known:
+        times.setdefault(_likeness(one), []).append(one)
+    found = []
+    for one in collectives:
+        same = times.get(_likeness(one))
+        like = same.pop(0) if same else one
+        found.append(replace(one, seconds=like.seconds, exposed=like.exposed, bucket=like.bucket, chunks=like.chunks))
+    return tuple(found)
+
+
+def _likeness(one: Collective) -> object:
+    return one.kind, one.axes, one.bytes, one.backward, one.recomputed, one.origin, one.reason
+
+
+def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collective, float]]:
+    """The plan's collectives that a task runs, and their parts of it by bytes."""
+    run = [_of_layer(step, known) for step in task.steps]
+    total = sum(one.bytes for one in run)
+    for one in run:
+        yield one, one.bytes / total if total else 1 / len(run)
+
+
+def _of_layer(step: str, known: dict[str, Collective]) -> Collective:
+    name, _, layer = step.partition("@")
+    one = known[name]
+    if not layer:
+        return one
+    prefix, _, _ = layer.rpartition(".")
+    inside = one.origin.fqn.removeprefix(f"{prefix}.").partition(".")[2]
+    return replace(one, id=step, origin=replace(one.origin, fqn=f"{layer}.{inside}" if inside else layer))

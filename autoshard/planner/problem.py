@@ -1,0 +1,170 @@
+"""What is to be planned: a captured model, a mesh with its hardware, and what the user asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import GraphModule, Node
+
+from autoshard.capture.capture import Captured, capture_call
+from autoshard.config.constraints import insisted
+from autoshard.config.options import Options
+from passes.cast_parameters import CastParameters
+from passes.errors import ConstraintError, InputError
+from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
+from passes.ir.layout import Layout, R, Shard
+from passes.ir.mesh import Mesh
+from passes.recipes.data import DATA_RECIPES
+from passes.seed import Insisted, Seed
+
+Recipes = tuple[str | None, ...]  # one per mesh axis
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A captured model and all that every candidate plan of it has in common.
+
+    `stored` are layouts of parameters that an earlier program of the same module settled; `batch_axes` those that
+    the caller splits the batch over, the first that divide it and no others (None: free to choose).
+    """
+
+    captured: Captured
+    mesh: Mesh
+    options: Options
+    training: bool
+    device: str
+    cast: CastParameters
+    stored: Mapping[str, Layout]
+    batch_axes: tuple[int, ...] | None
+
+    def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
+        """What is insisted on in `gm`, the captured graph or a folded form of it, and what `recipes` ask for."""
+        parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
+        inputs = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.INPUT)}
+        outputs = {
+            output.name: tensor_of(value).shape
+            for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
+            if output.role is OutputRole.OUTPUT and isinstance(value, Node)
+        }
+        return Seed(
+            self.resharding(recipes),
+            tuple(one for one in self.insisted_parameters() if one.name in parameters),
+            (*insisted(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
+            insisted(self.options.outputs, "outputs", outputs, self.mesh),
+            tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
+        )
+
+    def resharding(self, recipes: Recipes) -> Recipes:
+        """`recipes` with `Options(reshard_after_forward=...)`: where one is like another but for that, the other."""
+        keeps = self.options.keeps_gathered
+        like = {None: {}, True: {"fsdp": "zero2"}, False: {"zero2": "fsdp"}}[keeps]
+        return tuple(like.get(recipe, recipe) if recipe else recipe for recipe in recipes)
+
+    def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Insisted, ...]:
+        """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""
+        if self.batch_axes is None:
+            return ()
+        first = next((shape for shape in inputs.values() if shape), None)
+        axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
+        split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
+        said = {(one.name, one.axis) for one in insisted(self.options.inputs, "inputs", inputs, self.mesh)}
+        return tuple(
+            Insisted(name, axis, Shard(0) if name in split and number in axes else R)
+            for name in inputs
+            for number, axis in enumerate(self.mesh.names)
+            if (name, axis) not in said
+        )
+
+    def insisted_parameters(self) -> tuple[Insisted, ...]:
+        """What the user insists on for parameters of the whole model, by the names in the graph.
+
+        Raises ConstraintError where two names of one parameter are given different placements.
+        """
+        shapes, tied = self.captured.shapes(InputRole.PARAMETER), self.captured.tied
+        names = shapes | {alias: shapes[name] for alias, name in tied.items()}
+        found: dict[tuple[str, str], Insisted] = {}
+        for one in insisted(self.options.params, "params", names, self.mesh):
+            other = found.setdefault((tied.get(one.name, one.name), one.axis), one)
+            if other.placement != one.placement:
+                raise ConstraintError(
+                    f"Options(params=...): {other.name!r} and {one.name!r} are one parameter, which cannot be both "
+                    f"{other.placement} and {one.placement} on axis {one.axis!r}; give it one placement"
+                )
+        return tuple(Insisted(name, axis, one.placement) for (name, axis), one in found.items())
+
+    def check_batch(self, recipes: Recipes) -> None:
+        """Raise InputError where the axes that `recipes` split the batch over do not divide it."""
+        axes = data_axes(recipes)
+        ways = math.prod(self.mesh.sizes[axis] for axis in axes)
+        inputs = self.captured.shapes(InputRole.INPUT).items()
+        name, batch = next(((name, shape[0]) for name, shape in inputs if shape), ("", 0))
+        if batch % ways:
+            names = " x ".join(self.mesh.names[axis] for axis in axes)
+            raise InputError(
+                f"input {name!r} has a batch of {batch}, which {names} = {ways} "
+                f"does not divide; give a batch that is a multiple of {ways}"
+            )
+
+
+def data_axes(recipes: Recipes) -> tuple[int, ...]:
+    """Axes that split the batch."""
+    return tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
+
+
+def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
+    """The first of `axes`, as many as divide a batch of that size together."""
+    while axes and batch % math.prod(mesh.sizes[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
+
+
+def captured_problem(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    *,
+    training: bool,
+    device: str,
+    stored: Mapping[str, Layout] | None = None,
+    batch_axes: tuple[int, ...] | None = None,
+) -> Problem:
+    """Capture one call on global arguments. Raises UserErrors for what cannot be captured.
+
+    The whole graph is traced when it is asked for: a plan alone needs no more than that of a few of equal layers.
+    """
+    policy = options.mixed_precision or MixedPrecisionPolicy()
+    captured = capture_call(
+        module,
+        args,
+        dict(kwargs),
+        training=training,
+        device=device,
+        compute_dtype=policy.param_dtype,
+        cast_inputs=policy.cast_forward_inputs,
+    )
+    cast = _cast(module, args, kwargs, captured, options)
+    return Problem(captured, mesh, options, training, device, cast, stored or {}, batch_axes)
+
+
+def _cast(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured, options: Options
+) -> CastParameters:
+    policy = options.mixed_precision
+    if policy is None:
+        return CastParameters()
+    stored = tuple((name, p.dtype) for name, p in module.named_parameters() if p.is_floating_point())
+    given = captured.signature.flatten(args, dict(kwargs))
+    inputs = tuple(
+        (spec.path, tensor.dtype)
+        for spec, tensor in zip(captured.signature.inputs, given, strict=True)
+        if tensor.is_floating_point()
+    )
+    return CastParameters(stored, inputs, policy.reduce_dtype, policy.output_dtype)

@@ -1,0 +1,74 @@
+"""The experts' recipes that go with a mesh, and what they cost by the solver's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from autoshard.capture.garbage import uncollected
+from autoshard.config.constraints import recipes_of
+from autoshard.planner.evaluation import Folded, seeded
+from autoshard.planner.prediction import state_of
+from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.recomputation import room_for
+from passes.base import PassContext
+from passes.errors import RecipeError
+from passes.fuse_collectives import FuseCollectives
+from passes.insert_reshards import InsertReshards
+from passes.manager import PassManager
+from passes.propagate import Propagate
+from passes.recipes.data import SHARDED_RECIPES
+from passes.search.find import Prepared
+
+EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What is known of recipes before they are simulated."""
+
+    problem: Problem
+    folded: Folded
+
+    def __iter__(self) -> Iterator[tuple[str, Recipes]]:
+        """By name; of those that come to the same, the first."""
+        seen: set[Recipes] = set()
+        for name in EXPERTS:
+            try:
+                recipes = recipes_of(name, self.problem.mesh)
+            except RecipeError:
+                continue
+            if (alike := self.problem.resharding(recipes)) not in seen:
+                seen.add(alike)
+                yield name, recipes
+
+    def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
+        """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
+        room = room_for(self.problem, prepared)
+        plan = prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
+        return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
+
+    def state(self, recipes: Recipes) -> int:
+        """Bytes that a device holds of the model, at least."""
+        placed, optimizer = self._placed(recipes), self.problem.options.optimizer
+        return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
+
+    def _gathers_again(self, recipes: Recipes) -> bool:
+        """Whether parameters are gathered once more in the backward, all of them that are gathered."""
+        axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
+        return {recipe for recipe, size in axes if size > 1 and recipe in SHARDED_RECIPES} == {"fsdp"}
+
+    def _placed(self, recipes: Recipes) -> GraphModule:
+        """The layouts, which are the same where parameters are gathered again and where they are kept."""
+        if self._gathers_again(recipes):
+            recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
+        seed = self.problem.seed(self.folded.graph, recipes)
+        if seed not in self.folded.placed:
+            with uncollected():
+                gm = seeded(self.problem, self.folded, recipes)
+                passes = (Propagate(), InsertReshards(), FuseCollectives())
+                PassManager(passes).run(gm, PassContext(self.problem.mesh))
+            self.folded.placed[seed] = gm
+        return self.folded.placed[seed]

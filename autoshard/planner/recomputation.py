@@ -1,0 +1,176 @@
+"""What of the forward is computed again in the backward: as options say, or what makes a step fit in the least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import GraphModule
+
+from autoshard.compile.compiled import Split, split_program
+from autoshard.planner.prediction import memory_of, run_step
+from autoshard.planner.problem import Problem
+from passes.base import PassContext
+from passes.checkpoint import Checkpoint
+from passes.cost.from_graph import program_of
+from passes.cost.program import Program
+from passes.cost.simulate import Timeline, simulate
+from passes.cost.unroll import unroll
+from passes.ir.blocks import Blocks
+from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
+from passes.ir.plan import Recomputation
+from passes.ir.repeats import Repeats
+from passes.manager import PassManager
+from passes.search.find import Prepared
+from passes.search.keep import Keep
+from passes.search.room import Room
+
+Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
+TRIES = 4  # of what to keep, until a step fits
+FAR = 1.05  # of the limit: more than an order other than as lowered can be expected to save
+FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A per-device program with something kept, and how its step runs."""
+
+    kept: Kept
+    split: Split
+    program: Program
+    timeline: Timeline
+    freed: int | None = None  # bytes that are not kept; None: all that the partitioner would keep is
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What the backward computes again, for the plan."""
+        if self.kept is None or self.split.backward is None:
+            return None
+        graph = self.split.backward.graph
+        remade = {node.name for node in graph.nodes if node.op == "call_function" and saving_of(node) == "remade"}
+        tasks = [task for task in self.program.tasks if task.backward and task.nodes and remade.issuperset(task.nodes)]
+        return Recomputation(
+            self.kept,
+            sum(task.seconds for task in tasks if not task.is_collective),
+            sum(task.seconds for task in tasks if task.is_collective),
+            self.freed,
+        )
+
+
+@dataclass(frozen=True)
+class Settling:
+    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(checkpoint=...)` asks for."""
+
+    problem: Problem
+    repeats: Repeats
+    graph: GraphModule
+    worst: float = float("inf")  # seconds: a step that is slower before anything is computed again need not be made to fit
+    quick: bool = False  # few orders are tried
+
+    def settle(self) -> Trial:
+        """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
+        checkpoint = self.problem.options.checkpoint
+        if checkpoint == "block" and self.problem.training:
+            trial = self.trial(())
+            whole = split_program(self.graph, mode=self.problem.options.compile)
+            return replace(trial, freed=self._saved(whole) - self._saved(trial.split))
+        usual = self.trial(None)
+        if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
+            return usual
+        return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
+
+    @property
+    def limit(self) -> int:
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    def _fits(self, trial: Trial) -> bool:
+        return trial.timeline.peak_memory <= self.limit
+
+    def _fitted(self, usual: Trial) -> Trial:
+        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
+        less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
+        first that fits will do, with room for one block that is made again."""
+        keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
+        if not keep.seconds:  # no blocks, or none of which more than its border is kept
+            return replace(usual, timeline=self._ordered(usual.program)) if self.quick else usual
+        room, tried = self._saved(usual.split) - (keep.block if self.quick else 0), {usual.kept: usual}
+        last = usual
+        for _ in range(TRIES):
+            room -= last.timeline.peak_memory - self.limit
+            kept = keep.within(room)
+            last = tried[kept] = self.trial(kept)
+            if self._fits(last) or not kept:
+                break
+            room = keep.size(kept)
+        others = () if self.quick and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
+        for kept in dict.fromkeys(others):
+            if kept not in tried:
+                tried[kept] = self.trial(kept)
+        best = min(tried.values(), key=self._rank)
+        return replace(best, freed=usual.timeline.peak_memory - best.timeline.peak_memory)
+
+    def _rank(self, trial: Trial) -> tuple[float, float]:
+        timeline = trial.timeline
+        return (0.0, timeline.step_time) if self._fits(trial) else (float(timeline.peak_memory), 0.0)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        return Blocks.of(self.graph.graph)
+
+    def _saved(self, split: Split) -> int:
+        """Bytes that all blocks keep for the backward."""
+        assert split.backward is not None
+        counts = {node.name: self.repeats.count(block) for node, block in self.blocks.block.items()}
+        nodes = placeholders(split.backward.graph, InputRole.SAVED)
+        return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
+
+    def trial(self, kept: Kept) -> Trial:
+        """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
+        everything is kept, where that is far too much and no other step is compared with it."""
+        problem, gm = self.problem, copy_graph(self.graph)
+        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        split = split_program(gm, mode=problem.options.compile)
+        program = program_of_split(split, problem, self.repeats)
+        if self.quick and kept is None and problem.options.checkpoint == "auto" and self.worst == float("inf"):
+            lowered = simulate(program)
+            if lowered.peak_memory > FAR * self.limit:
+                return Trial(kept, split, program, lowered)
+        return Trial(kept, split, program, self._ordered(program))
+
+    def _ordered(self, program: Program) -> Timeline:
+        return run_step(program, self.problem.options, self.worst, quick=self.quick)
+
+
+def room_for(problem: Problem, prepared: Prepared) -> Room:
+    """The memory of a device, and what a search may count on being computed again, by `Options(checkpoint=...)`."""
+    how, limit = problem.options.checkpoint, problem.options.memory_bytes(memory_of(problem.mesh))
+    if not problem.training or how == "none":
+        return Room(limit)
+    if how == "block":  # it is, whether memory is short or not
+        return Room(limit, tuple(replace(step, seconds=0.0) for step in prepared.relief))
+    return Room(limit, prepared.relief)
+
+
+def _prices(program: Program) -> dict[str, float]:
+    """Seconds of what the forward computes, by node."""
+    return {name: task.seconds / len(task.nodes) for task in program.tasks if not task.backward for name in task.nodes}
+
+
+def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Program:
+    """The step of all layers. Raises UnlikeLayersError where those that are kept do not look alike."""
+    program = program_of(
+        split.forward,
+        split.backward,
+        problem.mesh,
+        outputs=split.outputs,
+        gradients=split.gradients,
+        optimizer=problem.options.optimizer,
+    )
+    return unroll(program, repeats)
+
+
+def fits_surely(problem: Problem) -> bool:
+    """Whether a step takes so little that it need not be simulated to know that it fits."""
+    nodes = problem.captured.graph_module.graph.nodes
+    total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
+    return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

@@ -1,0 +1,109 @@
+"""Whether a plan is for this model, mesh and options: it is refused with what differs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from autoshard.config.options import Options
+from autoshard.config.settings import Settings, settings_of
+from autoshard.inspection.report.names import fold_text
+from passes.errors import PlanError
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Value
+from passes.ir.text import GAP
+
+if TYPE_CHECKING:
+    from autoshard.plans.plan import ShardingPlan
+
+SHOWN = 5  # differences that a message lists
+
+
+def check_asked(plan: ShardingPlan, mesh: Mesh, options: Options) -> None:
+    """Raise PlanError where `plan` was made for another mesh or with other options; warn where with another torch."""
+    asked = settings_of(options, training=plan.settings.training, device=plan.settings.device)
+    found = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
+    found += [
+        f"Options({name}={_brief(value)}), the plan has {name}={_brief(plan.settings.options.get(name))}"
+        for name, value in asked.options.items()
+        if value != plan.settings.options.get(name)
+    ]
+    _refuse(found, "Make a plan for this mesh and these options, or leave options out to take the plan's")
+    if asked.torch != plan.settings.torch:
+        warnings.warn(
+            f"the plan was made with torch {plan.settings.torch} and runs with {asked.torch}: what it says of time and "
+            "memory may be off",
+            stacklevel=2,
+        )
+
+
+def check_model(plan: ShardingPlan, module: nn.Module, captured: str, settings: Settings) -> None:
+    """Raise PlanError where `plan` was made for another model, other inputs or another mode.
+
+    `captured` is the text of the graph as captured now, for the mode and device of `settings`. Ops may differ where
+    the devices do.
+    """
+    found = list(_mode(plan.settings, settings))
+    parameters = {name: _type(tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}
+    found += _differences("parameter", parameters, _types(plan.parameters))
+    found += _differences("input", _inputs(captured), _inputs(plan.graph("CAPTURED")))
+    if not found and settings.device == plan.settings.device:
+        found = list(_program(structure(captured), structure(plan.graph("CAPTURED"))))
+    _refuse(found, "Make a plan for this model and these inputs")
+
+
+def structure(graph: str) -> list[str]:
+    """Lines of a graph's text without the mesh, and without where they come from: a moved line is no other program."""
+    lines = (line.partition(f"{GAP}# ")[0] for line in graph.splitlines())
+    return [line for line in lines if line.startswith(("%", "return", " "))]
+
+
+def _refuse(found: list[str], advice: str) -> None:
+    if not found:
+        return
+    folded = fold_text(found)
+    more = [f"and {len(folded) - SHOWN} more"] if len(folded) > SHOWN else []
+    differences = "; ".join([*folded[:SHOWN], *more])
+    raise PlanError(f"the plan does not fit: {differences}. {advice}", differences=differences)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def _mode(plan: Settings, now: Settings) -> Iterator[str]:
+    if plan.training != now.training:
+        modes = {True: "with gradients", False: "without gradients"}
+        yield f"the call is {modes[now.training]}, the plan for one {modes[plan.training]}"
+
+
+def _types(values: Mapping[str, Value]) -> dict[str, str]:
+    return {name: _type(value.shape, value.dtype) for name, value in values.items()}
+
+
+def _type(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype.removeprefix('torch.')}{list(shape)}"
+
+
+def _inputs(graph: str) -> dict[str, str]:
+    lines = (re.match(r'%\w+: (\w+\[[\d, ]*\]).* = input\("(.*?)"\)', line) for line in graph.splitlines())
+    return {match[2]: match[1] for match in lines if match}
+
+
+def _differences(what: str, now: Mapping[str, str], plan: Mapping[str, str]) -> list[str]:
+    other = [f"{what} {n!r} is {t}, the plan's {plan[n]}" for n, t in now.items() if n in plan and plan[n] != t]
+    new = [f"{what} {name!r} is not in the plan" for name in now if name not in plan]
+    return other + new + [f"the plan has {what} {name!r}, which is not there" for name in plan if name not in now]
+
+
+def _program(now: list[str], plan: list[str]) -> Iterator[str]:
+    for mine, theirs in zip_longest(now, plan, fillvalue="nothing more"):
+        if mine != theirs:
+            yield f"the model computes {mine.strip()} where the plan has {theirs.strip()}"
+            return

@@ -1,0 +1,224 @@
+"""What ranks tell each other before a program first runs: who failed, and whether they mean the same thing.
+
+One message per rank and question, over a group of its own, so that no rank waits in a collective that another
+never reaches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from autoshard.runtime.process_groups import MeshGroups
+from passes.errors import AutoshardError, DistributedError, InputError
+from passes.ir.graph import operands, tensor_of, transfer_of
+from passes.ir.layout import Layout, Shard
+from passes.ir.mesh import Mesh
+from passes.ir.text import format_target, format_type
+
+T = TypeVar("T")
+
+# Larger tensors are folded where they are instead of hashed on the CPU; the length of a folded block, in words.
+HASHED_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank's attempt."""
+
+    failure: str | None  # "InputError: message"
+    is_user_error: bool
+
+
+def exchange(groups: MeshGroups, value: T) -> list[T]:
+    """The values of all ranks of the mesh, in the order of `mesh.ranks`. Raises DistributedError where one is gone."""
+    if groups.mesh.size == 1:
+        return [value]
+    values: list[Any] = [None] * groups.mesh.size
+    try:
+        dist.all_gather_object(values, value, group=groups.control)
+    except RuntimeError as error:
+        raise peer_error(error) from error
+    return values
+
+
+def of_first(groups: MeshGroups, value: T) -> T:
+    """What the first rank of the mesh gives. Raises DistributedError where one is gone."""
+    if groups.mesh.size == 1:
+        return value
+    values = [value]
+    try:
+        dist.broadcast_object_list(values, src=groups.mesh.ranks[0], group=groups.control)
+    except RuntimeError as error:
+        raise peer_error(error) from error
+    return values[0]
+
+
+def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
+    """`attempt()` on this rank, once all ranks have made theirs.
+
+    Where it failed here, its own error is raised; where it failed only elsewhere, a DistributedError that names
+    the rank and its message. `stage` says what was attempted, as in "compiling".
+    """
+    failure: Exception | None = None
+    result: list[T] = []
+    try:
+        result.append(attempt())
+    except Exception as error:  # raised again below, once the others know
+        failure = error
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = exchange(groups, Outcome(mine, isinstance(failure, AutoshardError)))
+    if failure is not None:
+        raise failure
+    failed = [(rank, o.failure) for rank, o in zip(groups.mesh.ranks, outcomes, strict=True) if o.failure is not None]
+    if failed:
+        ranks = ", ".join(str(rank) for rank, _ in failed)
+        raise DistributedError(f"{stage} failed on rank {ranks}: {failed[0][1]}")
+    return result[0]
+
+
+def check_same_program(groups: MeshGroups, graphs: Sequence[GraphModule]) -> None:
+    """Raise DistributedError where ranks are about to run different programs: their collectives would not meet.
+
+    It names the first collective that differs, and where they are the same in another program, the first call.
+    """
+    digests = exchange(groups, hashlib.sha256("\n".join(_text(gm) for gm in graphs).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    rank, other = groups.mesh.ranks[0], next(i for i, digest in enumerate(digests) if digest != digests[0])
+    for what in (_collectives(graphs), _calls(graphs)):
+        of_ranks = exchange(groups, what)
+        for mine, theirs in zip_longest(of_ranks[0], of_ranks[other], fillvalue="at its end"):
+            if mine != theirs:
+                places = f"rank {rank} is {mine}, where rank {groups.mesh.ranks[other]} is {theirs}"
+                raise DistributedError(f"ranks have different programs: {places}; {_ONE_SETUP}")
+
+
+def _collectives(graphs: Sequence[GraphModule]) -> list[str]:
+    """What is issued, in order: "at collective 3 of the backward, reduce_scatter_tensor over dp of f32[8, 6] (%scatter)"."""
+    found = []
+    for half, gm in zip(("forward", "backward"), graphs, strict=False):
+        issued = [(node, transfer) for node in gm.graph.nodes if (transfer := transfer_of(node)) is not None]
+        for number, (node, transfer) in enumerate(issued, start=1):
+            what = f"{format_target(node.target)} over {', '.join(transfer.axes)} of {format_type(tensor_of(operands(node)[0]))}"
+            found.append(f"at collective {number} of the {half}, {what.removeprefix('_c10d_functional.')} (%{node.name})")
+    return found
+
+
+def _calls(graphs: Sequence[GraphModule]) -> list[str]:
+    halves = zip(("forward", "backward"), graphs, strict=False)
+    return [f"at {line!r} of the {half}" for half, gm in halves for line in _text(gm).splitlines()]
+
+
+_ONE_SETUP = "build the same model, with the same options and example inputs, on each"
+
+
+def _text(gm: GraphModule) -> str:
+    values = [f"{node.name}: {node.meta.get('val')}" for node in gm.graph.find_nodes(op="placeholder")]
+    return "\n".join([*values, str(gm.graph)])
+
+
+def _check_equal(groups: MeshGroups, digests: Sequence[str], what: str, advice: str) -> None:
+    different = [rank for rank, digest in zip(groups.mesh.ranks, digests, strict=True) if digest != digests[0]]
+    if different:
+        ranks = ", ".join(map(str, different))
+        raise DistributedError(f"rank {groups.mesh.ranks[0]} and rank {ranks} have different {what}; {advice}")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a program is given, and where it must be equal."""
+
+    what: str  # "input 'tokens'"
+    advice: str
+    layout: Layout
+    value: torch.Tensor
+
+
+def check_equal_values(groups: MeshGroups, given: Sequence[Given]) -> None:
+    """Raise InputError where ranks were given different values of what is replicated between them."""
+    if problems := differences(groups, given):
+        raise InputError(problems[min(problems)])
+
+
+def differences(groups: MeshGroups, given: Sequence[Given]) -> dict[int, str]:
+    """What is replicated between ranks but differs: number in `given` -> message. The same on all ranks."""
+    if groups.mesh.size == 1:
+        return {}
+    described = exchange(groups, [(item.what, digest(item.value)) for item in given])
+    _check_equal(
+        groups, [str([what for what, _ in of_rank]) for of_rank in described], "parameters or inputs", _ONE_SETUP
+    )
+    digests = [[value for _, value in of_rank] for of_rank in described]
+    found: dict[int, str] = {}
+    for number, item in enumerate(given):
+        for axis, name in enumerate(groups.mesh.names):
+            of_ranks = [of_rank[number] for of_rank in digests]
+            problem = (
+                None if isinstance(item.layout.on(axis), Shard) else _difference(groups.mesh, name, item, of_ranks)
+            )
+            if problem is not None:
+                found.setdefault(number, problem)
+    return found
+
+
+def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> str | None:
+    for group in mesh.groups((axis,)):
+        other = next((place for place in group if digests[place] != digests[group[0]]), None)
+        if other is not None:
+            return (
+                f"{item.what} is replicated on axis {axis!r}, but ranks {mesh.ranks[group[0]]} and {mesh.ranks[other]} "
+                f"gave different values; {item.advice}"
+            )
+    return None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A fingerprint of shape, dtype and values."""
+    local = tensor.detach()
+    flat = local.contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() > HASHED_BYTES_MAX:
+        folded = _fold(flat)
+    else:
+        folded = hashlib.blake2b(flat.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    return f"{tuple(local.shape)} {local.dtype} {folded}"
+
+
+def _fold(flat: torch.Tensor) -> str:
+    """A sum of 8-byte words with random weights, modulo 2**64, a block after the other: where the tensor is."""
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.randint(-(1 << 62), 1 << 62, (HASHED_BYTES_MAX,), generator=generator, device="cpu").to(flat.device) * 2 + 1
+    sums = [int((block * weights[: block.numel()]).sum()) for block in torch.split(words, HASHED_BYTES_MAX)]
+    rest = bytes(flat[words.numel() * 8 :].tolist())
+    return hashlib.blake2b(repr(sums).encode() + rest, digest_size=16).hexdigest()
+
+
+def peer_error(error: RuntimeError) -> DistributedError:
+    """What a failed collective means to a user."""
+    return DistributedError(
+        f"another rank has stopped or does not answer; look for the first error in the other ranks' output. ({error})"
+    )
+
+
+_CONNECTION_WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "/gloo/",
+)
+
+
+def is_connection_error(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank."""
+    if isinstance(error, dist.DistError):
+        return True
+    return any(word in str(error) for word in _CONNECTION_WORDS)

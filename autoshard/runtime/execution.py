@@ -1,0 +1,325 @@
+"""A compiled program bound to a module: where its inputs are read, and one call of it under autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from autoshard.capture.signature import Signature, bind_call
+from autoshard.compile.compiled import Program, Split
+from autoshard.compile.overlap import Overlap
+from autoshard.debug.dumping import Dump
+from autoshard.plans.plan import ShardingPlan
+from autoshard.runtime.agreement import is_connection_error, peer_error
+from autoshard.runtime.call_inputs import LocalInput
+from autoshard.runtime.parameters import Place
+from autoshard.runtime.placements import Storage, dtensor_placements
+from passes._torch import DTensorSpec, dtensor_of_local, dtensor_spec, local_of_dtensor
+from passes.errors import CompilerError, UserError
+from passes.ir.graph import InputRole, OutputRole, has_input, input_of
+from passes.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What a plan gives the runtime: a LOCAL graph, and how the user's values are laid out around it.
+
+    `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
+    parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are no buffers of
+    the module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are
+    awaited where they are issued.
+    """
+
+    graph: GraphModule
+    signature: Signature
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    parameters: Mapping[str, Layout]
+    constants: Mapping[str, torch.Tensor]
+    tangent_scale: tuple[float, ...]
+    plan: ShardingPlan
+    dump: Dump | None = None
+    overlap: Overlap | None = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a module holds a parameter or buffer; the object may be exchanged (`load_state_dict(assign=True)`)."""
+
+    tensors: Mapping[str, torch.Tensor | None]
+    name: str
+
+    def read(self) -> torch.Tensor:
+        tensor = self.tensors[self.name]
+        if tensor is None:
+            raise CompilerError(f"the module has lost its tensor {self.name!r}")
+        return tensor
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A PARAMETER input: where it is held, how it is stored, and what its gradient is."""
+
+    slot: Slot
+    storage: Storage
+    spec: DTensorSpec
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part as the graph takes it."""
+        assert isinstance(tensor, DTensor)
+        part = local_of_dtensor(tensor)
+        return part if self.storage.is_even else self.storage.pad(part)
+
+    def gradient(self, part: torch.Tensor) -> DTensor:
+        if not self.storage.is_even:
+            part = self.storage.unpad(part)
+        return dtensor_of_local(part.contiguous(), self.spec)
+
+
+@dataclass(frozen=True)
+class Results:
+    outputs: tuple[torch.Tensor, ...]
+    saved: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A program, its module's tensors, and the order in which autograd sees what."""
+
+    program: Program
+    local: LocalProgram
+    place: Place
+    inputs: tuple[LocalInput, ...]  # in the order of the signature
+    parameters: Mapping[str, StoredParameter]  # by FQN
+    buffers: Mapping[str, Slot | torch.Tensor]  # by FQN; constants as they are
+    coordinates: Mapping[str, torch.Tensor]  # by axis
+    parameter_names: tuple[str, ...]  # PARAMETER inputs in order
+    gradient_of: Mapping[str, int]  # name of a GRADIENT -> its number among the gradients
+    tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
+    saved_parameters: frozenset[str]  # those that the backward reads
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> Any:
+        """One call of the model on this rank's part of the inputs: what the model returns, this rank's part.
+
+        Raises InputError for a call that does not fit, DistributedError where another rank has stopped.
+        """
+        inputs = self.take_inputs(args, kwargs)
+        parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
+        outputs = _Step.apply(self, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        return self.local.signature.unflatten(outputs)
+
+    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call as this rank's parts, in the order of `signature.inputs`; DTensors are laid out."""
+        given = self.check_inputs(args, kwargs)
+        return [item.take(tensor, self.place) for item, tensor in zip(self.inputs, given, strict=True)]
+
+    def check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """The tensors of a call as they were given. Raises InputError for a call that does not fit."""
+        given = self.local.signature.flatten(args, kwargs)
+        for item, tensor in zip(self.inputs, given, strict=True):
+            item.check(tensor, self.place)
+        return given
+
+    def shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a call on a global batch, with every tensor cut to this rank's part."""
+        signature = self.local.signature
+        whole = signature.flatten(args, kwargs)
+        call = bind_call(signature.forward, args, kwargs)
+        parts = {item.spec.path: item.cut(tensor, self.place) for item, tensor in zip(self.inputs, whole, strict=True)}
+        return call.with_leaves({path: parts.get(path, leaf) for path, leaf in call.leaves.items()})
+
+    def forward(
+        self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], seed: torch.Tensor
+    ) -> Results:
+        """Run the forward and write new values of buffers back."""
+        by_role: dict[InputRole, Mapping[str, torch.Tensor]] = {
+            InputRole.INPUT: dict(zip((s.path for s in self.local.signature.inputs), inputs, strict=True)),
+            InputRole.PARAMETER: {
+                name: self.parameters[name].local(tensor)
+                for name, tensor in zip(self.parameter_names, parameters, strict=True)
+            },
+            InputRole.BUFFER: {n: s.read() if isinstance(s, Slot) else s for n, s in self.buffers.items()},
+            InputRole.COORDINATE: self.coordinates,
+            InputRole.SEED: {"step": seed},
+        }
+        split = self.program.split
+        arguments = [
+            _strided_like(by_role[given.role][given.name], like)
+            for given, like in zip(split.inputs, split.input_values, strict=True)
+        ]
+        owned = {id(tensor) for tensor in arguments}
+        outputs, new_buffers, saved = _guarded(self.program.forward, arguments)
+        names = [output.name for output in split.outputs if output.role is OutputRole.BUFFER]
+        held = {id(by_role[InputRole.BUFFER][name]) for name in names}
+        saved = [tensor.clone() if id(tensor) in held else tensor for tensor in saved]
+        for name, value in zip(names, new_buffers, strict=True):
+            by_role[InputRole.BUFFER][name].copy_(value)
+        return Results(_distinct(outputs, owned), saved)
+
+    def backward(self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Local gradients in the order of the program; an output without a tangent has a zero one."""
+        split = self.program.split
+        given = [
+            _tangent(tangents[output], like, self.local.tangent_scale[output])
+            for output, like in zip(self.tangent_outputs, split.tangent_values, strict=True)
+        ]
+        gradients: list[torch.Tensor | None] = _guarded(self.program.backward, saved, given)
+        return gradients
+
+
+def _guarded(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except RuntimeError as error:
+        if is_connection_error(error):
+            raise peer_error(error) from error
+        raise
+
+
+def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.Tensor, ...]:
+    """Outputs as objects of their own: autograd marks the objects it is given."""
+    seen = set(owned)
+    distinct = []
+    for output in outputs:
+        distinct.append(output.detach() if id(output) in seen else output)
+        seen.add(id(output))
+    return tuple(distinct)
+
+
+def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> torch.Tensor:
+    """A tangent as the program was compiled for: its dtype and strides."""
+    if given is None:
+        return _zeros(like)
+    given = _strided_like(given.to(like.dtype), like)
+    return given if scale == 1.0 else given * scale
+
+
+def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the strides that code was compiled for, copied if it has others."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+
+
+class _Step(torch.autograd.Function):
+    """One call: DTensor parameters and plain inputs in, plain outputs out; gradients as DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, execution: Execution, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        count = len(execution.local.signature.inputs)
+        results = execution.forward(tensors[:count], tensors[count:], seed)
+        ctx.execution = execution
+        # DTensor's own counter: a write to a DTensor does not count as one to its local tensor.
+        ctx.versions = [
+            (name, tensor, tensor._version)
+            for name, tensor in zip(execution.parameter_names, tensors[count:], strict=True)
+            if name in execution.saved_parameters
+        ]
+        ctx.save_for_backward(*results.saved)
+        ctx.set_materialize_grads(False)
+        differentiable = set(execution.tangent_outputs)
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(results.outputs) if i not in differentiable))
+        return results.outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "a sharded model has no second derivative: backward(create_graph=True) would silently leave it out; "
+                "compute what needs it on one device, or inside the model"
+            )
+        execution: Execution = ctx.execution
+        for name, parameter, version in ctx.versions:
+            if parameter._version != version:
+                raise UserError(
+                    f"parameter {name!r} was changed in place between a forward and its backward, which needs it as "
+                    "it was; call backward before optimizer.step()"
+                )
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        gradients = execution.backward(saved, tangents)
+        paths = [spec.path for spec in execution.local.signature.inputs]
+        names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
+        found = []
+        for name, needed in zip(names, ctx.needs_input_grad[2:], strict=True):
+            number = execution.gradient_of.get(name)
+            part = gradients[number] if needed and number is not None else None
+            if part is not None and name in execution.parameters:
+                part = execution.parameters[name].gradient(part)
+            found.append(part)
+        return None, None, *found
+
+
+def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place) -> Execution:
+    """`program`, compiled from `local`, as it runs on the tensors of `module`."""
+    split = program.split
+    slots = {**parameter_slots(module), **_buffer_slots(module)}
+    parameters = {}
+    for name in (given.name for given in split.inputs if given.role is InputRole.PARAMETER):
+        held = slots[name].read()
+        assert isinstance(held, DTensor), f"parameter {name} is no DTensor"
+        storage = place.storage(local.parameters[name], tuple(held.shape))
+        placements = dtensor_placements(storage.layout, place.mesh)
+        spec = dtensor_spec(place.device_mesh, placements, storage.shape, held.dtype)
+        parameters[name] = StoredParameter(slots[name], storage, spec)
+    buffers: dict[str, Slot | torch.Tensor] = {}
+    for name in (given.name for given in split.inputs if given.role is InputRole.BUFFER):
+        constant = local.constants.get(name)
+        buffers[name] = slots[name] if constant is None else constant.to(place.device)
+    outputs = [output.name for output in split.outputs]
+    return Execution(
+        program,
+        local,
+        place,
+        tuple(LocalInput(spec, layout) for spec, layout in zip(local.signature.inputs, local.inputs, strict=True)),
+        parameters,
+        buffers,
+        {
+            axis: torch.tensor([at], device=place.device)
+            for axis, at in zip(place.mesh.names, place.coordinate, strict=True)
+        },
+        tuple(parameters),
+        {gradient.name: number for number, gradient in enumerate(split.gradients)},
+        tuple(outputs.index(tangent.name) for tangent in split.tangents),
+        _saved_parameters(split),
+    )
+
+
+def _saved_parameters(split: Split) -> frozenset[str]:
+    if split.backward is None:
+        return frozenset()
+    roles = [input_of(node) for node in split.backward.graph.find_nodes(op="placeholder") if has_input(node)]
+    return frozenset(given.name for given in roles if given.role is InputRole.PARAMETER)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, Slot]:
+    """Where each parameter is held, by FQN; a tied one under each of its names."""
+    return {
+        _join(prefix, name): Slot(child._parameters, name)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    }
+
+
+def _buffer_slots(module: nn.Module) -> dict[str, Slot]:
+    return {
+        _join(prefix, name): Slot(child._buffers, name)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    }
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,171 @@
+"""A module whose parameters are DTensors that hold one rank's part each.
+
+Parameters keep their names, ties and Python attributes. Changing how a parameter is stored keeps the object, so
+an optimizer built before the model was captured keeps working.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.config.topology import mesh_of
+from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
+from passes._torch import (
+    Box,
+    dtensor_of_local,
+    dtensor_spec,
+    local_of_dtensor,
+    relay_dtensor,
+    shard_of,
+    teach_checkpoints,
+)
+from passes.errors import CaptureError, CompilerError, MeshError
+from passes.ir.layout import Layout, replicated
+from passes.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is."""
+
+    device_mesh: DeviceMesh
+    mesh: Mesh
+    coordinate: tuple[int, ...]
+    device: torch.device
+
+    def storage(self, layout: Layout, shape: tuple[int, ...]) -> Storage:
+        return Storage(layout, shape, self.mesh, self.coordinate)
+
+    def storage_of(self, tensor: DTensor) -> Storage:
+        """How a DTensor on this mesh is stored here."""
+        return self.storage(layout_of_placements(tensor.placements, self.mesh), tuple(tensor.shape))
+
+
+def place_of(device_mesh: DeviceMesh, device: torch.device | None = None) -> Place:
+    """Where this rank is on `device_mesh`. Raises MeshError where it is not on it."""
+    mesh = mesh_of(device_mesh)
+    coordinate = device_mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"this rank is not in the mesh {mesh} of ranks {list(mesh.ranks)}; call autoshard on those")
+    if device is None:
+        kind = device_mesh.device_type
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return Place(device_mesh, mesh, tuple(coordinate), device)
+
+
+def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layout] | None) -> nn.Module:
+    """A copy of `module` that shares nothing with it; `layouts` by FQN, None: all parameters replicated.
+
+    Parameters are copied one at a time: of each, only this rank's part stays. Parameters on meta stay on meta.
+    Raises CaptureError where a module holds what cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in memo:
+            layout = replicated(place.mesh) if layouts is None else layouts[fqn]
+            memo[id(parameter)] = _distributed_parameter(parameter, place, layout)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(_device(buffer, place), copy=True)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied: {error}; "
+            "keep what cannot be copied (locks, files, process groups) out of the module's attributes"
+        ) from error
+    teach_checkpoints(_boxes)
+    for child in copied.modules():
+        child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def _device(tensor: torch.Tensor, place: Place) -> torch.device:
+    return tensor.device if tensor.is_meta else place.device
+
+
+def _distributed_parameter(parameter: nn.Parameter, place: Place, layout: Layout) -> nn.Parameter:
+    storage = place.storage(layout, tuple(parameter.shape))
+    part = storage.part_of(parameter.detach()).to(_device(parameter, place), copy=True)
+    tensor = distributed_tensor(part.contiguous(), storage, place)
+    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key not in made.__dict__})
+    return made
+
+
+def distributed_tensor(part: torch.Tensor, storage: Storage, place: Place) -> DTensor:
+    """A DTensor of this rank's stored part."""
+    placements = dtensor_placements(storage.layout, place.mesh)
+    return dtensor_of_local(part, dtensor_spec(place.device_mesh, placements, storage.shape, part.dtype))
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A copy of a distributed module with plain parameters of global shape, on meta.
+
+    Buffers and everything that is no module are shared with `module`: the copy is to be read, not run.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+    for parameter in module.parameters():
+        if id(parameter) not in memo:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+def lay_out(module: nn.Module, place: Place, layouts: Mapping[str, Layout]) -> None:
+    """Store every parameter as `layouts` says, in place and without communication.
+
+    Raises CompilerError for a parameter that is already stored in another way than replicated.
+    """
+    done: set[int] = set()
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        if not isinstance(parameter, DTensor):
+            raise CompilerError(f"parameter {fqn} is a {type(parameter).__name__}, not a DTensor")
+        if id(parameter) in done or place.storage_of(parameter).layout == layouts[fqn]:
+            continue
+        done.add(id(parameter))
+        if not place.storage_of(parameter).layout.is_replicated:
+            raise CompilerError(f"parameter {fqn} is stored as {parameter.placements} and cannot change that")
+        storage = place.storage(layouts[fqn], tuple(parameter.shape))
+        part = storage.part_of(local_of_dtensor(parameter)).clone(memory_format=torch.contiguous_format)
+        placements = dtensor_placements(storage.layout, place.mesh)
+        relay_dtensor(parameter, part, dtensor_spec(place.device_mesh, placements, storage.shape, part.dtype))
+
+
+def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state_dict is loaded: of each whole tensor, this rank's part, without communication."""
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        given = state_dict.get(key)
+        if not isinstance(parameter, DTensor) or not isinstance(given, torch.Tensor):
+            continue
+        if given.shape == parameter.shape:
+            state_dict[key] = part_like(given, parameter)
+
+
+def _boxes(tensor: DTensor) -> tuple[Box, ...] | None:
+    """The boxes of a part that is several; None for what DTensor can tell itself."""
+    if all((shard_of(placement) or (0, 1))[1] == 1 for placement in tensor.placements):
+        return None
+    boxes = place_of(tensor.device_mesh).storage_of(tensor).boxes()
+    return boxes if len(boxes) > 1 else None
+
+
+def part_like(given: torch.Tensor, parameter: DTensor) -> DTensor:
+    """`given`, a whole tensor or a DTensor laid out in any way, laid out as `parameter` is."""
+    place = place_of(parameter.device_mesh, local_of_dtensor(parameter).device)
+    storage = place.storage_of(parameter)
+    if isinstance(given, DTensor):
+        if given.device_mesh == parameter.device_mesh and given.placements == parameter.placements:
+            return distributed_tensor(local_of_dtensor(given), storage, place)
+        given = given.full_tensor()
+    part = storage.part_of(given.detach())
+    device = part.device if place.device.type == "meta" else place.device
+    return distributed_tensor(part.to(device).contiguous(), storage, place)
