@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 
 from autoshard.planner import evaluation
+from autoshard.plans.collectives import Collective, collectives_of
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, collectives_of
 from tests.named import check_named
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
+from autoshard.plans.collectives import Collective
 from passes.ir.collective import is_step
 from passes.ir.graph import origin_of
-from passes.ir.plan import Collective
 
 MOVED = ("parameter ", "gradient ", "input ", "output ", "tangent ", "buffer ", "%")
 

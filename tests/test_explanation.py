@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoshard import Mesh, Options, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
 from autoshard.planner.evaluation import seeded
-from passes.ir.plan import Collective
+from autoshard.plans.collectives import Collective
 from passes.search.find import Goal, find
 from passes.search.pinned import alternatives
 

@@ -17,9 +17,9 @@ from autoshard import Options, ShardingPlan
 from autoshard.compile.compiled import split_program
 from autoshard.phases import default_pipeline
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.plans.collectives import collectives_of
 from passes.ir.graph import transfer_of
 from passes.ir.mesh import Mesh
-from passes.ir.plan import collectives_of
 from passes.ir.text import parse_graph
 from passes.solve import Solve
 from tests.models import Case, build

@@ -16,10 +16,10 @@ from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import Overlap
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import make_plan
+from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.from_graph import program_of
 from passes.cost.simulate import Timeline, simulate
-from passes.ir.plan import Candidate, Cost, Memory, Search
 
 GIB = 1 << 30
 SOLVED = Cost(1.312, 1.2, 0.9, 0.112, Memory(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB, 3 * GIB, temporary=GIB // 2))

@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, plan
 from autoshard.config.settings import options_of, settings_of
+from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from autoshard.plans.plan_file import SCHEMA, VERSION
 from passes.base import Remark
 from passes.ir.graph import Origin
-from passes.ir.plan import Candidate, Cost, Memory, Search
 from tests.models import build
 
 COST = Cost(0.1, 0.08, 0.03, 0.02, Memory(parameters=10, gradients=20, activations=1 << 34))

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from os import PathLike
 
 from autoshard.inspection.explanation import folded_collectives
+from autoshard.plans.collectives import Collective
 from autoshard.plans.plan import ShardingPlan
 from passes.errors import UserError
-from passes.ir.plan import Collective
 from passes.ir.units import format_bytes
 
 GB = 1e9

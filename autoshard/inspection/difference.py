@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from autoshard.inspection.report.names import fold_names
+from autoshard.plans.collectives import Collective
+from autoshard.plans.values import Value
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Value
 from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds
 

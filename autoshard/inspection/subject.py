@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from autoshard.plans.collectives import Collective
 from passes.errors import UserError
 from passes.ir.graph import InputRole, input_of, is_tensor, origin_of, outputs_of, placeholders, returned
-from passes.ir.plan import Collective
 from passes.ir.repeats import moved_to
 from passes.ir.text import parse_graph
 

@@ -14,9 +14,9 @@ from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.recomputation import room_for
+from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.errors import InputError, MemoryLimitError
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Candidate, Cost, Search
 from passes.ir.units import format_bytes, format_seconds
 from passes.search.bundles import Bundles, coarse, single, together
 from passes.search.find import PROOF, Goal, Prepared, prepare

@@ -18,6 +18,9 @@ from autoshard.planner.chunking import Chunking
 from autoshard.planner.prediction import cost_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recomputation import Settling
+from autoshard.plans.collectives import collectives_of, with_remade
+from autoshard.plans.outcome import Cost, Recomputation
+from autoshard.plans.values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
@@ -27,7 +30,6 @@ from passes.ir.edges import Edge
 from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Cost, Recomputation, collectives_of, inputs_of, layouts_by_name, results_by_name, with_remade
 from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes

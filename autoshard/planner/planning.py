@@ -25,7 +25,9 @@ from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chun
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
+from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import check_model
+from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.plan import ShardingPlan
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
@@ -34,7 +36,6 @@ from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Recomputation, Search
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager

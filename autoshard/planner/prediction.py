@@ -11,6 +11,8 @@ from types import MappingProxyType
 from torch.fx import GraphModule
 
 from autoshard.config.options import Options
+from autoshard.plans.collectives import Collective
+from autoshard.plans.outcome import Cost, Memory
 from passes.cost.bucket import sizes
 from passes.cost.from_graph import OPTIMIZER_STATES
 from passes.cost.phases import joined, phase_of, phases
@@ -21,7 +23,6 @@ from passes.errors import UserError
 from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Memory
 from passes.ir.repeats import Repeats
 
 QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers

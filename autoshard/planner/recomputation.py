@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from autoshard.compile.compiled import Split, split_program
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
+from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.checkpoint import Checkpoint
 from passes.cost.from_graph import program_of
@@ -18,7 +19,6 @@ from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.blocks import Blocks
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
-from passes.ir.plan import Recomputation
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
 from passes.search.find import Prepared

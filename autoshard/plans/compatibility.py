@@ -13,9 +13,9 @@ from torch import nn
 from autoshard.config.options import Options
 from autoshard.config.settings import Settings, settings_of
 from autoshard.inspection.report.names import fold_text
+from autoshard.plans.values import Value
 from passes.errors import PlanError
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Value
 from passes.ir.text import GAP
 
 if TYPE_CHECKING:

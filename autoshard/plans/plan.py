@@ -20,8 +20,11 @@ from autoshard.inspection.report.page import format_page
 from autoshard.inspection.report.table import format_html, format_plan
 from autoshard.inspection.report.trace import format_trace
 from autoshard.plans.codec import UNSAVED, encode
+from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import structure
+from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.plan_file import dump_plan, parse_plan, read_text, write_text
+from autoshard.plans.values import Value
 from passes.base import Remark
 from passes.cost.simulate import Timeline
 from passes.errors import PlanError, UserError
@@ -29,7 +32,6 @@ from passes.hardware.hardware import Hardware
 from passes.ir.edges import Edge
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Recomputation, Search, Value
 from passes.ir.repeats import Run
 from passes.search.solution import Solution
 

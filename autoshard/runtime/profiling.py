@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from autoshard.compile.compiled import Program as Compiled
 from autoshard.inspection.report.names import fold_names
 from autoshard.measure.fit_hardware import LONG, ProductTime, TransferTime, fit_links, fit_products
+from autoshard.plans.collectives import Collective
 from autoshard.runtime.agreement import exchange
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.process_groups import MeshGroups
@@ -26,7 +27,6 @@ from passes.hardware.hardware import Hardware
 from passes.ir.graph import operands, tensor_of
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS
-from passes.ir.plan import Collective
 from passes.ir.text import DTYPE_NAMES
 from passes.ir.units import format_bytes, format_seconds
 

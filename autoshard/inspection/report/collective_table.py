@@ -11,7 +11,7 @@ from itertools import zip_longest
 from rich.table import Table
 from rich.text import Text
 
-from passes.ir.plan import Collective
+from autoshard.plans.collectives import Collective
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 12  # groups; what is left is one row

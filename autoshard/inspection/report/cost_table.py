@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.markup import escape
 from rich.table import Table
 
-from passes.ir.plan import Candidate, Cost, Memory, Recomputation, Search
+from autoshard.plans.outcome import Candidate, Cost, Memory, Recomputation, Search
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 4  # kinds of values that a plan lists

@@ -22,13 +22,15 @@ from autoshard.inspection.report.dims import Letters
 from autoshard.inspection.report.modules import module_table, read_placed
 from autoshard.inspection.report.names import fold_names, pattern_of
 from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
+from autoshard.plans.collectives import Collective
+from autoshard.plans.outcome import Cost
+from autoshard.plans.values import Value
 from passes.cost.collective import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline
 from passes.ir.graph import has_layout, input_of, is_tensor, layout_of, note_of, origin_of, placeholders, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Collective, Cost, Value
 from passes.ir.text import DTYPE_NAMES, format_target
 
 if TYPE_CHECKING:

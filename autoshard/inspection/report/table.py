@@ -18,8 +18,8 @@ from autoshard.inspection.report.cost_table import candidates_table, cost_table,
 from autoshard.inspection.report.modules import ModuleRow, ModuleTable, module_table, read_placed
 from autoshard.inspection.report.names import fold_text
 from autoshard.inspection.report.timeline import is_timed
+from autoshard.plans.values import Value
 from passes.errors import GraphTextError
-from passes.ir.plan import Value
 from passes.ir.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

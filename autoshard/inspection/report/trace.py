@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from autoshard.inspection.report.timeline import memory_by_turn, timeline_of
+from autoshard.plans.collectives import Collective
 from passes.cost.program import ACROSS, COMPUTE, INSIDE, STREAMS
 from passes.cost.simulate import Timeline
-from passes.ir.plan import Collective
 
 if TYPE_CHECKING:
     from autoshard.plans.plan import ShardingPlan

@@ -1,10 +1,10 @@
-"""Facts that a plan is made of, read off a graph: values and their layouts, collectives and who caused them."""
+"""The collectives of a program and the user's lines that need them, read off a graph."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
@@ -12,17 +12,13 @@ from passes.ir.collective import is_collective, step_axes, step_kind
 from passes.ir.graph import (
     InputRole,
     Origin,
-    OutputRole,
-    has_layout,
     input_of,
-    is_tensor,
     layout_of,
     made_again,
     needs_of,
     note_of,
     operands,
     origin_of,
-    output_node,
     outputs_of,
     placeholders,
     returned,
@@ -30,21 +26,8 @@ from passes.ir.graph import (
     tensor_of,
     transfer_of,
 )
-from passes.ir.layout import Layout, local_shape
+from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Value:
-    """A parameter, input or output: its global shape, dtype (`"f32"`) and layout."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    layout: Layout
-
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        return local_shape(self.layout, self.shape, mesh)
 
 
 @dataclass(frozen=True)
@@ -72,96 +55,6 @@ class Collective:
             way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
             return f"{way} (decompose_matmuls)"
         return "in a bucket (bucket_collectives)" if self.bucket is not None else ""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device at the moment of its peak, by what they hold; they add up to the peak."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0  # kept for the backward
-    gathered: int = 0  # parameters brought together for use
-    buffers: int = 0
-    inputs: int = 0
-    outputs: int = 0
-    temporary: int = 0  # all else that is live, workspace of kernels included
-
-    @staticmethod
-    def of(by_kind: Mapping[str, int]) -> Memory:
-        """From bytes by the kind of a program's buffers: "parameter", "activation", ..., "workspace"."""
-        names = {kind: kind for kind in ("gathered", "optimizer", "temporary")} | {"workspace": "temporary"}
-        totals: dict[str, int] = {}
-        for kind, count in by_kind.items():
-            name = names.get(kind, f"{kind}s")
-            totals[name] = totals.get(name, 0) + count
-        return Memory(**totals)
-
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one step costs on the hardware of the mesh, as `simulate` predicts it. Seconds and bytes."""
-
-    step_time: float
-    compute: float  # seconds during which the device computes
-    communication: float  # seconds during which at least one link is busy
-    exposed_comm: float  # of those, seconds during which the device computes nothing
-    memory: Memory
-
-    @property
-    def hidden_comm(self) -> float:
-        """Seconds of communication behind compute."""
-        return self.communication - self.exposed_comm
-
-    @property
-    def peak_memory(self) -> int:
-        """Bytes on one device."""
-        return self.memory.total
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """What the backward computes again to save memory, beyond what costs next to nothing: all of every layer but what the
-    next one takes, and `kept`."""
-
-    kept: tuple[str, ...]  # values inside of layers: "layers.*.attention.wq mm"
-    compute: float | None = None  # seconds of it in a step; None: nothing was simulated
-    communication: float | None = None
-    freed: int | None = None  # bytes that need not be kept for it; None: nothing was simulated
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was considered: a recipe's, or the solved one."""
-
-    name: str  # "fsdp+megatron", "solved"
-    cost: Cost | None  # None: it cannot be made for this model and mesh
-    fits: bool  # in the memory limit
-    note: str = ""  # why it cannot be made, or what it gave up
-
-
-@dataclass(frozen=True)
-class Search:
-    """How the plan was chosen, and what is proven of it."""
-
-    chosen: str  # name of a candidate
-    candidates: tuple[Candidate, ...]
-    memory_limit: int  # bytes per device
-    objective: float | None  # step time that the solver minimised, in seconds; None: nothing was solved
-    bound: float | None  # no plan that the solver could choose has a lower one
-    seconds: float = field(default=0.0, compare=False)  # that the search took
-
-    @property
-    def gap(self) -> float | None:
-        """How much better another plan could be, at most, as a part of the objective."""
-        if self.objective is None or self.bound is None:
-            return None
-        return (self.objective - self.bound) / self.objective if self.objective else 0.0
 
 
 def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
@@ -277,31 +170,3 @@ def _depends_on_tangents(gm: GraphModule) -> set[Node]:
         if any(value in behind for value in node.all_input_nodes):
             behind.add(node)
     return behind
-
-
-def inputs_of(gm: GraphModule, role: InputRole) -> dict[str, Value]:
-    """Placeholders of one role by name; shapes must be global still."""
-    return {input_of(n).name: _value(input_of(n).name, n, layout_of(n)) for n in placeholders(gm.graph, role)}
-
-
-def results_by_name(gm: GraphModule, role: OutputRole) -> dict[str, Value]:
-    """What the program returns in one role, by name; shapes must be global still."""
-    needs = iter(needs_of(output_node(gm.graph)))
-    found = {}
-    for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
-        if not isinstance(value, Node) or not is_tensor(value):
-            continue
-        layout = next(needs)
-        if output.role is role:
-            found[output.name] = _value(output.name, value, layout)
-    return found
-
-
-def layouts_by_name(gm: GraphModule) -> dict[str, Layout]:
-    """The layout of every value with one tensor result, by node name."""
-    return {node.name: layout_of(node) for node in gm.graph.nodes if has_layout(node) and is_tensor(node)}
-
-
-def _value(name: str, node: Node, layout: Layout) -> Value:
-    tensor = tensor_of(node)
-    return Value(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), layout)

@@ -1,0 +1,96 @@
+"""The predicted cost of a plan and the record of the search that chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the moment of its peak, by what they hold; they add up to the peak."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0  # kept for the backward
+    gathered: int = 0  # parameters brought together for use
+    buffers: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    temporary: int = 0  # all else that is live, workspace of kernels included
+
+    @staticmethod
+    def of(by_kind: Mapping[str, int]) -> Memory:
+        """From bytes by the kind of a program's buffers: "parameter", "activation", ..., "workspace"."""
+        names = {kind: kind for kind in ("gathered", "optimizer", "temporary")} | {"workspace": "temporary"}
+        totals: dict[str, int] = {}
+        for kind, count in by_kind.items():
+            name = names.get(kind, f"{kind}s")
+            totals[name] = totals.get(name, 0) + count
+        return Memory(**totals)
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step costs on the hardware of the mesh, as `simulate` predicts it. Seconds and bytes."""
+
+    step_time: float
+    compute: float  # seconds during which the device computes
+    communication: float  # seconds during which at least one link is busy
+    exposed_comm: float  # of those, seconds during which the device computes nothing
+    memory: Memory
+
+    @property
+    def hidden_comm(self) -> float:
+        """Seconds of communication behind compute."""
+        return self.communication - self.exposed_comm
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes on one device."""
+        return self.memory.total
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What the backward computes again to save memory, beyond what costs next to nothing: all of every layer but what the
+    next one takes, and `kept`."""
+
+    kept: tuple[str, ...]  # values inside of layers: "layers.*.attention.wq mm"
+    compute: float | None = None  # seconds of it in a step; None: nothing was simulated
+    communication: float | None = None
+    freed: int | None = None  # bytes that need not be kept for it; None: nothing was simulated
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was considered: a recipe's, or the solved one."""
+
+    name: str  # "fsdp+megatron", "solved"
+    cost: Cost | None  # None: it cannot be made for this model and mesh
+    fits: bool  # in the memory limit
+    note: str = ""  # why it cannot be made, or what it gave up
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the plan was chosen, and what is proven of it."""
+
+    chosen: str  # name of a candidate
+    candidates: tuple[Candidate, ...]
+    memory_limit: int  # bytes per device
+    objective: float | None  # step time that the solver minimised, in seconds; None: nothing was solved
+    bound: float | None  # no plan that the solver could choose has a lower one
+    seconds: float = field(default=0.0, compare=False)  # that the search took
+
+    @property
+    def gap(self) -> float | None:
+        """How much better another plan could be, at most, as a part of the objective."""
+        if self.objective is None or self.bound is None:
+            return None
+        return (self.objective - self.bound) / self.objective if self.objective else 0.0
