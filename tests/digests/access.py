@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan
-from autoshard.compile import Split, split_program
-from autoshard.overlap import Overlap
-from autoshard.planner import Planned, make_plan
-from autoshard.report.table import format_plan
-from autoshard.simulation import Call, Ranks
+from autoshard.compile.compiled import Split, split_program
+from autoshard.compile.overlap import Overlap
+from autoshard.debug.simulated_ranks import Call, Ranks
+from autoshard.inspection.report.table import format_plan
+from autoshard.planner.planning import Planned, make_plan
 from passes.ir.text import format_graph
 
 RENAMED: Mapping[str, str] = {}
