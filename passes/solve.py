@@ -36,7 +36,8 @@ from passes.ir.mesh import Mesh
 from passes.recipes.weights import weights_of
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
-from passes.search.find import Goal, find
+from passes.search.goal import Goal
+from passes.search.prepared import best_solution
 from passes.search.solution import Placed, Solution, keys_of
 
 
@@ -80,7 +81,7 @@ class Solve(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         whole = [(node, why_whole(node, unknown_ops=ctx.unknown_ops)) for node in gm.graph.nodes if _has_no_space(node)]
-        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal)
+        solution = self.solution or best_solution(gm, _with_hardware(ctx.mesh), self.goal)
         _place(gm, solution)
         for node, why in whole:
             ctx.remark(self, node, f"{why}: runs replicated")
@@ -137,8 +138,8 @@ def _place_output(gm: GraphModule, solution: Solution) -> None:
 
 def _gather(gm: GraphModule, solution: Solution) -> None:
     """One reshard per layout that its users need, for what is a parameter and for what is moved again in the backward."""
-    keys, weights, again = keys_of(gm), weights_of(gm.graph), set(solution.again)
-    for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
+    keys, weights, repeated = keys_of(gm), weights_of(gm.graph), set(solution.repeated)
+    for node in [node for node in gm.graph.nodes if node in weights or keys[node] in repeated]:
         made: dict[Layout, Node] = {}
         for user in list(node.users):
             if user.op == "output" or is_reshard(user):

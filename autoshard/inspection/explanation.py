@@ -27,8 +27,8 @@ from passes.ir.repeats import repeats_of
 from passes.ir.text import format_type
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
-from passes.search.bundles import together
-from passes.search.pinned import Alternative, alternatives
+from passes.search.alternatives import Alternative, alternatives
+from passes.search.axis_groups import format_axis_groups
 
 if TYPE_CHECKING:
     from autoshard.inspection.replan import Basis
@@ -174,7 +174,7 @@ def _notes(plan: ShardingPlan) -> Iterator[str]:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
         searched = plan.basis.prepared
-        if searched is not None and (axes := together(searched.draft.bundles, plan.mesh)):
+        if searched is not None and (axes := format_axis_groups(searched.skeleton.axis_groups, plan.mesh)):
             yield f"alternatives are of plans that use {axes} alike, as this one was found"
         runs = repeats_of(plan.basis.folded.graph).runs
         for run in runs:

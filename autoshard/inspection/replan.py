@@ -19,7 +19,8 @@ from autoshard.planner.recomputation import room_for
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.mesh import Mesh
-from passes.search.find import Goal, Prepared, Searched, prepare
+from passes.search.goal import Goal
+from passes.search.prepared import Prepared, Searched, prepare
 
 if TYPE_CHECKING:
     from autoshard.plans.plan import ShardingPlan
@@ -52,7 +53,7 @@ class Basis:
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
         room = room_for(self.problem, prepared)
-        return prepared.explore(Goal(room.limit, self.gap, options.time_limit, options.keeps_gathered, room.relief))
+        return prepared.explore(Goal(room.limit, self.gap, options.time_limit, options.keeps_gathered, room.recomputation))
 
     def changed(
         self, mesh: Mesh | DeviceMesh | str | None, hardware: str | Hardware | None, options: dict[str, Any], *, prove: bool

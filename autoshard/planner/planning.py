@@ -41,7 +41,8 @@ from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Goal, Prepared
+from passes.search.goal import Goal
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve

@@ -20,7 +20,7 @@ from passes.insert_reshards import InsertReshards
 from passes.manager import PassManager
 from passes.propagate import Propagate
 from passes.recipes.data import SHARDED_RECIPES
-from passes.search.find import Prepared
+from passes.search.prepared import Prepared
 
 EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
 
@@ -47,7 +47,7 @@ class Experts:
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
         room = room_for(self.problem, prepared)
-        plan = prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
+        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=room)
         return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:

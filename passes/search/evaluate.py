@@ -1,59 +1,81 @@
-"""What a plan costs by the model of the search."""
+"""Evaluate an assignment of strategies: the loads, bytes and seconds of its step, by the terms of the objective."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from passes.search.model import COMPUTE, Plan, charged, repeated
-from passes.search.room import Room
-from passes.search.sides import Sides
+from passes.search.factor_graph import Floats
+from passes.search.memory_budget import MemoryBudget
+from passes.search.objective import COMPUTE, step_seconds
+from passes.search.transitions import Transitions
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A strategy (its number) for each variable, and what it costs.
+
+    `kept` are numbers of parameters in the backward that take what the forward gathered, `repeated` those of other values
+    whose transition is repeated in the backward rather than its result kept. Objective in seconds, `memory` in bytes,
+    `loads` [segment, resource] in seconds.
+    """
+
+    strategies: list[int]
+    kept: list[int]
+    repeated: list[int]
+    objective: float
+    memory: float
+    loads: Floats
 
 
 def evaluate(
-    sides: Sides, picked: list[int], *, keeps: float, repeats: float | None = None, room: Room | None = None
-) -> Plan | None:
-    """The plan of these choices; None where a value cannot move as they need. What is over the limit of `room` is computed
-    again.
+    transitions: Transitions,
+    strategies: list[int],
+    *,
+    keeps: float,
+    repeats: float | None = None,
+    budget: MemoryBudget | None = None,
+) -> Assignment | None:
+    """Return the assignment of these strategies; None where a transition is impossible.
 
-    What the forward gathered of parameters stays for the backward, where that needs the same, if that saves at least
-    `keeps` seconds on links for a byte; what it moved of other values, if `repeats` (by default the same).
+    What the forward gathered of a parameter is kept for the backward, where that needs the same layout, if this saves at
+    least `keeps` seconds on links per byte; the result of another value's transition if it saves at least `repeats` (by
+    default the same). What is over the limit of `budget` is recomputed.
     """
-    problem, repeats = sides.problem, keeps if repeats is None else repeats
-    busy = np.zeros((len(problem.segments), 3))
-    memory = problem.base
-    for variable, choice in zip(problem.variables, picked, strict=True):
-        busy[variable.segment, COMPUTE] += variable.seconds[choice]
-        memory += variable.state[choice]
-    memory += max((float(v.held[c]) for v, c in zip(problem.variables, picked, strict=True)), default=0.0)
-    gathered = np.zeros(len(problem.segments))  # bytes of a layer's parameters, as it uses them
-    kept, again = [], []
-    moved: list[set[int]] = []  # per value, the layouts (numbers) that it is moved to
-    for number, value in enumerate(problem.values):
-        source = int(sides.makers[number].at[picked[value.maker.variable]])
-        targets = dict.fromkeys(int(slot.at[picked[slot.variable]]) for slot in sides.users[number])
-        moved.append(set())
-        for target in targets:
-            layout = sides.targets[number][target]
-            if layout == sides.sources[number][source]:
+    graph, repeats = transitions.factor_graph, keeps if repeats is None else repeats
+    pairs = list(zip(graph.variables, strategies, strict=True))
+    loads, memory = np.zeros((len(graph.segments), 3)), graph.base
+    for variable, strategy in pairs:
+        loads[variable.segment, COMPUTE] += variable.seconds[strategy]
+        memory += variable.state[strategy]
+    memory += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
+    gathered = np.zeros(len(graph.segments))
+    kept, repeated = [], []
+    reached: list[set[int]] = []  # per value, the layouts (numbers) to which it has transitions
+    for number, (value, terms) in enumerate(zip(graph.values, transitions.terms, strict=True)):
+        source = int(transitions.makers[number].at[strategies[value.maker.variable]])
+        reached.append(set())
+        for target in dict.fromkeys(int(user.at[strategies[user.variable]]) for user in transitions.users[number]):
+            arc, layout = (source, target), transitions.targets[number][target]
+            if terms.same[arc]:
                 continue
-            move, tariff = sides.move(number, (source, target)), sides.tariffs[number]
-            if move is None:
+            if terms.impossible[arc]:
                 return None
-            moved[-1].add(layout)
-            nbytes = float(tariff.moved[target])
-            seconds = (move.inside + move.across) * value.count
-            if value.again >= 0 and layout in moved[value.again] and seconds > keeps * nbytes:
+            reached[-1].add(layout)
+            saved, nbytes, held = terms.link_seconds[arc], float(terms.moved[target]), float(terms.held[arc])
+            earlier = value.gathered_in_forward
+            if earlier >= 0 and layout in reached[earlier] and saved > keeps * nbytes:
                 kept.append(number)
                 memory += nbytes
                 continue
-            held = float(tariff.held[source, target])
-            if held and value.backward >= 0 and seconds <= repeats * held:
-                again.append(number)
-                busy[value.backward] += repeated(problem, value, move)
+            if held and value.repeat_segment >= 0 and saved <= repeats * held:
+                repeated.append(number)
+                loads[value.repeat_segment] += terms.repeat_loads[:, source, target]
             else:
                 memory += held
-            gathered[value.segment] += nbytes / problem.segments[value.segment].layers if value.is_parameter else 0.0
-            busy[value.segment] += charged(problem, value, move)
+            gathered[value.segment] += terms.gathered[arc]
+            loads[value.segment] += terms.loads[:, source, target]
     total = float(memory + gathered.max())
-    objective = float(busy.max(1).sum()) + (room.seconds(total) if room is not None else 0.0)
-    return Plan(picked, sorted(set(kept)), sorted(set(again)), objective, 0.0, total, busy)
+    objective = step_seconds(loads, total, budget)
+    return Assignment(strategies, sorted(set(kept)), sorted(set(repeated)), objective, total, loads)

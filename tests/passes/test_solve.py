@@ -19,7 +19,7 @@ from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
 from passes.propagate import Propagate
-from passes.search.find import Goal
+from passes.search.goal import Goal
 from passes.seed import Insisted, Seed
 from passes.solve import Solve
 from tests.models import build
