@@ -79,7 +79,7 @@ def replayed_as_it_was(files: list[Path], folder: Path) -> None:
 
 def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
     files = sorted(dump.iterdir())
-    assert files[0].name == "00_capture.txt" and files[-1].name == "11_checkpoint.txt" and len(files) == 10
+    assert files[0].name == "00_capture.txt" and files[-1].name == "11_rematerialize.txt" and len(files) == 10
     replayed_as_it_was(files, tmp_path)
     header = files[0].read_text().partition("mesh ")[0]
     assert_expected_inline(header, """\
@@ -94,7 +94,7 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
 # pass lower_reshards
 # pass localize
 # pass decompose
-# pass checkpoint {"kept": []}
+# pass rematerialize {"kept": []}
 """)
 
 
@@ -113,7 +113,7 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
     path = dump / "05_insert_reshards.txt"
     assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
     out = capsys.readouterr().out
-    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint"
+    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             dump / "05_insert_reshards.txt",
             "insert",
             "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
-            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint",
+            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize",
         ),
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):

@@ -35,7 +35,7 @@ from autoshard.runtime.parameters import lay_out, place_of
 from autoshard.runtime.placements import layout_of_placements
 from passes._torch import TraceFailure
 from passes.base import PassContext
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Stage, layout_of, set_layouts, set_stage, set_value, tensor_of
 from passes.ir.layout import Layout, R

@@ -18,7 +18,7 @@ from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import make_plan
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.simulate import Timeline, simulate
 
 GIB = 1 << 30

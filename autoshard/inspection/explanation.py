@@ -18,7 +18,7 @@ from autoshard.inspection.subject import Subject, subject_of
 from autoshard.planner.evaluation import passes_of
 from autoshard.plans.collectives import Collective
 from passes.base import PassContext, Remark
-from passes.cost.regions import is_fusible
+from passes.cost.fused_regions import is_fusible
 from passes.ir.edges import Edge, chain_of
 from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
 from passes.ir.layout import Layout

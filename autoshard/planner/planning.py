@@ -31,7 +31,6 @@ from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.plan import ShardingPlan
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
@@ -41,6 +40,7 @@ from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
+from passes.rematerialize import Rematerialize
 from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -296,8 +296,8 @@ def _programmed(
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
     pipeline = options.passes or default_pipeline(place=place)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
+    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, rematerialize)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
     if dump is not None:
@@ -328,18 +328,18 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> 
     if solution is not None and judged.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
     gm = copy_graph(judged.graph)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
+    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), rematerialize)
     ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
 
 
 def _configured(
-    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, rematerialize: Rematerialize
 ) -> tuple[Pass, ...]:
     """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Rematerialize(): rematerialize}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Rematerialize) else one for one in passes)
 
 
 def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:

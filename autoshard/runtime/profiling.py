@@ -18,8 +18,8 @@ from autoshard.runtime.agreement import exchange
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.process_groups import MeshGroups
 from passes._torch import flatten_pytree
-from passes.cost.compute import Product
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
+from passes.cost.kernel_time import Product
 from passes.cost.program import Program, Task
 from passes.cost.simulate import simulate
 from passes.errors import UserError

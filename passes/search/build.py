@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from torch.fx import Node
 
-from passes.cost.regions import source_of
+from passes.cost.fused_regions import source_of
 from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,

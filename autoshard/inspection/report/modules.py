@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 
 from autoshard.inspection.report.dims import Letters, letters_of
 from autoshard.inspection.report.names import fold_names, pattern_of
+from passes.cost.fused_regions import is_alias, is_fusible
 from passes.cost.program import OPTIMIZER
-from passes.cost.regions import is_alias, is_fusible
 from passes.ir.graph import (
     InputRole,
     OutputRole,

@@ -25,7 +25,7 @@ from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost
 from autoshard.plans.values import Value
-from passes.cost.collective import link_of
+from passes.cost.collective_time import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline
 from passes.ir.graph import has_layout, input_of, is_tensor, layout_of, note_of, origin_of, placeholders, tensor_of
