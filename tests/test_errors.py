@@ -296,8 +296,8 @@ def test_a_batch_that_the_axes_do_not_divide() -> None:
         ({"compile": "jit"}, "UserError: Options(compile='jit'): choose 'inductor' or 'eager'"),
         ({"unknown_ops": "skip"}, "UserError: Options(unknown_ops='skip'): choose 'replicate' or 'error'"),
         (
-            {"checkpoint": "all"},
-            "UserError: Options(checkpoint='all'): choose 'auto' or 'none' or 'block'",
+            {"recompute": "all"},
+            "UserError: Options(recompute='all'): choose 'auto' or 'none' or 'block'",
         ),
         (
             {"reshard_after_forward": "no"},

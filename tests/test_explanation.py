@@ -179,7 +179,7 @@ def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
     )
     assert len({one.layout for one in found}) == len(found) > 2 and sum(one.is_chosen for one in found) == 1
     for one in found:
-        pinned = searched().with_(params={"up.weight": {"tp": str(one.layout.placements[0])}}).basis
+        pinned = searched().replan(params={"up.weight": {"tp": str(one.layout.placements[0])}}).basis
         assert pinned is not None
         gm = seeded(pinned.problem, pinned.folded, (None,))
         exact = find(gm, pinned.problem.mesh, Goal(room.limit, gap=0.0, relief=room.relief)).objective

@@ -70,7 +70,7 @@ class Options:
     gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
     search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
 
-    checkpoint: Literal["auto", "none", "block"] = "auto"
+    recompute: Literal["auto", "none", "block"] = "auto"
     """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
     nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
     lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
@@ -105,7 +105,7 @@ class Options:
     compile: Literal["inductor", "eager"] = "inductor"
     """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
 
-    pipeline: tuple[Pass, ...] | None = None
+    passes: tuple[Pass, ...] | None = None
     """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
     searched for, unless a `passes.solve.Solve()` is among them."""
 
@@ -123,7 +123,7 @@ class Options:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
             ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
-            ("checkpoint", self.checkpoint, ("auto", "none", "block")),
+            ("recompute", self.recompute, ("auto", "none", "block")),
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),

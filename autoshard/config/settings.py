@@ -32,17 +32,17 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
         "outputs": _placements(options.outputs),
         "mixed_precision": None if policy is None else _policy(policy),
         "reshard_after_forward": options.reshard_after_forward,
-        "checkpoint": options.checkpoint,
+        "recompute": options.recompute,
         "loss": options.loss,
         "bucket_bytes": options.bucket_bytes,
-        "pipeline": None if options.pipeline is None else [one.name for one in options.pipeline],
+        "passes": None if options.passes is None else [one.name for one in options.passes],
     }
     return Settings(described, training, device, torch.__version__)
 
 
 def options_of(settings: Settings) -> Options:
     """Options that make the same plan again; a pipeline of the user's own is not kept and stays the default."""
-    given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "pipeline"}
+    given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "passes"}
     policy: Mapping[str, Any] | None = given["mixed_precision"]
     if policy is not None:
         dtypes = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in policy.items()}

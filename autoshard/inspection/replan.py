@@ -66,7 +66,7 @@ class Basis:
         for name in options:
             if name not in known:
                 why = "needs a new capture: call autoshard.plan(...)" if name in CAPTURED_WITH else "is no option"
-                raise UserError(f"plan.with_({name}=...) {why}; with_ takes mesh, {', '.join(known)}")
+                raise UserError(f"plan.replan({name}=...) {why}; replan takes mesh, {', '.join(known)}")
         if hardware is not None:
             options = {**options, "hardware": hardware}
         changed = replace(self.problem.options, **{"dump": False, **options})  # not over that of the plan that is asked

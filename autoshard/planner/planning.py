@@ -99,7 +99,7 @@ def plan_problem(
         progress("fold")
         folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every, quick=quick)
-    if problem.options.pipeline is not None or problem.mesh.hardware is None:
+    if problem.options.passes is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
     else:
         progress("passes")
@@ -205,7 +205,7 @@ def _decide(
     problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
 ) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
-    if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
+    if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
         return _Decision(recipes, recomputation=_recomputation(problem))
     if problem.mesh.hardware is None:
@@ -254,18 +254,18 @@ def _followed(plan: ShardingPlan) -> _Decision:
 
 def _may_need_memory(problem: Problem) -> bool:
     """Whether a step has to be simulated to know what is to be computed again."""
-    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    is_asked = problem.options.recompute == "auto" and problem.options.passes is None
     return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
     """What is computed again where nothing is simulated."""
-    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
+    return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
     """With what a step costs, where no search has found that out and the figures of the device are known."""
-    if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
+    if decision.judged is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
     judged = in_chunks(problem, judge(problem, folded, decision.recipes))
     collectives = timed(judged.facts["collectives"], judged.timeline)
@@ -296,7 +296,7 @@ def _programmed(
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.pipeline or default_pipeline(place=place)
+    pipeline = options.passes or default_pipeline(place=place)
     checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
     passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
     recorder, dump = Recorder(passes), dump_of(options)

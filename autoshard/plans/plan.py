@@ -137,7 +137,7 @@ class ShardingPlan:
         """What is different in `other`: settings, time, memory, layouts, collectives; printed, a screen of text."""
         return difference(self, other)
 
-    def with_(
+    def replan(
         self,
         *,
         mesh: Mesh | DeviceMesh | str | None = None,

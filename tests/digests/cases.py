@@ -27,7 +27,7 @@ class Case:
     """A model, where it is to run and how, and what of it is digested beside its plan.
 
     `program`: what would be compiled; `step`: that, and the numbers of a step on simulated ranks; `changes`: what
-    `plan.with_` gives for each.
+    `plan.replan` gives for each.
     """
 
     name: str
@@ -140,7 +140,7 @@ CONSTRAINTS = (
 )
 
 OPTIONS = (
-    PROGRAM("block-again", TINY_GPT, "dp=4", Options(recipe="fsdp", checkpoint="block", mixed_precision=BF16)),
+    PROGRAM("block-again", TINY_GPT, "dp=4", Options(recipe="fsdp", recompute="block", mixed_precision=BF16)),
     PROGRAM("fit-again", TINY_GPT, "dp=2,tp=2", Options(recipe="fsdp+megatron", memory_limit="40MB")),
     PROGRAM("mixed-precision", TINY_LLAMA, "dp=4", Options(recipe="fsdp", mixed_precision=BF16)),
     PROGRAM("no-buckets", TINY_LLAMA, "dp=4", Options(recipe="fsdp", bucket_bytes=0)),

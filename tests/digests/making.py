@@ -42,9 +42,9 @@ def _planned(case: Case) -> tuple[Texts, Record]:
 
 
 def _changed(made: ShardingPlan, change: dict[str, object]) -> tuple[Texts, Record]:
-    """What `with_` gives, or the error that it raises."""
+    """What `replan` gives, or the error that it raises."""
     try:
-        other = made.with_(**change)
+        other = made.replan(**change)
     except AutoshardError as error:
         return {"error": canonical(str(error))}, {}
     return plan_texts(other) | {"difference": canonical(str(made.diff(other)))}, plan_figures(other)

@@ -110,5 +110,5 @@ def pipeline(goal: Goal):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("name", ["mlp"])
 def test_a_step_of_a_solved_program_equals_one_device(name: str, mesh: str) -> None:
-    options = Options(recipe=None, pipeline=pipeline(Goal(gap=0.05, time_limit=20)), compile="eager")
+    options = Options(recipe=None, passes=pipeline(Goal(gap=0.05, time_limit=20)), compile="eager")
     check_step(build(name, dtype=torch.float64), Mesh(mesh, hardware="h100"), options)

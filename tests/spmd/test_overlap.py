@@ -171,7 +171,7 @@ def test_training_in_mixed_precision_with_and_without_each_pass(
     case, mesh = _made(name), Mesh(axes).on(_hardware())
     problem = captured_problem(*case, mesh, Options(mixed_precision=POLICY), training=True, device="cpu")
     whole, unfused = default_pipeline(), tuple(one for one in default_pipeline() if not isinstance(one, FuseCollectives))
-    given = [Options(recipe=recipe, mixed_precision=POLICY, pipeline=pipeline) for pipeline in (whole, unfused)]
+    given = [Options(recipe=recipe, mixed_precision=POLICY, passes=pipeline) for pipeline in (whole, unfused)]
     fused, plain = (program_problem(replace(problem, options=options)) for options in given)
     ranks, split = Ranks.of(Call(*case), fused), split_program(fused.graph, mode="eager")
     others = {one.name: other for one in ALONE if (other := _alone(split, one, mesh)) is not None}
