@@ -213,6 +213,9 @@ class _Seeds:
         if placement is None:
             self.ctx.remark(self.seed, node, f"{input_of(node).name}{list(shape)} is not sharded: no dim can be split")
             return False
+        if placement == R:
+            self.pin(node, axis, R, f"{recipe.name}: stored whole")
+            return False
         self.pin(node, axis, placement, f"{recipe.name}: stored sharded")
         return True
 

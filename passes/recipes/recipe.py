@@ -66,8 +66,9 @@ class Recipe:
 
     - `carries_batch`: inputs are split over the axis along dim 0, as data parallelism does.
     - `decide`: which parameters and values the axis shards, found in the graph, as tensor parallelism does.
-    - `store(layout, axis, shape, mesh)`: the axis' part of a parameter between steps, beside what other axes hold
-      (None: it cannot be split). Parameters are gathered before use, gradients and optimizer state are stored alike.
+    - `store(layout, axis, shape, mesh)`: how the axis holds a parameter between steps, beside what other axes hold: `R`
+      whole, `S(dim)` in parts, None where it cannot be split. One in parts is gathered before use; gradients and optimizer
+      state are held like their parameter.
     - `frees_gathered`: gathered parameters are freed after the forward and gathered again for the backward.
     - `twin`: the name of the recipe that differs in `frees_gathered` alone.
     - `spread(mesh, axes)`: for a recipe made of others, one of them per axis that it is given. Raises RecipeError.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from passes.ir.graph import add_reshard, copy_facts, set_recompute
+from passes.ir.graph import add_reshard, origin_of, set_origin, set_recompute
 from passes.ir.layout import Layout, Placement, is_even, is_storable, next_digit
 from passes.ir.mesh import Mesh
 
@@ -29,7 +29,7 @@ def gather_for_use(value: Node, users: Sequence[Node], by: str, *, again: bool) 
     `again`: it is done once more in the backward, instead of keeping what was gathered.
     """
     new = add_reshard(value, f"{by}: gathered for use")
-    copy_facts(users[0], new)  # a parameter has no module or line of its own
+    set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
     set_recompute(new, again)
     for user in users:
         user.replace_input_with(value, new)
