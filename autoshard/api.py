@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compile.overlap import Overlap
-from autoshard.config.constraints import AUTO, check_options, recipes_of
+from autoshard.config.axis_recipes import AUTO, recipes_of
+from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of

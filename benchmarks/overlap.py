@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from autoshard import Mesh, Options
 from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import Overlap
-from autoshard.config.constraints import recipes_of
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
-from autoshard.config.constraints import rule_of_thumb
+from autoshard.config.axis_recipes import rule_of_thumb
 from autoshard.inspection.report.table import format_plan
 from passes.ir.graph import Stage, stage_of
 from passes.ir.text import format_graph, parse_graph

@@ -181,6 +181,16 @@ def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: t
     return True
 
 
+def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
+    """Return the digit of `dim` inside those that the axes of `layout` already use."""
+    outer = math.prod(mesh.sizes[axis] for axis in layout.axes_on(dim))
+    for axis in layout.axes_on(dim):
+        placement = layout.on(axis)
+        assert isinstance(placement, Shard)
+        outer = max(outer, placement.outer * mesh.sizes[axis])
+    return Shard(dim, outer)
+
+
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """As `is_even`, but the innermost digit of a dim may be padded: how parameters are stored."""
     return _is_storable(layout, tuple(shape), mesh.sizes)

@@ -25,9 +25,8 @@ from passes.ir.graph import (
     results_of,
     tensor_of,
 )
-from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
+from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.ir.mesh import Mesh
-from passes.recipes.data import next_digit
 from passes.search.bundles import Bundles
 from passes.search.choices import Choice, Choices
 from passes.search.draft import Draft, Owner, Part, Undecided
