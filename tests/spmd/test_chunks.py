@@ -56,7 +56,7 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
             ),
         ):
             model = autoshard(copy.deepcopy(one), mesh, (x,), options=options)
-            loss, want = model(model.shard(x)), one(x)
+            loss, want = model(*model.shard(x)), one(x)
         loss.backward()
         want.backward()
         worst = max(worst, relative_error(loss, want))
