@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from autoshard.api import autoshard, plan
-from autoshard.config.options import Options
+from autoshard.config.options import Dump, Options, Overlap
 from autoshard.debug.checking import check
 from autoshard.inspection.assertions import assert_plan
 from autoshard.plans.plan import ShardingPlan
@@ -34,11 +34,13 @@ __all__ = [
     "CompilerError",
     "ConstraintError",
     "DistributedError",
+    "Dump",
     "InputError",
     "MemoryLimitError",
     "Mesh",
     "MeshError",
     "Options",
+    "Overlap",
     "PlanError",
     "RecipeError",
     "ShardedModule",

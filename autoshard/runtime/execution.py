@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from autoshard.capture.signature import Signature, bind_call
 from autoshard.compile.compiled import Program, Split
-from autoshard.compile.overlap import Overlap
-from autoshard.debug.dumping import Dump
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.debug.dumping import GraphDump
 from autoshard.plans.plan import ShardingPlan
 from autoshard.runtime.agreement import is_connection_error, peer_error
 from autoshard.runtime.call_inputs import LocalInput
@@ -44,8 +44,8 @@ class LocalProgram:
     constants: Mapping[str, torch.Tensor]
     tangent_scale: tuple[float, ...]
     plan: ShardingPlan
-    dump: Dump | None = None
-    overlap: Overlap | None = None
+    dump: GraphDump | None = None
+    overlap: OverlapPhase | None = None
 
 
 @dataclass(frozen=True)
