@@ -9,7 +9,7 @@ from autoshard.api import autoshard, plan
 from autoshard.config.options import Options
 from autoshard.debug.checking import check
 from autoshard.inspection.assertions import assert_plan
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.sharded_module import ShardedModule
 from passes.errors import (
     AutoshardError,
