@@ -182,4 +182,4 @@ def test_a_large_model_on_many_ranks_is_planned_on_meta() -> None:
 
 
 def test_a_plan_is_one_line_to_a_debugger() -> None:
-    assert repr(planned()) == "ShardingPlan(dp=2,tp=2, fsdp x megatron, 6 parameters, 22 collectives, 8.59 ms)"
+    assert repr(planned()) == "ShardingPlan(dp=2,tp=2, fsdp x megatron, 6 parameters, 20 collectives, 8.59 ms)"
