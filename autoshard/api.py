@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.constraints import AUTO, check_options, recipes_of
 from autoshard.config.options import Options
 from autoshard.config.settings import options_of
@@ -238,7 +238,7 @@ class _Planner:
             tangent_scale=tuple(self._scale(layout) for layout in outputs),
             plan=plan,
             dump=dump_of(self.options),
-            overlap=Overlap.of(self.options, plan.mesh),
+            overlap=OverlapPhase.of(self.options, plan.mesh),
         )
 
     def _scale(self, layout: Layout) -> float:

@@ -17,7 +17,7 @@ from autoshard.config.options import Options
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import equipped, hardware_of
-from autoshard.debug.dumping import Dump, dump_of
+from autoshard.debug.dumping import GraphDump, dump_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.candidates import QUICK, search
 from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
@@ -318,7 +318,7 @@ def _programmed(
     return Planned(plan, problem.captured, gm, timer.seconds)
 
 
-def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> None:
+def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump) -> None:
     """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
     assert decision.judged is not None
     judged, solution = decision.judged.folded, decision.solution

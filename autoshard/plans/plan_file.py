@@ -1,6 +1,6 @@
 """A plan as a JSON file: a schema and a version, one line per decision, no pickle.
 
-    {"schema": "autoshard.plan", "version": 4, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
+    {"schema": "autoshard.plan", "version": 5, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
 
 The fingerprint is of what the plan was made for: mesh, model, settings. Graphs and the simulated step are compressed:
 they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
@@ -23,7 +23,7 @@ from passes.errors import PlanError
 
 Plan = TypeVar("Plan", bound=PlanRecord)
 
-SCHEMA, VERSION = "autoshard.plan", 4
+SCHEMA, VERSION = "autoshard.plan", 5
 
 _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).save(path)"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan
 from autoshard.compile.compiled import Split, split_program
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.debug.simulated_ranks import Call, Ranks
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import Planned, make_plan
@@ -42,7 +42,7 @@ def make_program(
     """Plan the whole model, then partition and order its program, as `autoshard()` does before it compiles."""
     planned = make_plan(model, args, kwargs, mesh, options, training=training)
     split = split_program(planned.graph, mode=options.compile)
-    overlap = Overlap.of(options, planned.plan.mesh)
+    overlap = OverlapPhase.of(options, planned.plan.mesh)
     remarks = () if overlap is None else overlap.apply(split, mode=options.compile)
     mesh = planned.plan.mesh
     backward = "" if split.backward is None else format_graph(split.backward, mesh)

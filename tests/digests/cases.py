@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from autoshard import Mesh, Options
+from autoshard import Mesh, Options, Overlap
 from examples import gpt, llama, vit
 from tests import models
 
@@ -143,12 +143,12 @@ OPTIONS = (
     PROGRAM("block-again", TINY_GPT, "dp=4", Options(recipe="fsdp", recompute="block", mixed_precision=BF16)),
     PROGRAM("fit-again", TINY_GPT, "dp=2,tp=2", Options(recipe="fsdp+megatron", memory_limit="40MB")),
     PROGRAM("mixed-precision", TINY_LLAMA, "dp=4", Options(recipe="fsdp", mixed_precision=BF16)),
-    PROGRAM("no-buckets", TINY_LLAMA, "dp=4", Options(recipe="fsdp", bucket_bytes=0)),
-    PROGRAM("small-buckets", TINY_LLAMA, "dp=8", Options(recipe="zero2", bucket_bytes=60_000, optimizer="sgd")),
+    PROGRAM("no-buckets", TINY_LLAMA, "dp=4", Options(recipe="fsdp", overlap=Overlap(bucket_bytes=0))),
+    PROGRAM("small-buckets", TINY_LLAMA, "dp=8", Options(recipe="zero2", optimizer="sgd", overlap=Overlap(bucket_bytes=60_000))),
     PROGRAM("no-overlap", TINY_LLAMA, "dp=4", Options(recipe="fsdp", overlap=False, compile="eager")),
     PROGRAM("chunks", WIDE_BLOCKS, "tp=8", Options(recipe="megatron")),
-    PROGRAM("one-operator", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", symmetric_memory=True)),
-    PROGRAM("no-chunks", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", split_matmuls=False)),
+    PROGRAM("one-operator", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", overlap=Overlap(symmetric_memory=True))),
+    PROGRAM("no-chunks", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", overlap=Overlap(split_matmuls=False))),
     PROGRAM("inference", small("gpt_logits"), "dp=2,tp=2", Options(recipe="fsdp+megatron"), training=False),
 )
 
