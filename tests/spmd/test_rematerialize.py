@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.compile.compiled import Mode, Split, compile_split, split_program
 from autoshard.config.options import Options
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
-from autoshard.plans.plan import ShardingPlan
 from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.cost.simulate import simulate
@@ -91,7 +91,7 @@ def _llama() -> Case:
 
 @cache
 def _plan() -> ShardingPlan:
-    return plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO)
+    return ShardingPlan.of(*plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO))
 
 
 @cache
