@@ -14,7 +14,7 @@ from autoshard.config.options import Options
 from autoshard.phases import overlap_pipeline
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.bucket_collectives import BUCKET_BYTES
-from passes.cost.build_program import OPTIMIZER_STATES
+from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh

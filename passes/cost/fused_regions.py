@@ -70,19 +70,29 @@ def region_bytes(region: Sequence[Node]) -> int:
         for operand in operands(node):
             if source_of(operand) not in inside:
                 read.setdefault(source_of(operand), {})[operand] = bytes_read(node, operand)
-    total = sum(min(_bytes(source), sum(parts.values())) for source, parts in read.items())
-    return total + sum(_bytes(node) for node in region if _is_read_outside(node, inside))
+    total = sum(min(node_nbytes(source), sum(parts.values())) for source, parts in read.items())
+    return total + sum(node_nbytes(node) for node in region if _is_read_outside(node, inside))
 
 
 def bytes_read(user: Node, operand: Node) -> int:
     """Through a view that repeats elements (expand), or takes some of them (slice), no more than there are."""
     if user.target in LOOKUPS and user.args[0] is operand:
-        return min(_bytes(operand), _bytes(user))
-    least = _bytes(operand)
+        return min(node_nbytes(operand), node_nbytes(user))
+    least = node_nbytes(operand)
     while is_alias(operand):
         (operand,) = operand.all_input_nodes[:1]
-        least = min(least, _bytes(operand))
+        least = min(least, node_nbytes(operand))
     return least
+
+
+def node_nbytes(node: Node) -> int:
+    """Return the bytes of a node's results on a device."""
+    return sum(map(tensor_nbytes, results_of(node)))
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _is_read_outside(node: Node, inside: set[Node]) -> bool:
@@ -93,10 +103,6 @@ def _is_read_outside(node: Node, inside: set[Node]) -> bool:
         elif user not in inside:
             return True
     return False
-
-
-def _bytes(node: Node) -> int:
-    return sum(result.numel() * result.dtype.itemsize for result in results_of(node))
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
-from passes.cost.fused_regions import source_of
+from passes.cost.fused_regions import node_nbytes, source_of
 from passes.ir.blocks import Blocks
-from passes.ir.graph import Saving, operands, results_of, transfer_of
+from passes.ir.graph import Saving, operands, transfer_of
 from passes.rules.rule import call_of
 
 
@@ -46,7 +46,7 @@ def stored(node: Node, blocks: Blocks) -> Node:
     found = at = source_of(node)
     while _is_moved(at) and blocks.block.get(source := source_of(operands(at)[0])) == blocks.block[node]:
         at = source
-        found = at if nbytes_of(at) < nbytes_of(found) else found
+        found = at if node_nbytes(at) < node_nbytes(found) else found
     return found
 
 
@@ -57,8 +57,3 @@ def _is_moved(node: Node) -> bool:
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops._c10d_functional.wait_tensor.default)
-
-
-def nbytes_of(node: Node) -> int:
-    """Bytes of what a call gives on a device."""
-    return sum(result.numel() * result.dtype.itemsize for result in results_of(node))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from passes.cost.fused_regions import is_alias
-from passes.cost.saved_values import nbytes_of, savings
+from passes.cost.fused_regions import is_alias, node_nbytes
+from passes.cost.saved_values import savings
 from passes.ir.blocks import Blocks
 from passes.ir.graph import transfer_of
 from passes.ir.repeats import Repeats
@@ -50,8 +50,8 @@ class Keep:
             seconds[kind] += count * price.get(node.name, 0.0)
             sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
             if not is_alias(node) and transfer_of(node) is None:
-                nbytes[kind] += count * nbytes_of(node)
-                inside[blocks.block[node]] += nbytes_of(node)
+                nbytes[kind] += count * node_nbytes(node)
+                inside[blocks.block[node]] += node_nbytes(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
         made = {kind: tuple(kinds) for kind, kinds in sources.items()}
