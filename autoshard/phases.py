@@ -30,7 +30,7 @@ def default_pipeline(
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
     or a `Solve`), `kept` is what blocks keep of their values (None: nothing is computed again); to change the pipeline,
-    take this tuple apart and give it to `Options(pipeline=...)`.
+    take this tuple apart and give it to `Options(passes=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program

@@ -23,8 +23,8 @@ from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
 from autoshard.compile.compiled import split_program
-from autoshard.compile.overlap import Overlap
-from autoshard.config.constraints import recipes_of
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold
@@ -118,7 +118,7 @@ def measure_graph(name: str, case: Case) -> None:
     mesh, options, (model, args) = asked(case)
     split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
-    overlap = Overlap.of(options, mesh)
+    overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None
     clocks = Clocks(mesh)
     nodes, lines = sum(len(gm.graph.nodes) for gm in graphs), [_format(_as_it_stands(gm, mesh)) for gm in graphs]

@@ -27,7 +27,7 @@ from torch._inductor.fx_passes import bucketing, overlap_scheduling
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard import Options
+from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
 from autoshard.phases import overlap_pipeline
 from autoshard.planner.planning import make_plan
@@ -115,7 +115,8 @@ def _graphs(split: Split) -> tuple[GraphModule, ...]:
 def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
     """What our passes make of a copy of a graph."""
     gm = copy_graph(given)
-    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=options.bucket_bytes, split_matmuls=True, fused=True)
+    given = options.hiding or Overlap()
+    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=given.bucket_bytes, split_matmuls=True, fused=True)
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 
@@ -126,7 +127,7 @@ def _ordered(gm: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timel
     given = program_of_graph(gm, mesh)
     cap, sorts = memory_cap(simulate(given), limit), tuple(seconds_by_sort(given))
     joined: list[Program] = []
-    for tried in product(sizes(options.bucket_bytes), repeat=len(sorts)):
+    for tried in product(sizes((options.hiding or Overlap()).bucket_bytes), repeat=len(sorts)):
         one = bucket(given, dict(zip(sorts, tried, strict=True)))
         joined += [one] if one not in joined else []
     found = [schedule(_inductor_priced(one), memory_limit=cap).timeline for one in joined]

@@ -85,7 +85,7 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
     """What is said of parameters: layers of which something else is said are not equal."""
-    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
+    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
     return (*insisted, *stored)
 

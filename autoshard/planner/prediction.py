@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule
 
-from autoshard.config.options import Options
+from autoshard.config.options import Options, Overlap
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
 from passes.cost.best_schedule import WINDOWS, bucketed
@@ -39,7 +39,8 @@ def run_step(
     """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
     of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
     answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
-    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
+    given = options.hiding or Overlap()  # a step without overlap is predicted as one with it
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
     tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
     found = list[Program]()
     for phase, others in phases(program):

@@ -59,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settling:
-    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(checkpoint=...)` asks for."""
+    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(recompute=...)` asks for."""
 
     problem: Problem
     repeats: Repeats
@@ -69,13 +69,13 @@ class Settling:
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
-        checkpoint = self.problem.options.checkpoint
-        if checkpoint == "block" and self.problem.training:
+        recompute = self.problem.options.recompute
+        if recompute == "block" and self.problem.training:
             trial = self.trial(())
             whole = split_program(self.graph, mode=self.problem.options.compile)
             return replace(trial, freed=self._saved(whole) - self._saved(trial.split))
         usual = self.trial(None)
-        if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
+        if recompute == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
         return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
 
@@ -131,7 +131,7 @@ class Settling:
         PassManager((Rematerialize(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
-        if self.quick and kept is None and problem.options.checkpoint == "auto" and self.worst == float("inf"):
+        if self.quick and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):
             lowered = simulate(program)
             if lowered.peak_memory > FAR * self.limit:
                 return Trial(kept, split, program, lowered)
@@ -142,8 +142,8 @@ class Settling:
 
 
 def room_for(problem: Problem, prepared: Prepared) -> Room:
-    """The memory of a device, and what a search may count on being computed again, by `Options(checkpoint=...)`."""
-    how, limit = problem.options.checkpoint, problem.options.memory_bytes(memory_of(problem.mesh))
+    """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
+    how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
         return Room(limit)
     if how == "block":  # it is, whether memory is short or not

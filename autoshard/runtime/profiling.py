@@ -11,9 +11,9 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from autoshard.compile.compiled import Program as Compiled
-from autoshard.inspection.report.names import fold_names
 from autoshard.measure.fit_hardware import LONG, ProductTime, TransferTime, fit_links, fit_products
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names
 from autoshard.runtime.agreement import exchange
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.process_groups import MeshGroups

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoshard.compile.compiled import Split, split_program
-from autoshard.config.options import Options
+from autoshard.config.options import Options, Overlap
 from autoshard.planner.planning import make_plan
 from examples.llama import TINY, Llama
 from passes.cost.best_schedule import schedule
@@ -34,7 +34,7 @@ def _split(name: str, axes: str, recipe: str) -> Split:
     tokens = torch.zeros(8, 16, dtype=torch.int64)
     deep = Case(Llama(replace(TINY, layers=16)), (tokens, tokens), {})
     case = deep if name == "deep" else build(name, dtype=torch.float32)
-    options = Options(recipe=recipe, bucket_bytes=0)
+    options = Options(recipe=recipe, overlap=Overlap(bucket_bytes=0))
     return split_program(make_plan(case.model, case.args, case.kwargs, Mesh(axes), options).graph, mode="inductor")
 
 

@@ -41,7 +41,7 @@ def _hardware(links: str) -> Hardware:
 
 def _halves(case: Case, recipe: str, mesh: Mesh, without: type[Pass] | None = None) -> list[GraphModule]:
     pipeline = tuple(one for one in default_pipeline() if without is None or not isinstance(one, without))
-    options = Options(recipe=recipe, pipeline=pipeline)
+    options = Options(recipe=recipe, passes=pipeline)
     split = split_program(make_plan(case.model.float(), case.args, case.kwargs, mesh, options).graph, mode="eager")
     assert split.backward is not None
     return [split.forward, split.backward]
