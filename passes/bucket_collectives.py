@@ -125,7 +125,13 @@ class BucketCollectives(Pass):
 def _is_worse(again: Program, best: Schedule, program: Program, cap: int) -> str:
     """What is worse of a graph in buckets, `again`, than of it without, whose copies were predicted; "" where nothing is."""
     peak = simulate(again).peak_memory
-    ordered = prefetch(again, best.window_bytes, fill=best.fill, held_seconds=best.held_seconds, room=best.room_bytes)
+    ordered = prefetch(
+        again,
+        best.window_bytes,
+        fill=best.fill,
+        held_seconds=best.held_seconds,
+        memory_budget=best.memory_budget,
+    )
     timeline = simulate(ordered)
     is_as_predicted = timeline.step_time <= (1 + WORTH) * best.timeline.step_time  # `best` saves more than that
     if max(peak, timeline.peak_memory) <= cap and is_as_predicted:

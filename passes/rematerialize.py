@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from passes.base import Pass, PassContext
-from passes.cost.saved_values import savings
+from passes.cost.saved_values import saved_or_remade
 from passes.ir.blocks import Blocks
 from passes.ir.graph import Stage, output_node, set_saving
 
@@ -73,7 +73,7 @@ class Rematerialize(Pass):
         blocks = Blocks.of_regions(gm.graph) if self.kept is None else Blocks.of(gm.graph)
         if not blocks.block and self.kept is not None:
             ctx.remark(self, output_node(gm.graph), "nothing is computed again: the model has no blocks to keep borders of")
-        found = savings(blocks, frozenset(self.kept or ()))
+        found = saved_or_remade(blocks, frozenset(self.kept or ()))
         for node, saving in found.items():
             set_saving(node, saving)
         return bool(found)

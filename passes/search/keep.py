@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from passes.cost.fused_regions import is_alias, node_nbytes
-from passes.cost.saved_values import savings
+from passes.cost.saved_values import saved_or_remade
 from passes.ir.blocks import Blocks
 from passes.ir.graph import transfer_of
 from passes.ir.repeats import Repeats
@@ -39,7 +39,7 @@ class Keep:
     def of(graph: Graph, repeats: Repeats, price: Mapping[str, float]) -> Keep:
         """`price` is of nodes by name, in seconds; what has none is made again for nothing."""
         blocks = Blocks.of(graph)
-        remade = [node for node, saving in savings(blocks, frozenset()).items() if saving == "remade"]
+        remade = [node for node, saving in saved_or_remade(blocks, frozenset()).items() if saving == "remade"]
         nbytes: dict[str, int] = defaultdict(int)
         seconds: dict[str, float] = defaultdict(float)
         sources: dict[str, dict[str, None]] = defaultdict(dict)
