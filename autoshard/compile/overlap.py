@@ -13,7 +13,7 @@ from autoshard.compile.compiled import Mode, Split
 from autoshard.config.options import Options, Overlap
 from autoshard.phases import overlap_pipeline
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.build_program import OPTIMIZER_STATES
+from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh
