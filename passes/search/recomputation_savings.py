@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 from passes.ir.repeats import repeats_of
 from passes.search.memory_budget import RecomputationCurve, recomputation_curve
 from passes.search.node_costs import NodeCosts
-from passes.search.saved_values import SavedValues
+from passes.search.selective_recomputation import SelectiveRecomputation
 from passes.search.skeleton import Skeleton
 
 KEPT_PARTS = (0.75, 0.5, 0.25, 0.0)  # of the bytes that blocks save: the points of the curve
@@ -18,7 +18,7 @@ def recomputation_savings(gm: GraphModule, skeleton: Skeleton, node_costs: NodeC
     members = [member for variable in skeleton.variables for member in variable.members]
     costs = {one.node: [float(row[0]) for row in node_costs.costs(one.node, one.strategies)] for one in members}
     seconds = {node.name: costs[leader][0] for node, leader in skeleton.leader.items() if leader in costs}
-    saved = SavedValues.of(gm.graph, repeats_of(gm), seconds)
+    saved = SelectiveRecomputation.of(gm.graph, repeats_of(gm), seconds)
     nbytes = sum(costs[one.node][2] * one.count for one in members if one.is_saved and one.node.name in saved.names)
     if not nbytes or not saved.seconds:
         return ()

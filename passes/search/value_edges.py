@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch.fx import Node
 
-from passes.cost.regions import source_of
+from passes.cost.fused_regions import source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
 from passes.search.factor_graph import Port, Segment, Value
 from passes.search.skeleton import Owner

@@ -22,9 +22,8 @@ from passes.ir.graph import (
     results_of,
     tensor_of,
 )
-from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
+from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.ir.mesh import Mesh
-from passes.recipes.data import next_digit
 from passes.search.axis_groups import AxisGroups
 from passes.search.factor_graph import Ints, Port
 from passes.search.grouping import Grouping, joint_strategies
