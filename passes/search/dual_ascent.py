@@ -143,7 +143,7 @@ class Dual:
 
     @property
     def pruned_cost(self) -> float:
-        """The least cost of a transition that counts as pruned."""
+        """Return the least cost of a transition that counts as pruned."""
         return min(self.slack, INFEASIBLE / 2)
 
     def copied(self) -> Dual:

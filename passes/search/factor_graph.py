@@ -1,4 +1,4 @@
-"""The factor graph that a search labels: variables with strategies, values between them, and segments of the step.
+"""Define the factor graph that a search labels: variables with strategies, values between them, segments of the step.
 
 A variable stands for an op (or a parameter with its gradient, or the inputs with the outputs that follow them) in every
 layer that is tied to it; it takes one of its strategies. A value goes from the variable that makes it to those that use
@@ -45,7 +45,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a variable makes, and its users in one direction of the step."""
+    """A result of a variable, and its users in one direction of the step."""
 
     name: str
     node: Node

@@ -9,7 +9,7 @@ from passes.search.memory_budget import MemoryBudget, RecomputationCurve
 
 @dataclass(frozen=True)
 class Goal:
-    """What a search is to find. Bytes per device; seconds. The first plan may take longer than the time limit.
+    """The aim of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
 
     `keep_gathered` says of parameters that the forward gathered whether they stay for the backward; None: each as the
     search finds. What is over the limit can be recomputed at the cost of `recomputation`.
@@ -23,5 +23,5 @@ class Goal:
 
     @property
     def budget(self) -> MemoryBudget | None:
-        """The memory limit with what can be recomputed; None without a limit."""
+        """Return the memory limit with what can be recomputed; None without a limit."""
         return None if self.memory_limit is None else MemoryBudget(self.memory_limit, self.recomputation)

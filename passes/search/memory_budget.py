@@ -27,7 +27,7 @@ class MemoryBudget:
 
     @property
     def most(self) -> float:
-        """Bytes that a plan may take before anything is recomputed."""
+        """Return the bytes that a plan may take if all that can be is recomputed."""
         return self.limit + sum(step.nbytes for step in self.recomputation)
 
     def fits(self, nbytes: float) -> bool:

@@ -13,7 +13,7 @@ Weights = tuple[float, float, float]  # of computation, of links inside a node a
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Weights of the resources of each segment, and seconds per byte of memory.
+    """The weights of the resources of each segment, and seconds per byte of memory.
 
     Of the bytes that one call works on only the most count, and of those that one layer gathers: the price of a byte is
     shared out among variables (`working`) and among segments (`gathered`).

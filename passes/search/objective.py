@@ -28,7 +28,7 @@ GB = 1e9  # bytes: the unit of memory in programs, so that entries are near 1
 
 @dataclass(frozen=True, eq=False)
 class TransitionTerms:
-    """What the transitions of a value add to the objective, by source and target layout.
+    """The terms that the transitions of a value add to the objective, by source and target layout.
 
     Loads [resource, source, target] and seconds are of all that the value stands for, and so are bytes but those gathered.
     """

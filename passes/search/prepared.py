@@ -47,7 +47,7 @@ class Prepared:
 
     @property
     def graph(self) -> GraphModule:
-        """The CAPTURED graph."""
+        """Return the CAPTURED graph."""
         return self.structure.gm
 
     def on(self, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
@@ -62,12 +62,12 @@ class Prepared:
 
     @cached_property
     def transitions(self) -> Transitions:
-        """The transitions of the factor graph with their terms."""
+        """Return the transitions of the factor graph with their terms."""
         return Transitions(self.factor_graph, self.node_costs.unit_costs)
 
     @cached_property
     def recomputation(self) -> RecomputationCurve:
-        """What can be freed by recomputing values."""
+        """Estimate what recomputing values frees and costs."""
         return recomputation_savings(self.graph, self.skeleton, self.node_costs)
 
     def solutions(self, goal: Goal) -> Iterator[Solution]:
@@ -125,7 +125,7 @@ class Prepared:
 
 
 class _Search:
-    """A search that goes on where it was left, and says again what it found."""
+    """A search that is resumed where it was left, and yields again what it found."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state
@@ -152,7 +152,7 @@ class Searched:
 
     @property
     def factor_graph(self) -> FactorGraph:
-        """The factor graph that was searched."""
+        """Return the factor graph that was searched."""
         return self.relaxation.factor_graph
 
 

@@ -48,6 +48,8 @@ def _class_of(variable: Variable, number: int) -> Hashable:
 
 @dataclass
 class _Proof:
+    """A proof in progress, with the probes that are left."""
+
     order: Sequence[int]  # variables to probe
     probes: int  # that are left; counted over all branches
 

@@ -32,38 +32,38 @@ class SearchState:
 
     @property
     def dual(self) -> Dual:
-        """The dual of the relaxation, under the multipliers of the moment."""
+        """Return the dual of the relaxation, under the multipliers of the moment."""
         return self.relaxation.dual
 
     @property
     def dual_bound(self) -> float:
-        """The bound on the step under the multipliers of the moment, in seconds."""
+        """Return the bound on the step under the multipliers of the moment, in seconds."""
         return self.dual.bound - self.relaxation.discount(self.budget)
 
     @property
     def smallest(self) -> float:
-        """Bytes of the smallest assignment seen."""
+        """Return the bytes of the smallest assignment seen."""
         return min((assignment.memory for assignment in self.seen), default=float("inf"))
 
     @property
     def is_proven(self) -> bool:
-        """Whether the gap between incumbent and bound is closed."""
+        """Tell whether the gap between incumbent and bound is closed."""
         best = self.incumbent
         return best is not None and best.objective - self.bound <= self.goal.gap * best.objective
 
     @property
     def is_late(self) -> bool:
-        """Whether the time limit is over."""
+        """Tell whether the time limit is over."""
         return self.goal.time_limit is not None and time.perf_counter() - self.started > self.goal.time_limit
 
     @property
     def is_done(self) -> bool:
-        """Whether the gap is closed or the time limit over."""
+        """Tell whether the gap is closed or the time limit over."""
         return self.is_proven or self.is_late
 
     @property
     def seconds_left(self) -> float | None:
-        """The time limit of a program: what is left, and enough to find something."""
+        """Return the time limit of a program: what is left, but enough to find something."""
         if self.goal.time_limit is None:
             return None
         return max(0.1, self.goal.time_limit - (time.perf_counter() - self.started))

@@ -57,7 +57,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much better, as a part of the objective, a plan could be at most."""
+        """Return how much better, as a part of the objective, a plan could be at most."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
 
     def expanded(self, repeats: Repeats) -> Solution:

@@ -69,9 +69,6 @@ class Strategies:
         self._tables = {size: rows.table(size) for size in dict.fromkeys(mesh.sizes)}
         self._found: dict[object, tuple[Strategy, ...]] = {}  # alike calls have the same
 
-    def space(self, node: Node) -> Space | None:
-        return self._spaces[node]
-
     def of(self, node: Node) -> tuple[Strategy, ...]:
         """Return all strategies of a node that split its tensors evenly; the replicated one first."""
         space = self._spaces[node]

@@ -13,7 +13,7 @@ from passes.search.objective import transition_terms
 from passes.search.unit_costs import UnitCosts
 
 Arc = tuple[int, int]  # positions of source and target
-INFEASIBLE = 1e5  # seconds: the cost of what cannot be, far over any step and small enough to be added up exactly
+INFEASIBLE = 1e5  # seconds: the cost of what cannot be, far over any step; finite, so that costs can be moved between factors
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Endpoint:
 
 
 class Transitions:
-    """Per value: the numbers of its layouts in `sources` and `targets`, the endpoints, and the terms of transitions."""
+    """The transitions of all values: numbers of layouts in `sources` and `targets`, endpoints, and terms, each by value."""
 
     def __init__(self, factor_graph: FactorGraph, unit_costs: UnitCosts) -> None:
         self.factor_graph = factor_graph

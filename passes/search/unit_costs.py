@@ -38,7 +38,7 @@ _Listed = tuple[tuple[Placement, ...], Ints]  # the placements of layouts on an 
 
 @dataclass(frozen=True, eq=False)
 class _Ways:
-    """How to get from each source to each target: `numbers` of routes, and of those the legs; -1 after the last one."""
+    """Routes from each source to each target: `numbers` of routes, and of those the legs; -1 after the last one."""
 
     legs: Ints  # per route
     impossible: NDArray[np.bool_]  # per route, whether there is none
@@ -47,8 +47,8 @@ class _Ways:
 
 @dataclass(frozen=True, eq=False)
 class _Alike:
-    """What the steps on one axis follow from: the same `ids[source, target]` stand for the same; `forms` are their names for
-    all values."""
+    """Classes of reshards with the same steps on one axis, as `ids[source, target]`; `forms` are their numbers for all
+    values."""
 
     ids: Ints
     forms: Ints

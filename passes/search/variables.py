@@ -195,7 +195,7 @@ class _Variables:
         found = [layout for layout in dict.fromkeys(found) if allowed(layout, shape, self.mesh)]
         if not found:
             pins = ", ".join(f"{self.mesh.names[pin.axis]}:{pin.placement} ({pin.reason})" for pin in pins_of(node))
-            raise ConstraintError(f"{node.name} of shape {list(shape)} cannot be laid out as insisted: {pins}")
+            raise ConstraintError(f"{node.name} of shape {list(shape)} cannot meet its constraints: {pins}")
         return found
 
     def _padded(self, layouts: Sequence[Layout], shape: tuple[int, ...]) -> list[Layout]:

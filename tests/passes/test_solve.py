@@ -81,7 +81,7 @@ def test_too_little_memory_says_what_the_smallest_plan_needs() -> None:
 
 def test_pins_that_no_layout_meets_are_named() -> None:
     seed = Seed(params=(Constraint("up", "dp", Shard(1, 3)),))
-    with pytest.raises(ConstraintError, match=r"up of shape .* cannot be laid out as insisted: dp:S\(1/3\) \(options\)"):
+    with pytest.raises(ConstraintError, match=r"up of shape .* cannot meet its constraints: dp:S\(1/3\) \(options\)"):
         solved(mlp("dp=2", 64, 256), seed=seed)
 
 
