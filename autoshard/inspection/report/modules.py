@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from autoshard.inspection.report.dims import Letters, letters_of
-from passes.cost.fused_regions import is_alias, is_fusible
 from autoshard.plans.names import fold_names, pattern_of
 from autoshard.plans.record import PlanRecord
+from passes.cost.fused_regions import is_alias, is_fusible
 from passes.cost.program import OPTIMIZER
 from passes.ir.graph import (
     InputRole,
