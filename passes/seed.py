@@ -163,12 +163,18 @@ class _Seeds:
             self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
         for name, decision in decisions.parameters.items():
             node, placement = nodes[name], decision.placement
-            layout = self.layouts[node].with_on(axis, placement)
-            if isinstance(placement, Shard) and not is_storable(layout, tensor_of(node).shape, self.mesh):
+            if isinstance(placement, Shard) and not self._is_storable(node, axis, placement):
                 placement = next_digit(self.layouts[node], placement.dim, self.mesh)
+                if not self._is_storable(node, axis, placement):
+                    text = f"{name}{list(tensor_of(node).shape)} is not sharded: nothing of dim {placement.dim} is left to split"
+                    self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
+                    continue
             self.pin(node, axis, placement, decision.reason)
         for node, decision in decisions.values.items():
             self._pin_value(node, axis, decision)
+
+    def _is_storable(self, node: Node, axis: int, placement: Placement) -> bool:
+        return is_storable(self.layouts[node].with_on(axis, placement), tensor_of(node).shape, self.mesh)
 
     def _pin_value(self, node: Node, axis: int, decision: Decision) -> None:
         users = list(node.users)

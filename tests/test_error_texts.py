@@ -38,8 +38,7 @@ from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Stage, layout_of, set_layouts, set_stage, set_value, tensor_of
-from passes.ir.layout import Layout, R
-from passes.ir.layout import Partial as Term
+from passes.ir.layout import Layout, R, parse_layout
 from passes.ir.steps import plan_steps
 from passes.ir.text.printer import _format_argument, _format_call, format_target
 from passes.seed import Constraint
@@ -235,8 +234,8 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
         (lambda: layout_of(node()), "CompilerError: %one has no layout; it was not placed"),
         (lambda: tensor_of(node(value=[1])), "CompilerError: %one is not a tensor but list"),
         (
-            lambda: plan_steps(Layout((R,)), Layout((Term("max"),)), (4,), Mesh("dp=2")),
-            "CompilerError: no way from {dp:R} to {dp:P(max)} for a tensor of shape (4,)",
+            lambda: plan_steps(Layout((R,)), parse_layout("{dp:S(0/3)}", Mesh("dp=2")), (4,), Mesh("dp=2")),
+            "CompilerError: {dp:S(0/3)} does not split a tensor of shape (4,)",
         ),
         (
             lambda: format_target(len),
