@@ -135,7 +135,7 @@ class Options:
     """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
 
     passes: tuple[Pass, ...] | None = None
-    """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
+    """Passes to run instead of `autoshard.phases.default_passes()`. They place values themselves: with `recipe="auto"` nothing is
     searched for, unless a `passes.solve.Solve()` is among them."""
 
     dump: str | PathLike[str] | Dump | Literal[False] | None = None
