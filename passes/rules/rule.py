@@ -305,6 +305,7 @@ class Rule:
 
 
 _RULES: dict[OpOverload, Rule] = {}
+_NAMED: dict[str, Rule] = {}  # of ops that do not exist before torch has imported what defines them
 _TAGGED: dict[torch.Tag, Rule] = {}
 _SPACES: dict[Any, Space | None] = {}  # of calls, by their form
 
@@ -313,6 +314,12 @@ def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -
     """Give `ops` a rule; a later registration replaces an earlier one."""
     for op in ops:
         _RULES[op] = Rule(space, local)
+
+
+def register_named(*names: str, space: SpaceOf) -> None:
+    """Give a rule to ops by name, such as `"prims.iota.default"`: they may be defined later."""
+    for name in names:
+        _NAMED[name] = Rule(space)
 
 
 def register_tag(tag: torch.Tag, *, space: SpaceOf) -> None:
@@ -380,6 +387,8 @@ def rule_of(op: object) -> Rule | None:
     """The rule of an op, None where it has none."""
     if not isinstance(op, OpOverload):
         return None
+    if op not in _RULES and str(op) in _NAMED:
+        _RULES[op] = _NAMED[str(op)]
     if op in _RULES or op._schema.is_mutable:
         return _RULES.get(op)
     return next((rule for tag, rule in _TAGGED.items() if tag in op.tags), None)
