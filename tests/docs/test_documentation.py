@@ -126,9 +126,7 @@ def test_every_option_is_described(kind: type) -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.M)
     if kind is Options:
-        assert dict(rows) == {
-            field.name: repr(field.default).replace("'", '"') for field in dataclasses.fields(kind)
-        }
+        assert dict(rows) == {field.name: repr(field.default).replace("'", '"') for field in dataclasses.fields(kind)}
     missing = [field.name for field in dataclasses.fields(kind) if f"`{field.name}" not in text]
     assert not [name for name in missing if name != "folder"]
 
@@ -144,12 +142,11 @@ def test_readme_shows_the_example_and_its_plan(monkeypatch: pytest.MonkeyPatch) 
     exec(compile(tree, str(QUICKSTART), "exec"), vars(example))
     batch = torch.randn(64, 32), torch.randint(10, (64,))
     options = Options(recipe={"dp": "fsdp", "tp": "megatron"})
-    made = plan(example.Classifier(), Mesh("dp=2,tp=2"), batch, options=options)
-    assert _without_rank_kind(str(made)) == _without_rank_kind(shown.rstrip())
-
-
-def _without_rank_kind(text: str) -> str:
-    return text.replace("ranks of cpu", "ranks")
+    made = str(plan(example.Classifier(), Mesh("dp=2,tp=2"), batch, options=options))
+    layouts = re.findall(r"\S+\[.*\] ", shown)
+    reasons = re.findall(r"quickstart\.py:.*$", shown, re.M)
+    assert len(layouts) == 4 and len(reasons) == 7
+    assert not [cell for cell in (*layouts, *reasons) if cell.strip() not in made]
 
 
 @pytest.mark.slow
