@@ -1,4 +1,4 @@
-"""What a step costs, and what else was considered, as text."""
+"""Tables of a step's cost and of the candidates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.table import Table
 from autoshard.plans.outcome import Candidate, Cost, Memory, Recomputation, Search
 from passes.ir.units import format_bytes, format_seconds
 
-SHOWN = 4  # kinds of values that a plan lists
+SHOWN = 4  # kinds of kept values that are listed
 
 
 def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation | None) -> Table:
-    """Step time and its parts, peak memory by kind, and what is proven of the plan: a row each."""
+    """Return rows of step time and its parts, peak memory by kind, and the proven gap."""
     table = Table.grid(padding=(0, 2))
     limit = f" of {format_bytes(search.memory_limit)}" if search else ""
     table.add_row(
@@ -33,17 +33,17 @@ def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation |
 
 
 def format_memory(memory: Memory) -> str:
-    """`"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
+    """Return `"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, without zeros."""
     sizes = sorted(asdict(memory).items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
 
 
 def format_recomputation(recomputation: Recomputation) -> str:
-    """What the backward computes again: `"layers but for what enters them and 2 values: compute 12.0 ms, ..."`."""
+    """Return what the backward recomputes and at what cost."""
     kept = [f"{kind}" for kind in recomputation.kept[:SHOWN]]
     more = len(recomputation.kept) - len(kept)
     but = ", ".join(["what enters it", *kept, *([f"{more} more"] if more else [])])
-    text = f"each layer in the backward, but for {but}"
+    text = f"each layer in the backward, except {but}"
     if recomputation.compute is None or recomputation.communication is None:
         return text
     compute, communication = format_seconds(recomputation.compute), format_seconds(recomputation.communication)
@@ -59,7 +59,7 @@ def _proof(search: Search) -> str:
 
 
 def candidates_table(search: Search) -> Table:
-    """A row per plan that was simulated, the fastest that fits first; the chosen one is marked."""
+    """Return a row per simulated plan, the fastest that fits first; the chosen one is marked."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("candidate", no_wrap=True)
     for name in ("step", "compute", "exposed", "hidden", "memory"):
@@ -72,7 +72,7 @@ def candidates_table(search: Search) -> Table:
 
 
 def format_declined(search: Search) -> list[str]:
-    """What was not simulated and why: `"fsdp, zero2: the batch of 6 does not divide"`, a line per reason."""
+    """Return a line per reason why candidates were not simulated: `"fsdp, zero2: the batch of 6 does not divide"`."""
     reasons: dict[str, list[str]] = {}
     for candidate in search.candidates:
         if candidate.cost is None:
