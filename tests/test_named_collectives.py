@@ -53,7 +53,7 @@ def check_sent(planned: Planned) -> None:
 @pytest.mark.parametrize("recipe", ["fsdp+megatron", {"dp": "ddp", "tp": "megatron"}])
 def test_a_llama(recipe: Any) -> None:
     case = build("llama", dtype=torch.float32)
-    plan = plan_ahead(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe=recipe))
+    plan, _ = plan_ahead(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe=recipe))
     check_names(plan, case.model)
 
 

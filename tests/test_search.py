@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
-from autoshard.config.constraints import recipes_of
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.evaluation import fold, judge, seeded
 from autoshard.planner.planning import make_plan

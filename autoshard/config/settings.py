@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.config.options import Options, Placements
+from autoshard.config.options import Options, Overlap, Placements
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
         "reshard_after_forward": options.reshard_after_forward,
         "recompute": options.recompute,
         "loss": options.loss,
-        "bucket_bytes": options.bucket_bytes,
+        "overlap": _overlap(options),
         "passes": None if options.passes is None else [one.name for one in options.passes],
     }
     return Settings(described, training, device, torch.__version__)
@@ -47,7 +47,18 @@ def options_of(settings: Settings) -> Options:
     if policy is not None:
         dtypes = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in policy.items()}
         given["mixed_precision"] = MixedPrecisionPolicy(**dtypes)
+    if isinstance(given["overlap"], Mapping):
+        given["overlap"] = Overlap(**given["overlap"])
     return Options(**given)
+
+
+def _overlap(options: Options) -> object:
+    """True for the defaults, False for none, else what is given instead of the defaults, by name."""
+    given = options.hiding
+    if given is None:
+        return False
+    default = asdict(Overlap())
+    return {name: value for name, value in asdict(given).items() if value != default[name]} or True
 
 
 def _placements(given: Placements | None) -> object:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard.compile.compiled import Mode, Split, split_program
-from autoshard.compile.overlap import Overlap
-from autoshard.config.options import Options
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.options import Options, Overlap
 from autoshard.debug.simulated_ranks import Call
 from autoshard.phases import default_pipeline
 from autoshard.planner.planning import program_problem
@@ -35,7 +35,7 @@ from tests.spmd.oracle import Ranks, plan_ranks, relative_error
 from tests.spmd.test_numerics import FAST, Recipe, format_id, in_turn
 
 STEPS = 3
-CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw", 1 << 22)  # as much memory as it likes: most is moved
+CAP = OverlapPhase(Mesh("dp=1"), 1 << 40, "adamw", Overlap(bucket_bytes=1 << 22))  # as much memory as it likes: most is moved
 
 
 def _order(gm: GraphModule) -> list[str]:

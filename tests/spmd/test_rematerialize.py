@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.compile.compiled import Mode, Split, compile_split, split_program
 from autoshard.config.options import Options
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
-from autoshard.plans.plan import ShardingPlan
 from passes.base import PassContext
-from passes.checkpoint import Checkpoint
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.simulate import simulate
 from passes.ir.graph import Input, InputRole, OutputRole, copy_graph, origin_of, placeholders, saving_of
 from passes.ir.mesh import Mesh
+from passes.rematerialize import Rematerialize
 from tests.cost.measured import measure_step
 from tests.models import Case, Llama, build
 from tests.spmd.oracle import Ranks, check_step, plan_ranks
@@ -33,7 +33,7 @@ STEPS = 3
 def _with_blocks_again(ranks: Ranks) -> Ranks:
     """The same ranks with another program; they go on from where they are."""
     graph = copy_graph(ranks.planned.graph)
-    assert Checkpoint(()).run(graph, PassContext(ranks.mesh))
+    assert Rematerialize(()).run(graph, PassContext(ranks.mesh))
     held = [dict(parts) for parts in ranks.held]
     return replace(ranks, planned=replace(ranks.planned, graph=graph), held=held)
 
@@ -91,7 +91,7 @@ def _llama() -> Case:
 
 @cache
 def _plan() -> ShardingPlan:
-    return plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO)
+    return ShardingPlan.of(*plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO))
 
 
 @cache
