@@ -83,6 +83,7 @@ def _unknown_names(block: Block, known: dict[str, object]) -> set[str]:
             exec(compile(ast.Module([node], []), "import", "exec"), known)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
     return {node.id for node in names} - defined - known.keys() - vars(builtins).keys()
 
 
@@ -138,6 +139,7 @@ def test_readme_shows_the_example_and_its_plan(monkeypatch: pytest.MonkeyPatch) 
     code, shown = (block.text for block in blocks_of(README)[:2])
     source = QUICKSTART.read_text(encoding="utf-8")
     assert code in source
+    monkeypatch.setenv("COLUMNS", "140")  # so that no cell is cut short
     example = ModuleType("quickstart")
     monkeypatch.setitem(sys.modules, "quickstart", example)
     tree = ast.parse(source)  # its model alone, on the lines that it stands on: the rest needs four processes
