@@ -15,9 +15,8 @@ from autoshard import Mesh, Options, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
 from autoshard.planner.evaluation import seeded
 from autoshard.plans.collectives import Collective
+from passes.search import goal, prepared
 from passes.search.alternatives import alternatives
-from passes.search.goal import Goal
-from passes.search.prepared import best_solution
 
 
 class Deep(nn.Module):
@@ -183,7 +182,8 @@ def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
         pinned = searched().replan(params={"up.weight": {"tp": str(one.layout.placements[0])}}).state
         assert pinned is not None
         gm = seeded(pinned.problem, pinned.folded, (None,))
-        exact = best_solution(gm, pinned.problem.mesh, Goal(room.limit, gap=0.0, recomputation=room.recomputation)).objective
+        aim = goal.Goal(room.limit, gap=0.0, recomputation=room.recomputation)
+        exact = prepared.best_solution(gm, pinned.problem.mesh, aim).objective
         assert one.step is not None and one.bound <= exact * (1 + 1e-6)
         assert exact <= one.step * (1 + 1e-6) and one.step <= exact * 1.05, one
 

@@ -29,7 +29,7 @@ from passes.ir.text import format_type
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.search.alternatives import Alternative, alternatives
-from passes.search.axis_groups import format_axis_groups
+from passes.search.model.axis_groups import format_axis_groups
 
 SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
 # plan near the bound is told

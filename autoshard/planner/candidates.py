@@ -17,9 +17,9 @@ from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.errors import InputError, MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes, format_seconds
-from passes.search.axis_groups import AxisGroups, coarse_groups, format_axis_groups, single_axes
 from passes.search.goal import Goal
-from passes.search.memory_budget import RecomputationCurve
+from passes.search.model.axis_groups import AxisGroups, coarse_groups, format_axis_groups, single_axes
+from passes.search.model.memory_budget import RecomputationCurve
 from passes.search.optimize import PROOF
 from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution

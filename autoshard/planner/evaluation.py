@@ -36,7 +36,7 @@ from passes.manager import PassManager
 from passes.observers import Logger
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
-from passes.search.axis_groups import AxisGroups
+from passes.search.model.axis_groups import AxisGroups
 from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed

@@ -21,7 +21,7 @@ from passes.ir.blocks import Blocks
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
-from passes.search.memory_budget import MemoryBudget
+from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared
 from passes.search.selective_recomputation import SelectiveRecomputation
 

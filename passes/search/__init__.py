@@ -15,15 +15,17 @@ branching) proves that nothing is shorter by 1 %. Bound and incumbent give the g
 
 In reading order:
 
-1. `factor_graph` defines variables, values and segments; `objective` the terms that each adds to the step.
-2. `optimize` drives the search in five steps; `search_state` holds its bound and incumbent, `goal` what it looks for.
-3. The bound: `relaxation` weighs the objective by `multipliers`, `dual_ascent` bounds it, over the messages in
-   `transition_factors`. `tune_multipliers` and `cutting_planes` find the multipliers.
-4. Assignments: `evaluate` costs one, `mip` states the program of a restriction, `highs` solves it, `probing` proves.
-5. The factor graph of a program: `tied_layers` and `step_structure` read the graph, `strategies` enumerates what nodes
-   may do, `grouping` and `axis_groups` reduce that; `variables` and `value_edges` make a `skeleton` without costs.
-6. Costs: `node_costs` of strategies, `unit_costs` and `transitions` of reshards, `memory_budget` of bytes over the limit,
-   with what `recomputation_savings` expects of `selective_recomputation`.
+1. `optimize` drives the search in five steps; `search_state` holds its bound and incumbent, `goal` what it looks for.
+2. `model.factor_graph` defines variables, values and segments; `model.objective` the terms that each adds to the step.
+3. The bound: `solvers.relaxation` weighs the objective by `solvers.multipliers`; `solvers.dual_ascent` bounds it by
+   messages in `solvers.transition_factors`. `tune_multipliers` and `solvers.cutting_planes` find the multipliers.
+4. Assignments: `solvers.evaluate` costs one, `solvers.mip` states the program of a restriction, `solvers.highs` solves
+   it, `solvers.probing` proves.
+5. The factor graph of a program: `model.tied_layers` and `model.step_structure` read the graph, `model.strategies`
+   enumerates what nodes may do, `model.grouping` and `model.axis_groups` reduce that; `model.variables` and
+   `model.value_edges` make a `model.skeleton` without costs.
+6. Costs: `model.node_costs` of strategies, `model.unit_costs` and `model.transitions` of reshards,
+   `model.memory_budget` of bytes over the limit, with what `recomputation_savings` expects of `selective_recomputation`.
 7. The way in and out: `prepared` keeps all of this for the next goal, `solution` names the layouts found, `recipe_costs`
    evaluates a recipe, and `alternatives` prices what was not chosen.
 """

@@ -10,13 +10,13 @@ from torch.fx import Node
 
 from passes.ir.graph import item_of
 from passes.ir.layout import Layout
-from passes.search.dual_ascent import Dual
-from passes.search.evaluate import Assignment, evaluate
-from passes.search.factor_graph import Bools
-from passes.search.mip import Formulation
-from passes.search.objective import COMPUTE
+from passes.search.model.factor_graph import Bools
+from passes.search.model.objective import COMPUTE
+from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
-from passes.search.transitions import INFEASIBLE
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.evaluate import Assignment, evaluate
+from passes.search.solvers.mip import Formulation
 
 SWEEPS = 5  # of dual ascent, at most, from where the search ended
 CHEAPEST = 2  # strategies of every variable in the program of an alternative, beside those of assignments at hand

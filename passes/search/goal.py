@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.search.memory_budget import MemoryBudget, RecomputationCurve
+from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
 
 
 @dataclass(frozen=True)

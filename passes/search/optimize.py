@@ -14,14 +14,14 @@ from collections.abc import Iterator
 
 from passes.errors import MemoryLimitError
 from passes.ir.units import format_bytes
-from passes.search.evaluate import Assignment
-from passes.search.factor_graph import FactorGraph
 from passes.search.goal import Goal
-from passes.search.probing import is_empty
+from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.transitions import Transitions
+from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
-from passes.search.transitions import Transitions
+from passes.search.solvers.evaluate import Assignment
+from passes.search.solvers.probing import is_empty
 from passes.search.tune_multipliers import fit_memory, tune
-from passes.search.unit_costs import UnitCosts
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
 PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds

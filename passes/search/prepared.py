@@ -10,24 +10,24 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from passes.ir.mesh import Mesh
-from passes.search.axis_groups import AxisGroups, single_axes
-from passes.search.evaluate import Assignment
-from passes.search.factor_graph import FactorGraph
 from passes.search.goal import Goal
-from passes.search.memory_budget import MemoryBudget, RecomputationCurve
-from passes.search.node_costs import NodeCosts
+from passes.search.model.axis_groups import AxisGroups, single_axes
+from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
+from passes.search.model.node_costs import NodeCosts
+from passes.search.model.skeleton import Skeleton, with_costs
+from passes.search.model.step_structure import StepStructure
+from passes.search.model.transitions import Transitions
+from passes.search.model.unit_costs import UnitCosts
+from passes.search.model.variables import make_skeleton
 from passes.search.optimize import optimize
 from passes.search.recipe_costs import recipe_assignment
 from passes.search.recomputation_savings import recomputation_savings
-from passes.search.relaxation import Relaxation
 from passes.search.search_state import SearchState
-from passes.search.skeleton import Skeleton, with_costs
 from passes.search.solution import Solution, solution_of
-from passes.search.step_structure import StepStructure
-from passes.search.transitions import Transitions
+from passes.search.solvers.evaluate import Assignment
+from passes.search.solvers.relaxation import Relaxation
 from passes.search.tune_multipliers import SMALL_MEMORY_STEPS, raise_price_of_bytes
-from passes.search.unit_costs import UnitCosts
-from passes.search.variables import make_skeleton
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,11 @@ from passes.ir.graph import (
     returned,
 )
 from passes.ir.layout import Layout
-from passes.search.evaluate import Assignment, evaluate
-from passes.search.factor_graph import FactorGraph, Port
-from passes.search.memory_budget import MemoryBudget
-from passes.search.skeleton import Skeleton
-from passes.search.transitions import Transitions
+from passes.search.model.factor_graph import FactorGraph, Port
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.skeleton import Skeleton
+from passes.search.model.transitions import Transitions
+from passes.search.solvers.evaluate import Assignment, evaluate
 
 
 def recipe_assignment(

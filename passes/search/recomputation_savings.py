@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from passes.ir.repeats import repeats_of
-from passes.search.memory_budget import RecomputationCurve, recomputation_curve
-from passes.search.node_costs import NodeCosts
+from passes.search.model.memory_budget import RecomputationCurve, recomputation_curve
+from passes.search.model.node_costs import NodeCosts
+from passes.search.model.skeleton import Skeleton
 from passes.search.selective_recomputation import SelectiveRecomputation
-from passes.search.skeleton import Skeleton
 
 KEPT_PARTS = (0.75, 0.5, 0.25, 0.0)  # of the bytes that blocks save: the points of the curve
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from passes.search.dual_ascent import Dual, Restriction
-from passes.search.evaluate import Assignment, evaluate
 from passes.search.goal import Goal
-from passes.search.mip import Formulation
-from passes.search.multipliers import Multipliers
-from passes.search.relaxation import Relaxation
-from passes.search.transitions import Transitions
+from passes.search.model.transitions import Transitions
+from passes.search.solvers.dual_ascent import Dual, Restriction
+from passes.search.solvers.evaluate import Assignment, evaluate
+from passes.search.solvers.mip import Formulation
+from passes.search.solvers.multipliers import Multipliers
+from passes.search.solvers.relaxation import Relaxation
 
 SWEEPS = 30  # of dual ascent, at most; it stops before where the bound hardly grows
 PRUNING_SWEEPS = 3  # of dual ascent while pruning: reduced costs grow with each, and with them what is pruned

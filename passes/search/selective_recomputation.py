@@ -17,7 +17,7 @@ from passes.cost.saved_values import saved_or_remade
 from passes.ir.blocks import Blocks
 from passes.ir.graph import transfer_of
 from passes.ir.repeats import Repeats
-from passes.search.highs import MixedIntegerProgram
+from passes.search.solvers.highs import MixedIntegerProgram
 
 GAP = 1e-4  # of the seconds that are recomputed: to which the program is solved
 IDLE = 1e-3  # of the seconds of all: the price of all bytes, so that nothing is saved for nothing

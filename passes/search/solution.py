@@ -21,9 +21,9 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout
 from passes.ir.repeats import Repeats, expand_names
-from passes.search.evaluate import Assignment
-from passes.search.factor_graph import FactorGraph
-from passes.search.skeleton import Skeleton
+from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.skeleton import Skeleton
+from passes.search.solvers.evaluate import Assignment
 
 T = TypeVar("T")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from passes.search.cutting_planes import best_multipliers
-from passes.search.dual_ascent import Restriction
-from passes.search.memory_budget import MemoryBudget
-from passes.search.multipliers import Multipliers
-from passes.search.objective import GB
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import GB
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
+from passes.search.solvers.cutting_planes import best_multipliers
+from passes.search.solvers.dual_ascent import Restriction
+from passes.search.solvers.multipliers import Multipliers
 
 ROUNDS = 8  # of tuning by the linear program of what is near the bound, at most
 GAIN = 5e-4  # of the bound: a round that adds less is idle

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.factor_graph import FactorGraph, Floats
-from passes.search.objective import COMPUTE
-from passes.search.transitions import Transitions
-from passes.search.unit_costs import UnitCosts
+from passes.search.model.factor_graph import FactorGraph, Floats
+from passes.search.model.objective import COMPUTE
+from passes.search.model.transitions import Transitions
+from passes.search.model.unit_costs import UnitCosts
 
 Standing = tuple[int, frozenset[int]]  # of a value: the layout it is made in (-1: not yet), and those needed so far
 State = tuple[tuple[int, Standing], ...]  # of the values of which some, and not all, variables are decided about

@@ -11,8 +11,8 @@ from autoshard import Mesh, Options, ShardingPlan, plan
 from examples.llama import TINY, Llama
 from passes.ir.layout import Layout, Shard
 from passes.ir.text import parse_graph
-from passes.search.axis_groups import AxisGroups, coarse_groups
 from passes.search.goal import Goal
+from passes.search.model.axis_groups import AxisGroups, coarse_groups
 from passes.search.optimize import assignments
 from passes.search.prepared import prepare
 from tests.search.test_optimize import deep_graph, small_graph

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.search.cutting_planes import best_multipliers
-from passes.search.evaluate import Assignment
-from passes.search.memory_budget import MemoryBudget, RecomputationStep
+from passes.search.model.memory_budget import MemoryBudget, RecomputationStep
+from passes.search.solvers.cutting_planes import best_multipliers
+from passes.search.solvers.evaluate import Assignment
 
 
 def assignment(compute: float, across: float, memory: float) -> Assignment:

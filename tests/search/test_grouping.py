@@ -6,9 +6,9 @@ from torch.fx import Graph
 
 import passes.rules  # registers the rules
 from passes.ir.text import parse_graph
-from passes.search.axis_groups import single_axes
-from passes.search.grouping import Grouping, joint_strategies
-from passes.search.strategies import RowTables, Strategies
+from passes.search.model.axis_groups import single_axes
+from passes.search.model.grouping import Grouping, joint_strategies
+from passes.search.model.strategies import RowTables, Strategies
 
 assert passes.rules
 

@@ -12,11 +12,11 @@ import torch
 from autoshard import Mesh, Options, plan
 from autoshard.planner.recomputation import Kept, Settling, Trial
 from examples.llama import TINY, Llama
-from passes.search.evaluate import evaluate
 from passes.search.goal import Goal
-from passes.search.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
+from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
+from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
-from passes.search.transitions import Transitions
+from passes.search.solvers.evaluate import evaluate
 from tests.search.test_optimize import problem_of, small_graph
 
 

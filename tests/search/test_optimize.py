@@ -13,12 +13,12 @@ import passes.rules  # registers the rules
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
-from passes.search.dual_ascent import Dual
-from passes.search.evaluate import evaluate
 from passes.search.goal import Goal
+from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
 from passes.search.prepared import prepare
-from passes.search.transitions import Transitions
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.evaluate import evaluate
 from tests.search.brute_force import least_step
 
 assert passes.rules

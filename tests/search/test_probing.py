@@ -2,11 +2,11 @@
 
 import pytest
 
-from passes.search.dual_ascent import Dual
+from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
-from passes.search.probing import is_empty
-from passes.search.relaxation import Relaxation
-from passes.search.transitions import Transitions
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.probing import is_empty
+from passes.search.solvers.relaxation import Relaxation
 from tests.search.test_optimize import EXACT, problem_of, small_graph
 
 WEAK = 1  # sweeps of dual ascent: a bound well below the best assignment

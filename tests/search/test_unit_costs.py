@@ -9,7 +9,7 @@ import pytest
 
 from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_storable
 from passes.ir.mesh import Mesh
-from passes.search.unit_costs import UnitCosts
+from passes.search.model.unit_costs import UnitCosts
 
 SHAPE = 64, 120  # the second dim is padded on some axes
 PLACEMENTS: tuple[Placement, ...] = (R, Shard(0), Shard(1), Shard(0, 4), Shard(0, 8), Partial())

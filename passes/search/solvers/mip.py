@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from passes.search.dual_ascent import Restriction
-from passes.search.evaluate import Assignment
-from passes.search.factor_graph import Bools, Floats, Ints, Value
-from passes.search.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
-from passes.search.memory_budget import MemoryBudget
-from passes.search.multipliers import Multipliers, weights_of
-from passes.search.objective import COMPUTE, GB, TransitionTerms, step_seconds
-from passes.search.transitions import Arc, Transitions
+from passes.search.model.factor_graph import Bools, Floats, Ints, Value
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import COMPUTE, GB, TransitionTerms, step_seconds
+from passes.search.model.transitions import Arc, Transitions
+from passes.search.solvers.dual_ascent import Restriction
+from passes.search.solvers.evaluate import Assignment
+from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
+from passes.search.solvers.multipliers import Multipliers, weights_of
 
 TIE = 1e-4  # of a transition's seconds: of assignments that are equally quick, prefer the one that communicates less
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from passes.ir.layout import Layout
-from passes.search.factor_graph import Bools, FactorGraph, Floats, Ints
-from passes.search.objective import transition_terms
-from passes.search.unit_costs import UnitCosts
+from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Ints
+from passes.search.model.objective import transition_terms
+from passes.search.model.unit_costs import UnitCosts
 
 Arc = tuple[int, int]  # positions of source and target
 INFEASIBLE = 1e5  # seconds: the cost of what cannot be, far over any step; finite, so that costs can be moved between factors

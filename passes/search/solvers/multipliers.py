@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.search.factor_graph import FactorGraph, Floats
+from passes.search.model.factor_graph import FactorGraph, Floats
 
 Weights = tuple[float, float, float]  # of computation, of links inside a node and of links across; they sum to 1
 

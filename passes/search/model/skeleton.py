@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import Node
 
-from passes.search.axis_groups import AxisGroups
-from passes.search.factor_graph import FactorGraph, Floats, Ints, Port, Segment, Value, Variable
-from passes.search.node_costs import NodeCosts
-from passes.search.strategies import Strategy
+from passes.search.model.axis_groups import AxisGroups
+from passes.search.model.factor_graph import FactorGraph, Floats, Ints, Port, Segment, Value, Variable
+from passes.search.model.node_costs import NodeCosts
+from passes.search.model.strategies import Strategy
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.factor_graph import Floats, Ints
-from passes.search.transition_factors import TransitionFactor
-from passes.search.transitions import INFEASIBLE
+from passes.search.model.factor_graph import Floats, Ints
+from passes.search.model.transitions import INFEASIBLE
+from passes.search.solvers.transition_factors import TransitionFactor
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from passes.search.factor_graph import Floats
-from passes.search.memory_budget import MemoryBudget
-from passes.search.objective import GB
+from passes.search.model.factor_graph import Floats
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import GB
 
 MILLISECONDS = 1e3  # seconds to the unit of the objective: HiGHS's tolerances are absolute, and steps are 0.001 to 10 s
 LEAST_NODES = 10  # of branch and bound without a time limit: the first few find solutions, the rest prove them

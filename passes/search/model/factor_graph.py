@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from passes.ir.layout import Layout
-from passes.search.strategies import Strategy
+from passes.search.model.strategies import Strategy
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

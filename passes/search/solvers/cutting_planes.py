@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.search.evaluate import Assignment
-from passes.search.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
-from passes.search.memory_budget import MemoryBudget
-from passes.search.multipliers import Multipliers, weights_of
-from passes.search.objective import GB
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import GB
+from passes.search.solvers.evaluate import Assignment
+from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
+from passes.search.solvers.multipliers import Multipliers, weights_of
 
 SHORTFALL = 4.0  # steps that being over the limit by all of it costs: keeps the price of a byte finite where no mix fits
 

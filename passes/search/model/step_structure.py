@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 from passes.cost.fused_regions import is_alias, is_fusible, source_of
 from passes.ir.graph import OutputRole, is_reshard, operands, outputs_of, results_of, returned
 from passes.recipes.weights import weights_of
-from passes.search.grouping import SMALL
-from passes.search.strategies import RowTables
-from passes.search.tied_layers import tied_layers
+from passes.search.model.grouping import SMALL
+from passes.search.model.strategies import RowTables
+from passes.search.model.tied_layers import tied_layers
 
 
 class StepStructure:

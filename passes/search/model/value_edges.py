@@ -8,9 +8,9 @@ from torch.fx import Node
 
 from passes.cost.fused_regions import source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
-from passes.search.factor_graph import Port, Segment, Value
-from passes.search.skeleton import Owner
-from passes.search.step_structure import StepStructure
+from passes.search.model.factor_graph import Port, Segment, Value
+from passes.search.model.skeleton import Owner
+from passes.search.model.step_structure import StepStructure
 
 Ends = Mapping[Node, list[Port]]  # operands that return a value
 

@@ -7,8 +7,8 @@ from copy import copy
 
 import numpy as np
 
-from passes.search.factor_graph import Floats, Ints
-from passes.search.transitions import INFEASIBLE, Endpoint
+from passes.search.model.factor_graph import Floats, Ints
+from passes.search.model.transitions import INFEASIBLE, Endpoint
 
 
 class TransitionFactor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from passes.search.dual_ascent import Dual
-from passes.search.factor_graph import Floats
-from passes.search.memory_budget import MemoryBudget
-from passes.search.multipliers import Multipliers, Weights
-from passes.search.transition_factors import TransitionFactor
-from passes.search.transitions import INFEASIBLE, Transitions
+from passes.search.model.factor_graph import Floats
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.transitions import INFEASIBLE, Transitions
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.multipliers import Multipliers, Weights
+from passes.search.solvers.transition_factors import TransitionFactor
 
 
 class Relaxation:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from passes.cost.fused_regions import is_alias, is_fusible, regions
 from passes.ir.graph import is_reshard, item_of, operands, results_of
 from passes.ir.layout import Partial
-from passes.search.strategies import Strategies, Strategy
+from passes.search.model.strategies import Strategies, Strategy
 
 SMALL = 32  # calls, tied ones counted once: in a graph of no more, every call is a variable, as programs are small anyway
 

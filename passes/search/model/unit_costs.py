@@ -16,7 +16,7 @@ from passes.ir.collective import COMMUNICATING, take_part
 from passes.ir.layout import Layout, Placement, Shard, is_even, local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.steps import Kind, plan_steps
-from passes.search.factor_graph import Floats, Ints
+from passes.search.model.factor_graph import Floats, Ints
 
 Shape = tuple[int, ...]
 

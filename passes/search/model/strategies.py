@@ -31,7 +31,7 @@ from passes.rules.rule import (
     row_sharding,
     space_of,
 )
-from passes.search.axis_groups import AxisGroups
+from passes.search.model.axis_groups import AxisGroups
 
 ROWS = 12  # per node and axis, at most, as strategies multiply with the axes; digits beyond the first dozen are left out
 SWEEPS = 6  # over the graph, forward and backward, at most, until no neighbour implies a new row

@@ -17,9 +17,9 @@ from passes.cost.kernel_time import kernel_seconds
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
 from passes.ir.layout import Layout
 from passes.rules.rule import Call, Tensor, call_of
-from passes.search.factor_graph import Floats
-from passes.search.strategies import Strategy
-from passes.search.unit_costs import UnitCosts
+from passes.search.model.factor_graph import Floats
+from passes.search.model.strategies import Strategy
+from passes.search.model.unit_costs import UnitCosts
 
 UPDATE = 7  # tensors as large as the parameter that AdamW reads (4) and writes (3): weight, gradient, two moments
 STATE = 4  # ... and that it keeps: weight, gradient, two moments

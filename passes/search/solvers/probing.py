@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.layout import Shard
-from passes.search.dual_ascent import Dual
-from passes.search.factor_graph import FactorGraph, Ints, Variable
+from passes.search.model.factor_graph import FactorGraph, Ints, Variable
+from passes.search.solvers.dual_ascent import Dual
 
 PROBED = 0.002  # of the bound: variables whose computation takes more than this are probed
 CLASSES = 12  # a variable with more is not probed: each is a probe

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.factor_graph import Floats
-from passes.search.memory_budget import MemoryBudget
-from passes.search.objective import COMPUTE, step_seconds
-from passes.search.transitions import Transitions
+from passes.search.model.factor_graph import Floats
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import COMPUTE, step_seconds
+from passes.search.model.transitions import Transitions
 
 
 @dataclass(frozen=True)

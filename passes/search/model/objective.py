@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.ir.layout import Layout
-from passes.search.factor_graph import Bools, FactorGraph, Floats, Value
-from passes.search.memory_budget import MemoryBudget
-from passes.search.unit_costs import UnitCosts
+from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.unit_costs import UnitCosts
 
 COMPUTE, INSIDE, ACROSS = range(3)  # resources: computation, links inside a node, links between nodes
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`; gathers and reductions that hide are joined to as much

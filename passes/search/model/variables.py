@@ -24,13 +24,13 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.ir.mesh import Mesh
-from passes.search.axis_groups import AxisGroups
-from passes.search.factor_graph import Ints, Port
-from passes.search.grouping import Grouping, joint_strategies
-from passes.search.skeleton import Member, Owner, Skeleton, VariableSkeleton
-from passes.search.step_structure import StepStructure
-from passes.search.strategies import Strategies, Strategy
-from passes.search.value_edges import segments_of, values_of
+from passes.search.model.axis_groups import AxisGroups
+from passes.search.model.factor_graph import Ints, Port
+from passes.search.model.grouping import Grouping, joint_strategies
+from passes.search.model.skeleton import Member, Owner, Skeleton, VariableSkeleton
+from passes.search.model.step_structure import StepStructure
+from passes.search.model.strategies import Strategies, Strategy
+from passes.search.model.value_edges import segments_of, values_of
 
 
 def make_skeleton(
