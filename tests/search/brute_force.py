@@ -1,8 +1,8 @@
-"""The cheapest of all plans of a small factor_graph without a backward, by the cost function that the search uses.
+"""Find the cheapest of all assignments of a small factor graph without a backward, by the cost function that the search uses.
 
 Variables are decided about one after the other. What those decided about cost so far, on each resource of each segment,
 is a vector; of two that leave the same layouts to what is not decided about, one that is nowhere less is dropped. So all
-plans are looked at, and few are written down.
+assignments are covered, and few are written down.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ State = tuple[tuple[int, Standing], ...]  # of the values of which some, and not
 
 
 def least_step(factor_graph: FactorGraph, unit_costs: UnitCosts, *, worst: float = float("inf")) -> float:
-    """Seconds of the quickest plan; those that take more than `worst` are not looked at."""
+    """Return the seconds of the quickest assignment; those that take more than `worst` are dropped."""
     is_forward = all(value.gathered_in_forward < 0 and value.repeat_segment < 0 for value in factor_graph.values)
-    assert is_forward, "what is kept is not looked at"
+    assert is_forward, "keeping and repeating are not covered"
     plans = _Plans(factor_graph, unit_costs)
     states: dict[State, Floats] = {(): np.zeros((1, 3 * len(factor_graph.segments)))}
     for place, variable in enumerate(plans.order):
@@ -96,7 +96,7 @@ class _Plans:
         return load.ravel()
 
     def moved(self, variable: int, option: _Option, open_: dict[int, Standing]) -> _Moved | None:
-        """The values that are open behind a strategy, and what moves cost that follow from it; None where one cannot be."""
+        """Return the values that are open after a strategy, and the load of the transitions that follow; None if one is impossible."""
         load = np.zeros(3 * len(self.factor_graph.segments))
         before = dict(open_)
         for value, made in option.made:
@@ -113,7 +113,7 @@ class _Plans:
         return _Moved(tuple(sorted((v, s) for v, s in open_.items() if variable not in self.closed[v])), load)
 
     def _cost(self, number: int, made: int, target: int) -> Floats | None:
-        """What it takes to move a value; None where there is no way."""
+        """Return the load of a transition; None where it is impossible."""
         key = number, made, target
         if key not in self.costs:
             value, transitions = self.factor_graph.values[number], self.transitions
@@ -132,7 +132,7 @@ UNKNOWN: Standing = (-1, frozenset())
 
 
 def _pairs(standing: Standing) -> set[tuple[int, int]]:
-    """The moves that follow: from the layout that a value is made in to those needed."""
+    """Return the transitions that follow: from the layout that a value is made in to those needed."""
     made, needed = standing
     return {(made, target) for target in needed} if made >= 0 else set()
 

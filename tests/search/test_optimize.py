@@ -1,4 +1,4 @@
-"""The search finds what a look at every plan finds, and says how sure it is."""
+"""The search finds what exhaustive enumeration finds, and says how sure it is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def problem_of(text: str, hardware: str = "h100"):  # type: ignore[no-untyped-de
 SMALL = [
     *((seed, "tp=2", "h100") for seed in range(20)),
     *((seed, "tp=8", "a100-pcie") for seed in range(20, 40)),
-    *((seed, "dp=2,tp=2", "h100") for seed in (*range(23, 35), *range(36, 39))),  # others take a look at too many plans
+    *((seed, "dp=2,tp=2", "h100") for seed in (*range(23, 35), *range(36, 39))),  # others have too many to enumerate
     *((seed, "dp=16,tp=8", "b200") for seed in (*range(26, 35), *range(36, 46))),
 ]
 
@@ -92,7 +92,7 @@ def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
     """Of graphs that are small enough to write all plans down."""
     lines = small_graph(seed, "tp=2").splitlines()
     factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
-    assert math.prod(len(variable.strategies) for variable in factor_graph.variables) <= 60_000, "too many plans to look at"
+    assert math.prod(len(variable.strategies) for variable in factor_graph.variables) <= 60_000, "too many to enumerate"
     transitions = Transitions(factor_graph, unit_costs)
     plans = (
         evaluate(transitions, list(picked), keeps=0.0)

@@ -3,7 +3,7 @@
 A variable stands for an op (or a parameter with its gradient, or the inputs with the outputs that follow them) in every
 layer that is tied to it; it takes one of its strategies. A value goes from the variable that makes it to those that use
 it, which gives a pairwise factor per user; where layouts differ there is a transition, once for all users that need the
-same layout. A segment is a part of the step within which communication can hide behind compute.
+same layout. A segment is a part of the step within which communication can hide beside compute.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Segment:
 
     name: str
     layers: int  # how many it stands for
-    exposed: float  # the part of its hiding communication that has nothing to hide behind
+    exposed: float  # the part of its hiding communication that has no compute to hide beside
 
 
 @dataclass(frozen=True, eq=False)
