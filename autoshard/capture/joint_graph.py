@@ -32,7 +32,7 @@ from passes.ir.graph import (
     tensor_of,
     value_of,
 )
-from passes.ir.repeats import number_regions
+from passes.ir.numbering import number_regions
 from passes.ir.text import DTYPE_NAMES
 
 aten = torch.ops.aten

@@ -16,9 +16,20 @@ from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
 from passes.base import PassContext
 from passes.fold import Fold
-from passes.ir.graph import Output, OutputRole, copy_graph, input_of, placeholders, set_input, set_outputs, set_value
+from passes.ir.graph import (
+    Output,
+    OutputRole,
+    copy_graph,
+    input_of,
+    placeholders,
+    repeats_of,
+    set_input,
+    set_outputs,
+    set_repeats,
+    set_value,
+)
 from passes.ir.layers import Indexed, Layers, depth_of
-from passes.ir.repeats import Repeats, Run, repeats_of, set_repeats
+from passes.ir.repeats import Repeats, Run
 from passes.manager import PassManager
 from passes.normalize import Normalize
 

@@ -16,9 +16,8 @@ from passes.base import Observer, Pass, PassContext, Remark
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.cost.from_graph import OPTIMIZER_STATES
 from passes.decompose_matmuls import DecomposeMatmuls
-from passes.ir.graph import input_of, placeholders, returned, value_of
+from passes.ir.graph import input_of, placeholders, repeats_of, returned, value_of
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import repeats_of
 from passes.manager import PassManager
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from passes.ir.repeats import repeats_of
+from passes.ir.graph import repeats_of
 from passes.search.draft import Draft
 from passes.search.keep import Keep
 from passes.search.kernels import Kernels
