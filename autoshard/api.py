@@ -11,16 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compile.overlap import Overlap
-from autoshard.config.constraints import AUTO, check_options, recipes_of
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.axis_recipes import AUTO, recipes_of
+from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.debug.dumping import dump_of
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
 from autoshard.planner.problem import data_axes
 from autoshard.plans.compatibility import check_asked
-from autoshard.plans.plan import ShardingPlan
+from autoshard.plans.record import PlanRecord
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call
 from autoshard.runtime.parameters import place_of
@@ -53,7 +55,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     training = torch.is_grad_enabled()
-    return plan_ahead(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training)
+    return ShardingPlan.of(*plan_ahead(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training))
 
 
 @overload
@@ -156,7 +158,7 @@ class _Planner:
             check_asked(given, mesh, options)
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
-        self.first = given  # the plan that says how inputs are split
+        self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
     def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
@@ -224,7 +226,7 @@ class _Planner:
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
 
     def _program(self, planned: Planned) -> LocalProgram:
-        signature, plan = planned.captured.signature, planned.plan
+        signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
         parameters = {name: value.layout for name, value in plan.parameters.items()}
         outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
         return LocalProgram(
@@ -237,7 +239,7 @@ class _Planner:
             tangent_scale=tuple(self._scale(layout) for layout in outputs),
             plan=plan,
             dump=dump_of(self.options),
-            overlap=Overlap.of(self.options, plan.mesh),
+            overlap=OverlapPhase.of(self.options, plan.mesh),
         )
 
     def _scale(self, layout: Layout) -> float:

@@ -6,7 +6,6 @@ from passes.base import Pass
 from passes.bucket_collectives import BucketCollectives
 from passes.cancel_reshards import CancelReshards
 from passes.cast_parameters import CastParameters
-from passes.checkpoint import Checkpoint
 from passes.decompose import Decompose
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives
@@ -15,6 +14,7 @@ from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
 from passes.normalize import Normalize
 from passes.propagate import Propagate
+from passes.rematerialize import Rematerialize
 from passes.schedule_overlap import ScheduleOverlap
 from passes.seed import Seed
 
@@ -30,7 +30,7 @@ def default_pipeline(
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision, `place` chooses layouts (`Propagate()`
     or a `Solve`), `kept` is what blocks keep of their values (None: nothing is computed again); to change the pipeline,
-    take this tuple apart and give it to `Options(pipeline=...)`.
+    take this tuple apart and give it to `Options(passes=...)`.
     """
     return (
         Normalize(),  # fewer forms for the same program
@@ -43,7 +43,7 @@ def default_pipeline(
         LowerReshards(),  # each as collectives
         Localize(),  # shapes of one device
         Decompose(),  # what the backend wants in pieces
-        Checkpoint(kept),  # what the backward computes again: behind all that makes or takes apart calls
+        Rematerialize(kept),  # what the backward computes again: behind all that makes or takes apart calls
     )
 
 

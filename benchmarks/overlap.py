@@ -23,8 +23,8 @@ from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
 from autoshard.compile.compiled import split_program
-from autoshard.compile.overlap import Overlap
-from autoshard.config.constraints import recipes_of
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold
@@ -33,11 +33,11 @@ from autoshard.planner.problem import Problem, captured_problem
 from examples import gpt, llama
 from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES
-from passes.cost.bound import exposed_bound
-from passes.cost.bucket import bucket, sizes
-from passes.cost.from_graph import program_of, program_of_graph
+from passes.cost.best_schedule import MORE_MEMORY, schedule
+from passes.cost.bucketing import bucket, sizes
+from passes.cost.build_program import program_of, program_of_graph
+from passes.cost.exposed_bound import exposed_bound
 from passes.cost.program import COMPUTE, Program, Task
-from passes.cost.schedule import MORE_MEMORY, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.decompose_matmuls import DecomposeMatmuls
@@ -118,7 +118,7 @@ def measure_graph(name: str, case: Case) -> None:
     mesh, options, (model, args) = asked(case)
     split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
-    overlap = Overlap.of(options, mesh)
+    overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None
     clocks = Clocks(mesh)
     nodes, lines = sum(len(gm.graph.nodes) for gm in graphs), [_format(_as_it_stands(gm, mesh)) for gm in graphs]

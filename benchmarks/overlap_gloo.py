@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Mesh, Options, ShardedModule, autoshard
 from autoshard.compile.compiled import Mode, Split, split_program
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.measure.calibrate import calibrate
 from autoshard.planner.planning import make_plan
 from benchmarks.overlap import awaited_at_once
@@ -44,7 +44,7 @@ from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
 from passes._torch import is_group_registered, register_group, unregister_group
 from passes.base import Remark
-from passes.cost.from_graph import program_of_graph
+from passes.cost.build_program import program_of_graph
 from passes.cost.program import Program
 from passes.cost.simulate import simulate
 from passes.hardware.hardware import Hardware
@@ -83,7 +83,7 @@ def hardware(ranks: int) -> Hardware:
 
 @dataclass(frozen=True)
 class _Inductors:
-    """In the place of `Overlap.apply`: Inductor orders both graphs of a program, in place."""
+    """In the place of `OverlapPhase.apply`: Inductor orders both graphs of a program, in place."""
 
     mesh: Mesh
 
@@ -147,13 +147,13 @@ def _variant(
 ) -> ShardedModule:
     with ExitStack() as patches:
         if name == "Inductor":
-            patches.enter_context(mock.patch.object(Overlap, "apply", _Inductors(mesh)))
+            patches.enter_context(mock.patch.object(OverlapPhase, "apply", _Inductors(mesh)))
         return autoshard(model, devices, args, options=replace(options, overlap=name != "as lowered"))
 
 
 def predict(model: Llama, args: tuple[Tensor, Tensor], mesh: Mesh, options: Options) -> list[float]:
     """Seconds of a step of each variant. Prints what it consists of."""
-    mode, overlap = options.compile, Overlap.of(options, mesh)
+    mode, overlap = options.compile, OverlapPhase.of(options, mesh)
     assert overlap is not None
     graph = make_plan(model, args, {}, mesh, options).graph
     lowered, ours, inductors = (split_program(graph, mode=mode) for _ in VARIANTS)

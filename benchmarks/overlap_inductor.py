@@ -27,7 +27,7 @@ from torch._inductor.fx_passes import bucketing, overlap_scheduling
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard import Options
+from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
 from autoshard.phases import overlap_pipeline
 from autoshard.planner.planning import make_plan
@@ -36,11 +36,11 @@ from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext
-from passes.cost.bucket import bucket, seconds_by_sort, sizes
-from passes.cost.collective import collective_seconds
-from passes.cost.from_graph import program_of_graph
+from passes.cost.best_schedule import memory_cap, schedule
+from passes.cost.bucketing import bucket, seconds_by_sort, sizes
+from passes.cost.build_program import program_of_graph
+from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
-from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, results_of, transfer_of
 from passes.ir.mesh import Mesh
@@ -115,7 +115,8 @@ def _graphs(split: Split) -> tuple[GraphModule, ...]:
 def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
     """What our passes make of a copy of a graph."""
     gm = copy_graph(given)
-    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=options.bucket_bytes, split_matmuls=True, fused=True)
+    given = options.hiding or Overlap()
+    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=given.bucket_bytes, split_matmuls=True, fused=True)
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 
@@ -126,7 +127,7 @@ def _ordered(gm: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timel
     given = program_of_graph(gm, mesh)
     cap, sorts = memory_cap(simulate(given), limit), tuple(seconds_by_sort(given))
     joined: list[Program] = []
-    for tried in product(sizes(options.bucket_bytes), repeat=len(sorts)):
+    for tried in product(sizes((options.hiding or Overlap()).bucket_bytes), repeat=len(sorts)):
         one = bucket(given, dict(zip(sorts, tried, strict=True)))
         joined += [one] if one not in joined else []
     found = [schedule(_inductor_priced(one), memory_limit=cap).timeline for one in joined]

@@ -1,6 +1,6 @@
 """How long a plan takes to answer what if: `python -m benchmarks.what_if`.
 
-Llama 3 8B on 32 x 8 H100 is planned; then seconds of CPU of `with_` for other hardware, meshes, limits, pins and a recipe,
+Llama 3 8B on 32 x 8 H100 is planned; then seconds of CPU of `replan` for other hardware, meshes, limits, pins and a recipe,
 each with the step and the peak of its answer; and of `explain` and `diff`, printed.
 """
 
@@ -41,11 +41,11 @@ def main() -> None:
     )
     for change in changes:
         started = time.process_time()
-        found = made.with_(**change)
+        found = made.replan(**change)
         seconds = time.process_time() - started
         assert found.cost is not None
         step, peak = found.cost.step_time * 1e3, found.cost.peak_memory / 1e9
-        print(f"{seconds:5.1f} s of CPU, step {step:6.1f} ms, peak {peak:5.1f} GB: with_({change})", flush=True)
+        print(f"{seconds:5.1f} s of CPU, step {step:6.1f} ms, peak {peak:5.1f} GB: replan({change})", flush=True)
     for name, ask in {
         "explain, a weight, of the plan": lambda: made.explain(WEIGHT),
         "explain, a module, of the plan": lambda: made.explain(MODULE),

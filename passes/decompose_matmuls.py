@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.collective import link_of
-from passes.cost.from_graph import program_of_graph
+from passes.cost.best_schedule import memory_cap, schedule
+from passes.cost.build_program import program_of_graph
+from passes.cost.collective_time import link_of
 from passes.cost.program import Program, Task
-from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.chunks import Site, sites_in, split
@@ -38,7 +38,7 @@ class DecomposeMatmuls(Pass):
        reduced, and the results put together.
     3. With `symmetric_memory`, where the ranks of the group read each other's memory, a gather and the products that
        read it, or a product and its reduce-scatter, can also become one operator, which sends the rows of a rank while it
-       multiplies those of another (`passes/cost/pipelined.py`).
+       multiplies those of another (`passes/cost/pipelined_matmul_time.py`).
 
     Sites of one form (shapes, group, dtype) are treated alike: cut into the number of chunks that is fastest for one by
     itself, or made one operator, whichever is faster, and only where `simulate` says that it is worth it: the device waits

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import memory_cap, schedule
+from passes.cost.best_schedule import memory_cap, schedule
+from passes.cost.build_program import program_of_graph
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import Stage
 
@@ -19,7 +19,7 @@ from passes.ir.graph import Stage
 class ScheduleOverlap(Pass):
     """Order the calls of a partitioned graph so that communication hides behind compute, as `simulate` predicts it.
 
-    1. Kernels and collectives stand in the fastest order that `passes.cost.schedule` finds within `memory_limit`
+    1. Kernels and collectives stand in the fastest order that `passes.cost.best_schedule` finds within `memory_limit`
        (bytes at the graph's peak; None: a twentieth more than as it is given). What is over the limit as it is given
        gets no larger.
     2. A collective is awaited in front of the first call that reads it. A reduction of gradients, whose operand stays

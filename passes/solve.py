@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,7 +15,6 @@ from passes.ir.graph import (
     OutputRole,
     Stage,
     add_reshard,
-    copy_facts,
     input_of,
     is_reshard,
     item_of,
@@ -33,6 +33,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
+from passes.recipes.storage import gather_for_use
 from passes.recipes.weights import weights_of
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
@@ -139,17 +140,31 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
     """One reshard per layout that its users need, for what is a parameter and for what is moved again in the backward."""
     keys, weights, again = keys_of(gm), weights_of(gm.graph), set(solution.again)
     for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
-        made: dict[Layout, Node] = {}
-        for user in list(node.users):
-            if user.op == "output" or is_reshard(user):
-                continue
-            for operand, need in zip(operands(user), needs_of(user), strict=True):
-                if operand is not node or need == layout_of(node):
-                    continue
-                if need not in made:
-                    made[need] = add_reshard(node, "solve: gathered for use" if node in weights else "solve: moved for use")
-                    copy_facts(user if node.op == "placeholder" else node, made[need])  # a parameter has no module yet
-                    set_layouts(made[need], need)
-                    set_needs(made[need], (layout_of(node),))
-                    set_recompute(made[need], keys[node] not in solution.kept)
-                user.replace_input_with(node, made[need])
+        for need, users in _by_need(node).items():
+            recompute = keys[node] not in solution.kept
+            if node in weights:
+                new = gather_for_use(node, users, "solve", again=recompute)
+            else:
+                new = _move_for_use(node, users, again=recompute)
+            set_layouts(new, need)
+            set_needs(new, (layout_of(node),))
+
+
+def _by_need(node: Node) -> dict[Layout, list[Node]]:
+    """Users of a value by the layout that they need, where that is not the value's own."""
+    found: dict[Layout, list[Node]] = {}
+    for user in node.users:
+        if user.op == "output" or is_reshard(user):
+            continue
+        needs = (need for operand, need in zip(operands(user), needs_of(user), strict=True) if operand is node)
+        if (need := next((need for need in needs if need != layout_of(node)), None)) is not None:
+            found.setdefault(need, []).append(user)
+    return found
+
+
+def _move_for_use(node: Node, users: Sequence[Node], *, again: bool) -> Node:
+    new = add_reshard(node, "solve: moved for use")
+    set_recompute(new, again)
+    for user in users:
+        user.replace_input_with(node, new)
+    return new

@@ -9,7 +9,7 @@ alone, and imports stand at the top of a file.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,43 @@ def violations(file: str, tree: ast.AST) -> list[str]:
 @OURS
 def test_imports_go_down_the_arrow(file: str) -> None:
     assert violations(file, FILES[file]) == []
+
+
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return groups of names of which each leads to each other: Tarjan's strongly connected components."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        path.append(name)
+        for other in arrows.get(name, ()):
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == number[name]:
+            group = path[path.index(name) :]
+            del path[-len(group) :]
+            found.extend([sorted(group)] if len(group) > 1 else [])
+
+    for name in arrows:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": []}) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("package", ["autoshard", "passes"])
+def test_no_module_imports_what_imports_it(package: str) -> None:
+    """Imports for annotations alone (TYPE_CHECKING) count: a circle of names is a circle for a reader."""
+    modules = {module_of(file): set(imports(tree)) for file, tree in FILES.items() if file.startswith(f"{package}/")}
+    assert circles({name: sorted(names & modules.keys()) for name, names in modules.items()}) == []
 
 
 @OURS

@@ -80,7 +80,7 @@ def test_a_golden_plan_comes_with_what_changed(tmp_path: Path) -> None:
     path = tmp_path / "golden.json"
     planned().save(path)
     assert_plan(planned(), golden=path)
-    planned().with_(recipe="fsdp").save(path)
+    planned().replan(recipe="fsdp").save(path)
     text = failure(golden=path)
     assert text.startswith(f"the plan is not as expected:\ngolden={str(path)!r}: it changed; to accept that, plan.save(")
     assert "    recipe  fsdp       -> fsdp+megatron" in text

@@ -359,7 +359,7 @@ def keep_products() -> Any:
 
 class KeepsSome(Model):
     """the model says by context_fn of torch.utils.checkpoint which values to keep, which cannot be followed; leave
-    context_fn out, or checkpoint() out and choose by Options(checkpoint=...) <line>"""
+    context_fn out, or checkpoint() out and choose by Options(recompute=...) <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.layer, x, use_reentrant=False, context_fn=keep_products)  # <line>

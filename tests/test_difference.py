@@ -52,25 +52,25 @@ def base() -> ShardingPlan:
     ],
 )
 def test_a_plan_made_again_is_the_plan_that_is_asked_for(change: dict[str, Any]) -> None:
-    assert base().with_(**change) == planned(**{"recipe": "fsdp+megatron", **change})
+    assert base().replan(**change) == planned(**{"recipe": "fsdp+megatron", **change})
 
 
 def test_a_search_made_again_is_the_search_that_is_asked_for() -> None:
     def made(**options: Any) -> ShardingPlan:
         return plan(nn.Linear(8, 12), Mesh("dp=2", hardware="h100"), (torch.randn(4, 8),), options=Options(**options))
 
-    assert made(recipe="ddp").with_(recipe="auto", memory_limit="1MB", prove=True) == made(memory_limit="1MB")
+    assert made(recipe="ddp").replan(recipe="auto", memory_limit="1MB", prove=True) == made(memory_limit="1MB")
 
 
 def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     wide = planned(mesh="dp=4,tp=1", hardware="a100")
-    quick, again, proven = (wide.with_(mesh="dp=2,tp=4", hardware="h100", prove=prove) for prove in (False, False, True))
+    quick, again, proven = (wide.replan(mesh="dp=2,tp=4", hardware="h100", prove=prove) for prove in (False, False, True))
     assert quick == again and quick.search is not None and proven.search is not None
     assert quick.cost is not None and proven.cost is not None and quick.cost.step_time >= proven.cost.step_time
     assert quick.search.gap is not None and quick.search.gap <= QUICK
     assert [one.name for one in quick.search.candidates] == [one.name for one in proven.search.candidates]
     assert {one.note for one in quick.search.candidates if one.cost is None} == {
-        "a quick answer: not simulated; plan.with_(..., prove=True) does"
+        "a quick answer: not simulated; plan.replan(..., prove=True) does"
     }
 
 
@@ -83,22 +83,22 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     ],
 )
 def test_what_a_search_kept_changes_no_answer(change: dict[str, Any]) -> None:
-    kept = base().with_(recipe="auto")
-    answer = planned(recipe="fsdp").with_(recipe="auto", **change)  # of a plan that no search was made for
-    assert kept.with_(**change) == answer
+    kept = base().replan(recipe="auto")
+    answer = planned(recipe="fsdp").replan(recipe="auto", **change)  # of a plan that no search was made for
+    assert kept.replan(**change) == answer
 
 
 def test_what_cannot_be_changed() -> None:
     with pytest.raises(UserError) as caught:
-        base().with_(memory_limits="60GB")
-    assert str(caught.value).startswith("plan.with_(memory_limits=...) is no option; with_ takes mesh, recipe, hardware,")
-    with pytest.raises(UserError, match=r"with_\(mixed_precision=...\) needs a new capture: call autoshard.plan\(...\)"):
-        base().with_(mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
+        base().replan(memory_limits="60GB")
+    assert str(caught.value).startswith("plan.replan(memory_limits=...) is no option; replan takes mesh, recipe, hardware,")
+    with pytest.raises(UserError, match=r"replan\(mixed_precision=...\) needs a new capture: call autoshard.plan\(...\)"):
+        base().replan(mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
 
 
 def test_a_loaded_plan_does_not_hold_its_model() -> None:
     with pytest.raises(PlanError) as caught:
-        ShardingPlan.from_json(base().to_json()).with_(mesh="dp=4")
+        ShardingPlan.from_json(base().to_json()).replan(mesh="dp=4")
     assert str(caught.value) == (
         "this plan was loaded from a file, or runs, and does not hold the model that it was made for; make it again with "
         "autoshard.plan(model, mesh, args, options=...) and ask that one"
@@ -111,7 +111,7 @@ def test_equal_plans_have_no_difference() -> None:
 
 
 def test_a_difference_reads_by_section_with_layers_folded() -> None:
-    assert_expected_inline(str(base().diff(base().with_(recipe="fsdp"))), """\
+    assert_expected_inline(str(base().diff(base().replan(recipe="fsdp"))), """\
 settings
   plan    fsdp, megatron -> fsdp, fsdp
   recipe  fsdp+megatron  -> fsdp
@@ -147,7 +147,7 @@ collectives
 
 
 def test_a_difference_on_another_mesh() -> None:
-    assert_expected_inline(str(base().diff(base().with_(mesh="dp=4,tp=2", hardware="a100"))), """\
+    assert_expected_inline(str(base().diff(base().replan(mesh="dp=4,tp=2", hardware="a100"))), """\
 settings
   mesh  dp=2,tp=2 on h100 -> dp=4,tp=2 on a100
 step
@@ -172,6 +172,6 @@ collectives
 
 def test_diff_reads_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base().save(tmp_path / "a.json")
-    base().with_(recipe="fsdp").save(tmp_path / "b.json")
+    base().replan(recipe="fsdp").save(tmp_path / "b.json")
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert capsys.readouterr().out == f"{base().diff(base().with_(recipe='fsdp'))}\n"
+    assert capsys.readouterr().out == f"{base().diff(base().replan(recipe='fsdp'))}\n"

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 import tests.test_checking
-from autoshard import Options, UserError, autoshard, plan
+from autoshard import Dump, Options, Overlap, UserError, autoshard, plan
 from autoshard.cli.main import main
 from autoshard.debug import dumping
 from autoshard.debug.bisection import bisect
@@ -46,7 +46,7 @@ OPTIONS = Options(  # of what a graph's text does not say: recipes, a constraint
     params={"down.weight": {"dp": "R"}},
     mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     unknown_ops="error",
-    checkpoint="block",
+    recompute="block",
 )
 
 
@@ -79,7 +79,7 @@ def replayed_as_it_was(files: list[Path], folder: Path) -> None:
 
 def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
     files = sorted(dump.iterdir())
-    assert files[0].name == "00_capture.txt" and files[-1].name == "11_checkpoint.txt" and len(files) == 10
+    assert files[0].name == "00_capture.txt" and files[-1].name == "11_rematerialize.txt" and len(files) == 10
     replayed_as_it_was(files, tmp_path)
     header = files[0].read_text().partition("mesh ")[0]
     assert_expected_inline(header, """\
@@ -94,12 +94,12 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
 # pass lower_reshards
 # pass localize
 # pass decompose
-# pass checkpoint {"kept": []}
+# pass rematerialize {"kept": []}
 """)
 
 
 def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
-    options = Options(pipeline=default_pipeline(place=Solve()), dump=tmp_path / "dump", checkpoint="block")
+    options = Options(passes=default_pipeline(place=Solve()), dump=tmp_path / "dump", recompute="block")
     make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options)
     files = sorted((tmp_path / "dump").iterdir())
     first = next(place for place, path in enumerate(files) if path.name == "04_solve.txt")
@@ -113,7 +113,7 @@ def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[st
     path = dump / "05_insert_reshards.txt"
     assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
     out = capsys.readouterr().out
-    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint"
+    passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
@@ -124,13 +124,13 @@ def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None
 
 
 def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
-    options = replace(OPTIONS, dump=tmp_path, bucket_bytes=0)
+    options = replace(OPTIONS, dump=tmp_path, overlap=Overlap(bucket_bytes=0))
     made = plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)
-    made.with_(recipe="ddp")  # is not dumped over it
+    made.replan(recipe="ddp")  # is not dumped over it
     for path in sorted(tmp_path.iterdir())[1:]:
         assert unnamed(path.read_text()) == unnamed((dump / path.name).read_text()), path.name
     assert (tmp_path / "09_localize.txt").exists()
-    made.with_(recipe="ddp", dump=tmp_path / "other")
+    made.replan(recipe="ddp", dump=tmp_path / "other")
     assert "ddp" in (tmp_path / "other" / "02_seed.txt").read_text()
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             dump / "05_insert_reshards.txt",
             "insert",
             "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
-            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, checkpoint",
+            "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize",
         ),
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):
@@ -181,7 +181,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
 
 
 def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path) -> None:
-    options = Options(recipe="fsdp", dump=tmp_path, dump_mode="diff", dump_ranks="all", compile="eager")
+    options = Options(recipe="fsdp", dump=Dump(tmp_path, mode="diff", ranks="all"), compile="eager")
     autoshard(Model(), one_rank, (torch.randn(4, 6),), options=options)
     folder = tmp_path / "rank0"
     assert (folder / "04_propagate.txt").read_text().startswith("@@ -1,22 +1,22 @@\n mesh dp=1\n-stage CAPTURED\n")
@@ -195,7 +195,7 @@ def test_the_environment_asks_for_a_dump(monkeypatch: pytest.MonkeyPatch, tmp_pa
     make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
     assert (tmp_path / "02_seed.txt").read_text().startswith("@@ ")
     monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "some")
-    with pytest.raises(UserError, match=r"Options\(dump_mode='some'\): choose 'full' or 'diff'"):
+    with pytest.raises(UserError, match=r"Dump\(mode='some'\): choose 'full' or 'diff'"):
         make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
 
 
@@ -225,7 +225,7 @@ def test_bisect_finds_the_pass_that_changes_the_numbers() -> None:
     passes = default_pipeline(Seed(("fsdp", "megatron")))
     wrong = (passes[0], Negates(), *passes[1:])
     torch.manual_seed(0)
-    found = bisect(Model(), "dp=2,tp=2", (torch.randn(4, 6),), options=Options(pipeline=wrong))
+    found = bisect(Model(), "dp=2,tp=2", (torch.randn(4, 6),), options=Options(passes=wrong))
     assert not found and found.first is not None and found.first.pass_name == "negates"
     assert_expected_inline(str(found), """\
 right after capture, normalize; wrong after negates:

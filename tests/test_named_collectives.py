@@ -53,7 +53,7 @@ def check_sent(planned: Planned) -> None:
 @pytest.mark.parametrize("recipe", ["fsdp+megatron", {"dp": "ddp", "tp": "megatron"}])
 def test_a_llama(recipe: Any) -> None:
     case = build("llama", dtype=torch.float32)
-    plan = plan_ahead(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe=recipe))
+    plan, _ = plan_ahead(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe=recipe))
     check_names(plan, case.model)
 
 
@@ -69,7 +69,7 @@ class Searched(nn.Module):
 def test_a_searched_plan() -> None:
     with torch.device("meta"):
         case = Case(Searched(), (torch.empty(8192, 4096), torch.empty(8192, 4096)), {})
-    mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(pipeline=default_pipeline(place=Solve()))
+    mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(passes=default_pipeline(place=Solve()))
     planned = make_plan(case.model, case.args, case.kwargs, mesh, options)
     check_names(planned.plan, case.model)
     check_sent(planned)
@@ -78,7 +78,7 @@ def test_a_searched_plan() -> None:
 @pytest.mark.parametrize("recipe", ["fsdp+megatron", "zero2+megatron"])
 def test_what_is_sent_again_is_what_the_backward_sends(recipe: str) -> None:
     case = build("llama", dtype=torch.float32)
-    options = Options(recipe=recipe, checkpoint="block" if recipe.startswith("zero2") else "none")
+    options = Options(recipe=recipe, recompute="block" if recipe.startswith("zero2") else "none")
     check_sent(make_plan(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2"), options))
 
 

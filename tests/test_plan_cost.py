@@ -11,14 +11,14 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard import Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.compile.compiled import split_program
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import make_plan
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.simulate import Timeline, simulate
 
 GIB = 1 << 30
@@ -141,7 +141,7 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
 def _compiled(model: nn.Module, args: tuple[torch.Tensor, ...], mesh: Mesh, options: Options) -> Timeline:
     """The step of the program that Inductor is given, of all layers."""
     split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="inductor")
-    overlap = Overlap.of(options, mesh)
+    overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None
     overlap.apply(split, mode="inductor")
     return simulate(program_of(split.forward, split.backward, mesh, outputs=split.outputs, gradients=split.gradients))
@@ -178,9 +178,9 @@ def blocks(layers: int = 8) -> tuple[nn.Module, tuple[torch.Tensor]]:
 @pytest.mark.parametrize("symmetric_memory", [False, True])
 def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bool) -> None:
     (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
-    options = Options(recipe="megatron", symmetric_memory=symmetric_memory)
+    options = Options(recipe="megatron", overlap=Overlap(symmetric_memory=symmetric_memory))
     made = plan(model, mesh, args, options=options)
-    whole = plan(model, mesh, args, options=replace(options, split_matmuls=False))
+    whole = plan(model, mesh, args, options=replace(options, overlap=Overlap(split_matmuls=False)))
     run = _compiled(model, args, mesh, options)
     assert made.repeats and made.cost is not None and made.timeline is not None and whole.cost is not None
     assert run.step_time == pytest.approx(made.cost.step_time, rel=0.01)
@@ -195,7 +195,7 @@ def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bo
 @pytest.mark.parametrize(("symmetric_memory", "way"), [(False, "in 4 chunks"), (True, "in one operator with its product")])
 def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, way: str) -> None:
     (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
-    made = plan(model, mesh, args, options=Options(recipe="megatron", symmetric_memory=symmetric_memory))
+    made = plan(model, mesh, args, options=Options(recipe="megatron", overlap=Overlap(symmetric_memory=symmetric_memory)))
     changed = [one for one in made.collectives if one.way]
     assert {one.way for one in changed} == {f"{way} (decompose_matmuls)"}
     lines = format_plan(made, width=100, colour=False).splitlines()
@@ -228,7 +228,7 @@ def test_a_plan_of_two_axes_counts_the_chunks_that_are_sent() -> None:
 
 
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
-    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp", bucket_bytes=0)
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp", overlap=Overlap(bucket_bytes=0))
     model, x = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))))), torch.randn(8, 8)
     planned, run = plan(model, mesh, (x,), options=options), make_plan(model, (x,), {}, mesh, options).plan
     assert planned.repeats and run.cost == planned.cost is not None and run.timeline == planned.timeline

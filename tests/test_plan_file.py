@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from autoshard import Mesh, Options, PlanError, ShardingPlan, plan
+from autoshard import Mesh, Options, Overlap, PlanError, ShardingPlan, plan
 from autoshard.config.settings import options_of, settings_of
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from autoshard.plans.plan_file import SCHEMA, VERSION
@@ -82,7 +82,7 @@ def test_a_fingerprint_does_not_change_when_a_line_moves() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(recipe={"dp": "fsdp", "tp": None}, bucket_bytes=0, loss="sum"),
+        Options(recipe={"dp": "fsdp", "tp": None}, overlap=Overlap(bucket_bytes=0), loss="sum"),
         Options(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
         Options(recipe=None, inputs={"x": {"dp": "S(0)"}}, reshard_after_forward=False),
     ],
@@ -133,7 +133,7 @@ def changed(*path: Any, to: Any = None) -> str:
     ("path", "to", "expected"),
     [
         (("schema",), "html", "it is JSON, but not a plan: its schema is not 'autoshard.plan'"),
-        (("version",), 7, "it has version 7 of the format, and this autoshard reads 4"),
+        (("version",), 7, "it has version 7 of the format, and this autoshard reads 5"),
         (("cost", "memory", "inputs"), None, "cost.memory.inputs is missing"),
         (("cost", "step_time"), "fast", "cost.step_time is 'fast', not a number"),
         (("collectives", 3, "axes"), "dp", "collectives[3].axes is 'dp', not a list"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import Mesh, Options, PlanError, ShardingPlan, plan
+from autoshard import Mesh, Options, Overlap, PlanError, ShardingPlan, plan
 from autoshard.planner.planning import make_plan
 from autoshard.plans.compatibility import check_asked
 
@@ -120,9 +120,9 @@ def test_another_device_has_other_kernels() -> None:
         ("dp=2,tp=2", Options(recipe="fsdp"), "Options(recipe='fsdp'), the plan has recipe='fsdp+megatron'"),
         (
             "dp=2,tp=2",
-            replace(RECIPE, bucket_bytes=0, reshard_after_forward=False),
+            replace(RECIPE, overlap=Overlap(bucket_bytes=0), reshard_after_forward=False),
             "Options(reshard_after_forward=False), the plan has reshard_after_forward='auto'; "
-            "Options(bucket_bytes=0), the plan has bucket_bytes={bucket}",
+            "Options(overlap={{'bucket_bytes': 0}}), the plan has overlap=True",
         ),
         (
             "dp=2,tp=2",
@@ -136,7 +136,7 @@ def test_another_mesh_or_other_options(mesh: str, options: Options, expected: st
     with pytest.raises(PlanError) as caught:
         check_asked(made(), Mesh(mesh), options)
     assert str(caught.value) == (
-        f"the plan does not fit: {expected.format(bucket=RECIPE.bucket_bytes)}. Make a plan for this mesh and these "
+        f"the plan does not fit: {expected.format()}. Make a plan for this mesh and these "
         "options, or leave options out to take the plan's"
     )
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
-from autoshard.config.constraints import recipes_of
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.evaluation import fold, judge, seeded
 from autoshard.planner.planning import make_plan
@@ -127,7 +127,7 @@ def test_an_op_without_a_rule_is_told_of_or_refused() -> None:
 def test_a_pipeline_of_ones_own_places_values_itself() -> None:
     pipeline = default_pipeline()
     model, args = on_meta(64, 8)
-    found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(pipeline=pipeline))
+    found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(passes=pipeline))
     assert found.search is None and found.recipes == ("fsdp", "megatron")
 
 
@@ -181,7 +181,7 @@ class MoveAgain(Pass):
 def test_what_is_moved_again_instead_of_kept_computes_what_one_device_does(name: str) -> None:
     passes = list(default_pipeline())
     passes.insert([one.name for one in passes].index("lower_reshards"), MoveAgain())
-    ranks = check_step(build(name), "dp=2,tp=2", Options(recipe="zero2+megatron", pipeline=tuple(passes)))
+    ranks = check_step(build(name), "dp=2,tp=2", Options(recipe="zero2+megatron", passes=tuple(passes)))
     gathers = [one for one in ranks.planned.plan.collectives if one.kind == "all_gather" and one.axes == ("tp",)]
     assert any(one.recomputed and not one.reason.startswith("megatron: gathered") for one in gathers)
 
@@ -207,7 +207,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
     config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
-    found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(checkpoint="none"))
+    found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(recompute="none"))
     costs, gathered_again, limit = [], [], 0
     try:
         while True:
@@ -215,7 +215,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
             costs.append(found.cost)
             gathered_again.append(sum(one.recomputed for one in found.collectives))
             limit = int(found.cost.peak_memory * 0.85)
-            found = found.with_(memory_limit=limit, prove=True)
+            found = found.replan(memory_limit=limit, prove=True)
             assert found.cost is not None and found.cost.peak_memory <= limit
     except MemoryLimitError as error:
         smallest = re.search(r"takes least has a peak of .* Give memory_limit=(\d+)", str(error))
@@ -260,7 +260,7 @@ def test_what_the_solver_predicts_is_what_is_simulated() -> None:
 
 def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
     """Of all layers of a model that is folded, and of a recipe that shards, copies, or splits tensors."""
-    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(checkpoint="none")
+    mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
     problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")

@@ -191,7 +191,7 @@ def _set_regions(graph: Graph) -> None:
         if found is not None and found[1]:
             raise CaptureError(
                 "the model says by context_fn of torch.utils.checkpoint which values to keep, which cannot be followed; "
-                "leave context_fn out, or checkpoint() out and choose by Options(checkpoint=...)"
+                "leave context_fn out, or checkpoint() out and choose by Options(recompute=...)"
                 f"{format_place(origin_of(node))}"
             )
         if found is not None:

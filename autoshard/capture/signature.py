@@ -60,7 +60,23 @@ class Call:
     spec: TreeSpec
 
     def with_leaves(self, leaves: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`args` and `kwargs` of the same call with other leaves; defaults stay unsaid."""
+        """Return `args` and `kwargs` of the same call with other leaves: by position what can be; defaults stay unsaid."""
+        other = inspect.BoundArguments(self.bound.signature, self._arguments(leaves))
+        return other.args, other.kwargs
+
+    def as_written(
+        self, leaves: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the `args` and `kwargs` that this call was made from with other leaves: by name what was given by name."""
+        arguments = self._arguments(leaves)
+        by_name = dict(arguments)
+        for name, parameter in self.bound.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                by_name.update(by_name.pop(name, {}))
+        positional = inspect.BoundArguments(self.bound.signature, arguments).args[: len(args)]
+        return positional, {name: by_name[name] for name in kwargs}
+
+    def _arguments(self, leaves: dict[str, Any]) -> dict[str, Any]:
         named = unflatten_pytree([leaves[path] for path in self.leaves], self.spec)
         arguments = dict(self.bound.arguments)
         for name in arguments:
@@ -68,8 +84,7 @@ class Call:
                 arguments[name] = {key: named[key] for key in arguments[name]}
             else:
                 arguments[name] = named[name]
-        other = inspect.BoundArguments(self.bound.signature, arguments)
-        return other.args, other.kwargs
+        return arguments
 
 
 def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,11 +10,10 @@ from torch.fx import GraphModule, Node
 
 from autoshard.capture.garbage import uncollected
 from autoshard.compile.compiled import Mode, Split
-from autoshard.config.options import Options
+from autoshard.config.options import Options, Overlap
 from autoshard.phases import overlap_pipeline
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.bucket_collectives import BUCKET_BYTES
-from passes.cost.from_graph import OPTIMIZER_STATES
+from passes.cost.build_program import OPTIMIZER_STATES
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import input_of, placeholders, repeats_of, returned, value_of
 from passes.ir.mesh import Mesh
@@ -22,32 +21,24 @@ from passes.manager import PassManager
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapPhase:
     """What a program may take of a device to hide its communication."""
 
     mesh: Mesh
     memory_limit: int | None  # bytes at the peak of a step; None: the device's memory is not known, nor a limit given
     optimizer: str | None
-    bucket_bytes: int = BUCKET_BYTES  # that one collective of parameters or gradients may bring
-    split_matmuls: bool = True
-    symmetric_memory: bool = False
+    given: Overlap = field(default_factory=Overlap)
 
     @staticmethod
-    def of(options: Options, mesh: Mesh) -> Overlap | None:
+    def of(options: Options, mesh: Mesh) -> OverlapPhase | None:
         """As options say; None: the program stays as it was lowered."""
-        if not options.overlap:
+        given = options.hiding
+        if given is None:
             return None
         is_known = mesh.hardware is not None or options.memory_limit is not None
         available = 0 if mesh.hardware is None else mesh.hardware.memory_bytes
         memory = options.memory_bytes(available) if is_known else None
-        return Overlap(
-            mesh,
-            memory,
-            options.optimizer,
-            options.bucket_bytes,
-            options.split_matmuls,
-            options.symmetric_memory,
-        )
+        return OverlapPhase(mesh, memory, options.optimizer, given)
 
     def apply(self, split: Split, *, mode: Mode, observers: tuple[Observer, ...] = ()) -> tuple[Remark, ...]:
         """Cut and join messages of both graphs of `split`, and order them, in place."""
@@ -73,10 +64,10 @@ class Overlap:
     def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> tuple[Pass, ...]:
         return overlap_pipeline(
             memory_limit=None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm)),
-            bucket_bytes=self.bucket_bytes,
-            split_matmuls=self.split_matmuls,
+            bucket_bytes=self.given.bucket_bytes,
+            split_matmuls=self.given.split_matmuls,
             fused=mode == "inductor",
-            symmetric_memory=self.symmetric_memory,
+            symmetric_memory=self.given.symmetric_memory,
         )
 
     def _beside(self, split: Split, gm: GraphModule) -> int:

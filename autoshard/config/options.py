@@ -11,6 +11,7 @@ from typing import Literal
 import torch.distributed.tensor as dt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard.config.validation import check_choice, check_count, check_kind, is_seconds
 from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import UserError
@@ -18,6 +19,49 @@ from passes.hardware.hardware import Hardware
 
 USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How communication is hidden by computation: `Options(overlap=Overlap(split_matmuls=False))`."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """Bytes that one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined in the
+    size with the shortest predicted step, where joining pays at all; on devices whose figures are not known, up to a
+    sixteenth of this. 0: one collective per parameter."""
+
+    split_matmuls: bool = True
+    """Cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that are computed
+    and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may add up a
+    smaller product in another order. `False`: each product and message is whole."""
+
+    symmetric_memory: bool = False
+    """With `split_matmuls`, on CUDA: where the ranks of a group reach each other's memory (NVLink), make one of PyTorch's
+    operators of a gather and the products that read it, or of a product and its reduce-scatter, where that is predicted to
+    be faster than chunks. It sends with copies, beside the products; it takes memory that no allocator counts."""
+
+    def __post_init__(self) -> None:
+        check_count("Overlap", "bucket_bytes", self.bucket_bytes, "bytes")
+        check_choice("Overlap", "split_matmuls", self.split_matmuls, (True, False))
+        check_choice("Overlap", "symmetric_memory", self.symmetric_memory, (True, False))
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What is written of the graphs, and where: `Options(dump=Dump("folder", mode="diff"))`."""
+
+    folder: str | PathLike[str]
+
+    mode: Literal["full", "diff"] = "full"
+    """Whole graphs, which can be read back, or after the first what each pass changed."""
+
+    ranks: Literal["first", "all"] = "first"
+    """The first rank's files, or a folder for each rank."""
+
+    def __post_init__(self) -> None:
+        check_kind("Dump", "folder", self.folder, (str, PathLike), "the path of a folder")
+        check_choice("Dump", "mode", self.mode, ("full", "diff"))
+        check_choice("Dump", "ranks", self.ranks, ("first", "all"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +114,7 @@ class Options:
     gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
     search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
 
-    checkpoint: Literal["auto", "none", "block"] = "auto"
+    recompute: Literal["auto", "none", "block"] = "auto"
     """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
     nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
     lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
@@ -80,24 +124,9 @@ class Options:
     """For a loss that is computed outside of the model, from this rank's part of an output: whether the loss of the
     global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
 
-    bucket_bytes: int = BUCKET_BYTES
-    """How many bytes one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined, in
-    the size for which a step is predicted to be fastest, where it is faster at all; on devices whose figures are not
-    known, up to a sixteenth of this. 0, or without `overlap`: one collective per parameter."""
-
-    overlap: bool = True
-    """Issue collectives early and await them late, in the order that a predicted step is fastest in, as far as
-    `memory_limit` allows. `False`: each is awaited where it is issued, for less memory and slower steps."""
-
-    split_matmuls: bool = True
-    """With `overlap`: cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that
-    are computed and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may
-    add up a smaller product in another order. `False`: each product and message is whole."""
-
-    symmetric_memory: bool = False
-    """With `split_matmuls`, on CUDA: where the ranks of a group reach each other's memory (NVLink), make one of PyTorch's
-    operators of a gather and the products that read it, or of a product and its reduce-scatter, where that is predicted to
-    be faster than chunks. It sends with copies, beside the products; it takes memory that no allocator counts."""
+    overlap: bool | Overlap = True
+    """Issue collectives early and await them late, in the order with the shortest predicted step, as far as `memory_limit`
+    allows; `Overlap(...)` says how. `False`: each is awaited where it is issued, for less memory and slower steps."""
 
     unknown_ops: Literal["replicate", "error"] = "replicate"
     """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
@@ -105,36 +134,40 @@ class Options:
     compile: Literal["inductor", "eager"] = "inductor"
     """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
 
-    pipeline: tuple[Pass, ...] | None = None
+    passes: tuple[Pass, ...] | None = None
     """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
     searched for, unless a `passes.solve.Solve()` is among them."""
 
-    dump: str | PathLike[str] | Literal[False] | None = None
-    """A folder for the graph after every pass that changed it, and for what is compiled; `AUTOSHARD_DUMP` where not given.
-    `False`: none."""
-
-    dump_mode: Literal["full", "diff"] = "full"
-    """Whole graphs, which can be read back, or behind the first what each pass changed; `AUTOSHARD_DUMP_MODE`."""
-
-    dump_ranks: Literal["first", "all"] = "first"
-    """The first rank's files, or a folder for each rank; `AUTOSHARD_DUMP_RANKS`."""
+    dump: str | PathLike[str] | Dump | Literal[False] | None = None
+    """A folder for the graph after every pass that changed it, and for what is compiled, or a `Dump`. `None`: as the
+    environment says (`AUTOSHARD_DUMP`, `AUTOSHARD_DUMP_MODE`, `AUTOSHARD_DUMP_RANKS`). `False`: none."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("loss", self.loss, ("mean", "sum")),
             ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
-            ("checkpoint", self.checkpoint, ("auto", "none", "block")),
+            ("recompute", self.recompute, ("auto", "none", "block")),
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),
-            ("dump_mode", self.dump_mode, ("full", "diff")),
-            ("dump_ranks", self.dump_ranks, ("first", "all")),
         ):
-            if value not in known:
-                raise UserError(f"Options({name}={value!r}): choose {' or '.join(map(repr, known))}")
-        if self.time_limit is not None and not _is_seconds(self.time_limit):
-            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
+            check_choice("Options", name, value, known)
+        check_kind("Options", "overlap", self.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
+        if self.dump is not None and self.dump is not False:
+            check_kind("Options", "dump", self.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
+        self._check_time_limit()
         self.memory_bytes(0)
+
+    def _check_time_limit(self) -> None:
+        if self.time_limit is not None and not is_seconds(self.time_limit):
+            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
+
+    @property
+    def hiding(self) -> Overlap | None:
+        """How communication is hidden; None: it is not."""
+        if isinstance(self.overlap, Overlap):
+            return self.overlap
+        return Overlap() if self.overlap else None
 
     @property
     def keeps_gathered(self) -> bool | None:
@@ -155,6 +188,3 @@ class Options:
         prefix = match[2] or ""
         return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
 
-
-def _is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.config.options import Options, Placements
+from autoshard.config.options import Options, Overlap, Placements
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,33 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
         "outputs": _placements(options.outputs),
         "mixed_precision": None if policy is None else _policy(policy),
         "reshard_after_forward": options.reshard_after_forward,
-        "checkpoint": options.checkpoint,
+        "recompute": options.recompute,
         "loss": options.loss,
-        "bucket_bytes": options.bucket_bytes,
-        "pipeline": None if options.pipeline is None else [one.name for one in options.pipeline],
+        "overlap": _overlap(options),
+        "passes": None if options.passes is None else [one.name for one in options.passes],
     }
     return Settings(described, training, device, torch.__version__)
 
 
 def options_of(settings: Settings) -> Options:
     """Options that make the same plan again; a pipeline of the user's own is not kept and stays the default."""
-    given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "pipeline"}
+    given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "passes"}
     policy: Mapping[str, Any] | None = given["mixed_precision"]
     if policy is not None:
         dtypes = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in policy.items()}
         given["mixed_precision"] = MixedPrecisionPolicy(**dtypes)
+    if isinstance(given["overlap"], Mapping):
+        given["overlap"] = Overlap(**given["overlap"])
     return Options(**given)
+
+
+def _overlap(options: Options) -> object:
+    """True for the defaults, False for none, else what is given instead of the defaults, by name."""
+    given = options.hiding
+    if given is None:
+        return False
+    default = asdict(Overlap())
+    return {name: value for name, value in asdict(given).items() if value != default[name]} or True
 
 
 def _placements(given: Placements | None) -> object:

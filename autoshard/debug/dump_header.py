@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from autoshard.config.constraints import recipes_of
+from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_pipeline
 from autoshard.plans.codec import decode, encode
 from passes.base import Pass

@@ -11,17 +11,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from autoshard.config.options import Options
+from autoshard.config.options import Dump, Options
 from autoshard.debug.dump_header import Header, format_header
 from passes._torch import is_traced, trace_artifact
 from passes.base import Pass
 from passes.observers import Dumper
 
-_FROM_ENVIRONMENT = {"dump": "AUTOSHARD_DUMP", "dump_mode": "AUTOSHARD_DUMP_MODE", "dump_ranks": "AUTOSHARD_DUMP_RANKS"}
+_FROM_ENVIRONMENT = {"folder": "AUTOSHARD_DUMP", "mode": "AUTOSHARD_DUMP_MODE", "ranks": "AUTOSHARD_DUMP_RANKS"}
 
 
 @dataclass(frozen=True)
-class Dump:
+class GraphDump:
     """What is written where; by a rank that writes nothing, only to PyTorch's structured trace, where that is on."""
 
     dumper: Dumper
@@ -39,12 +39,20 @@ class Dump:
             (folder / f"compiled_{name}.txt").write_text(text, encoding="utf-8")
 
 
-def dump_of(options: Options) -> Dump | None:
-    """What `options`, or else the environment, ask this rank to dump. Raises UserError for a mode that there is not."""
-    asked: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}
-    untouched = {name for name in asked if getattr(options, name) == getattr(Options(), name)}
-    options = replace(options, **{name: value for name, value in asked.items() if value and name in untouched})
-    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, options.dump_ranks == "all"
-    if options.dump and (is_each or rank == 0):
-        return Dump(Dumper(Path(options.dump), options.dump_mode, rank if is_each else None))
-    return Dump(Dumper(None, options.dump_mode)) if is_traced() else None
+def dump_of(options: Options) -> GraphDump | None:
+    """Return what `options`, or else the environment, ask this rank to dump. Raises UserError for an unknown mode."""
+    asked = _asked(options)
+    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, asked.ranks == "all"
+    if asked.folder and (is_each or rank == 0):
+        return GraphDump(Dumper(Path(asked.folder), asked.mode, rank if is_each else None))
+    return GraphDump(Dumper(None, asked.mode)) if is_traced() else None
+
+
+def _asked(options: Options) -> Dump:
+    """What is dumped and where; no folder: nothing."""
+    if isinstance(options.dump, Dump):
+        return options.dump
+    given: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}
+    if options.dump is not None:
+        given["folder"] = options.dump or None
+    return Dump(**{"folder": "", **{name: value for name, value in given.items() if value}})

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.capture.garbage import uncollected
 from autoshard.config.progress import Progress
-from autoshard.inspection.report.cost_table import format_memory
 from autoshard.planner.evaluation import Folded, Judged, in_chunks, judge, seeded
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
@@ -165,7 +164,7 @@ class _Contest:
         """First without counting on anything to be computed again, as what that takes is known less well; unless it is
         computed again in any case."""
         relief = room_for(self.problem, prepared).relief
-        if self.problem.options.checkpoint == "block":
+        if self.problem.options.recompute == "block":
             self.ask(prepared, relief)
             return
         self.ask(prepared, ())
@@ -289,7 +288,7 @@ class _Contest:
             if self.prepared is not None and self.left > 0:
                 seconds, fits = self.experts.estimate(recipes, self.prepared)
             if self.best is not None and self.quick and not fits:
-                note = "takes too much memory by the solver's model: not simulated; plan.with_(..., prove=True) does"
+                note = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
                 self.declined.append(Candidate(name, None, fits=False, note=note))
                 continue
             estimates[name] = seconds, recipes
@@ -368,7 +367,7 @@ class _Contest:
     def _notes(self, name: str, judged: Judged) -> Iterator[str]:
         if name == SOLVED and self.source is not None and (axes := together(self.source.draft.bundles, self.problem.mesh)):
             yield f"{axes} used alike"
-        is_auto = self.problem.options.checkpoint == "auto" and self.problem.training
+        is_auto = self.problem.options.recompute == "auto" and self.problem.training
         is_slower = judged.cost.peak_memory > self.limit and judged.cost.step_time >= self.best_time
         if judged.recomputation is not None:
             yield AGAIN
@@ -377,7 +376,7 @@ class _Contest:
 
 
 def _not_needed(name: str) -> Candidate:
-    return Candidate(name, None, fits=False, note="a quick answer: not simulated; plan.with_(..., prove=True) does")
+    return Candidate(name, None, fits=False, note="a quick answer: not simulated; plan.replan(..., prove=True) does")
 
 
 def _smallest(failed: _Contest) -> tuple[int, Cost]:
@@ -404,6 +403,6 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
 def _too_small(limit: int, smallest: int, cost: Cost) -> str:
     return (
         f"no plan fits in {format_bytes(limit)} on a device: the one that takes least has a peak of "
-        f"{format_bytes(cost.peak_memory)} ({format_memory(cost.memory)}). Give memory_limit={smallest}, "
+        f"{format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
         "a larger mesh, a smaller batch, or mixed_precision. The largest values are made at"
     )

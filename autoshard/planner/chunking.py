@@ -12,12 +12,12 @@ from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import Trial, program_of_split
 from passes.base import Remark
-from passes.cost.phases import unchanged
+from passes.cost.forward_backward import unchanged
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
 from passes.decompose_matmuls import exposed_by_form
@@ -47,7 +47,7 @@ class Chunking:
     def _waits(self) -> Mapping[bool, float]:
         """The same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
         what could be cut."""
-        if self._overlap is None or not self._overlap.split_matmuls:
+        if self._overlap is None or not self._overlap.given.split_matmuls:
             return {}
         timeline, found = self.trial.timeline, dict[bool, float]()
         for backward, gm in self._halves.items():
@@ -57,8 +57,8 @@ class Chunking:
         return {backward: seconds for backward, seconds in found.items() if seconds >= least}
 
     @property
-    def _overlap(self) -> Overlap | None:
-        return Overlap.of(self.problem.options, self.problem.mesh)
+    def _overlap(self) -> OverlapPhase | None:
+        return OverlapPhase.of(self.problem.options, self.problem.mesh)
 
     @property
     def _halves(self) -> dict[bool, GraphModule]:

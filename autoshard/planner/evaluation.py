@@ -22,7 +22,6 @@ from autoshard.plans.collectives import collectives_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
 from autoshard.plans.values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
-from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
@@ -37,6 +36,7 @@ from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.observers import Logger
+from passes.rematerialize import Rematerialize
 from passes.search.bundles import Bundles
 from passes.search.find import Prepared
 from passes.search.solution import Solution
@@ -86,7 +86,7 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
     """What is said of parameters: layers of which something else is said are not equal."""
-    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.insisted_parameters()]
+    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
     return (*insisted, *stored)
 
@@ -218,7 +218,7 @@ def _judged(
     recorder = Recorder(passes)
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
-    PassManager((Checkpoint(trial.kept),), (recorder,)).run(gm, ctx)
+    PassManager((Rematerialize(trial.kept),), (recorder,)).run(gm, ctx)
     chunking = Chunking(problem, folded.repeats, trial, quick)
     return Judged(
         folded,
@@ -262,7 +262,7 @@ class Recorder(Observer):
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         last = [one for one in self.passes if one.gives is pass_.gives][-1]
-        if (pass_ is last or pass_.name == Checkpoint.name) and pass_.gives is not Stage.CAPTURED:
+        if (pass_ is last or pass_.name == Rematerialize.name) and pass_.gives is not Stage.CAPTURED:
             self.graphs[pass_.gives.name] = format_graph(gm, ctx.mesh)
         if pass_.gives is Stage.COLLECTIVE:
             self.facts.update(
@@ -272,5 +272,5 @@ class Recorder(Observer):
                 layouts=layouts_by_name(gm),
                 collectives=collectives_of(gm, ctx.mesh),
             )
-        if pass_.name == Checkpoint.name and changed:
+        if pass_.name == Rematerialize.name and changed:
             self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

@@ -12,26 +12,26 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
-from autoshard.config.constraints import AUTO, check_options, recipes_of, rule_of_thumb
+from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
+from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import equipped, hardware_of
-from autoshard.debug.dumping import Dump, dump_of
-from autoshard.inspection.replan import Basis
+from autoshard.debug.dumping import GraphDump, dump_of
 from autoshard.phases import default_pipeline
 from autoshard.planner.candidates import QUICK, search
 from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
+from autoshard.planner.state import PlanningState
 from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.outcome import Cost, Recomputation, Search
-from autoshard.plans.plan import ShardingPlan
+from autoshard.plans.record import PlanRecord
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cast_parameters import CastParameters
-from passes.checkpoint import Checkpoint
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
@@ -41,6 +41,7 @@ from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
+from passes.rematerialize import Rematerialize
 from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
@@ -53,7 +54,7 @@ _log = logging.getLogger("autoshard.planner")
 class Planned:
     """A plan, the captured border of the model, and the per-device program. `seconds` is time by phase."""
 
-    plan: ShardingPlan
+    plan: PlanRecord
     captured: Captured
     graph: GraphModule
     seconds: Mapping[str, float]
@@ -70,8 +71,9 @@ def plan_ahead(
     device: str = "cpu",
     every: bool = False,
     progress: Progress = silent,
-) -> ShardingPlan:
-    """The plan of a call on global arguments, with what a step will cost where the hardware is known.
+) -> tuple[PlanRecord, PlanningState]:
+    """Plan a call on global arguments, with what a step will cost where the hardware is known; beside the plan, what the
+    planner knows of the model then.
 
     No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search
     simulates all recipes, hopeless ones too. `progress` is told each phase as it begins.
@@ -91,14 +93,14 @@ def plan_problem(
     every: bool = False,
     quick: bool = False,
     folded: Folded | None = None,
-) -> ShardingPlan:
+) -> tuple[PlanRecord, PlanningState]:
     """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
     is known; a `quick` search takes the first good plan."""
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, progress, every=every, quick=quick)
-    if problem.options.pipeline is not None or problem.mesh.hardware is None:
+    if problem.options.passes is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
     else:
         progress("passes")
@@ -108,11 +110,7 @@ def plan_problem(
         if (dump := dump_of(problem.options)) is not None:
             _dump(problem, folded, decision, dump)
     gap = QUICK if quick else Goal.gap
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, gap=gap))
-
-
-def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
-    return plan_problem(problem, quick=quick, folded=folded)
+    return made, PlanningState(problem, folded, decision.prepared, gap=gap)
 
 
 def make_plan(
@@ -126,7 +124,7 @@ def make_plan(
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
     batch_axes: tuple[int, ...] | None = None,
-    plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
+    plan: PlanRecord | Callable[[], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
 ) -> Planned:
@@ -157,9 +155,9 @@ def make_plan(
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
 
-    def followed(folded: Folded) -> ShardingPlan:
+    def followed(folded: Folded) -> PlanRecord:
         assert plan is not None
-        found = plan if isinstance(plan, ShardingPlan) else plan()
+        found = plan if isinstance(plan, PlanRecord) else plan()
         check_model(found, module, folded.text, settings_of(options, training=training, device=device))
         return found
 
@@ -170,7 +168,7 @@ def make_plan(
 def program_problem(
     problem: Problem,
     *,
-    follow: Callable[[Folded], ShardingPlan] | None = None,
+    follow: Callable[[Folded], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
@@ -204,7 +202,7 @@ def _decide(
     problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
 ) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
-    if options.recipe != AUTO or options.pipeline is not None or problem.mesh.size == 1:
+    if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
         return _Decision(recipes, recomputation=_recomputation(problem))
     if problem.mesh.hardware is None:
@@ -239,7 +237,7 @@ def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     return decision
 
 
-def _followed(plan: ShardingPlan) -> _Decision:
+def _followed(plan: PlanRecord) -> _Decision:
     return _Decision(
         plan.recipes,
         plan.solution,
@@ -253,18 +251,18 @@ def _followed(plan: ShardingPlan) -> _Decision:
 
 def _may_need_memory(problem: Problem) -> bool:
     """Whether a step has to be simulated to know what is to be computed again."""
-    is_asked = problem.options.checkpoint == "auto" and problem.options.pipeline is None
+    is_asked = problem.options.recompute == "auto" and problem.options.passes is None
     return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
     """What is computed again where nothing is simulated."""
-    return Recomputation(()) if problem.options.checkpoint == "block" and problem.training else None
+    return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
     """With what a step costs, where no search has found that out and the figures of the device are known."""
-    if decision.judged is not None or problem.mesh.hardware is None or problem.options.pipeline is not None:
+    if decision.judged is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
     judged = in_chunks(problem, judge(problem, folded, decision.recipes))
     collectives = timed(judged.facts["collectives"], judged.timeline)
@@ -295,16 +293,16 @@ def _programmed(
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.pipeline or default_pipeline(place=place)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
+    pipeline = options.passes or default_pipeline(place=place)
+    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, rematerialize)
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
     if dump is not None:
         observers = (*observers, dump.of(passes, options))
     PassManager(passes, observers).run(gm, ctx)
     recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
-    plan = ShardingPlan(
+    plan = PlanRecord(
         mesh=problem.mesh,
         recipes=decision.recipes,
         remarks=_remarks((*decision.remarks, *ctx.remarks)),
@@ -321,33 +319,33 @@ def _programmed(
     return Planned(plan, problem.captured, gm, timer.seconds)
 
 
-def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: Dump) -> None:
+def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump) -> None:
     """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
     assert decision.judged is not None
     judged, solution = decision.judged.folded, decision.solution
     if solution is not None and judged.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
     gm = copy_graph(judged.graph)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
+    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
+    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), rematerialize)
     ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
 
 
 def _configured(
-    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
+    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, rematerialize: Rematerialize
 ) -> tuple[Pass, ...]:
     """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
+    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Rematerialize(): rematerialize}
+    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Rematerialize) else one for one in passes)
 
 
-def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
+def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> PlanRecord:
     """The plan of the whole model, from what was found on the graph that was judged."""
     folded = judged.folded
     parameters = expand_names(folded.repeats, judged.facts["parameters"])
     order = problem.captured.parameters
-    return ShardingPlan(
+    return PlanRecord(
         mesh=problem.mesh,
         recipes=judged.recipes,
         parameters={name: replace(parameters[name], name=name) for name in order},

@@ -10,14 +10,14 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule
 
-from autoshard.config.options import Options
+from autoshard.config.options import Options, Overlap
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
-from passes.cost.bucket import sizes
-from passes.cost.from_graph import OPTIMIZER_STATES
-from passes.cost.phases import joined, phase_of, phases
+from passes.cost.best_schedule import WINDOWS, bucketed
+from passes.cost.bucketing import sizes
+from passes.cost.build_program import OPTIMIZER_STATES
+from passes.cost.forward_backward import joined, phase_of, phases
 from passes.cost.program import Program, Task
-from passes.cost.schedule import WINDOWS, bucketed
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
 from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
@@ -25,7 +25,7 @@ from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
 from passes.ir.repeats import Repeats
 
-QUICK_WINDOWS = (2,)  # of `passes/cost/schedule.py`: what a quick answer gathers ahead, in largest gathers
+QUICK_WINDOWS = (2,)  # of `passes/cost/best_schedule.py`: what a quick answer gathers ahead, in largest gathers
 
 
 def run_step(
@@ -39,7 +39,8 @@ def run_step(
     """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
     of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
     answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
-    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(options.bucket_bytes)[1:]
+    given = options.hiding or Overlap()  # a step without overlap is predicted as one with it
+    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
     tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
     found = list[Program]()
     for phase, others in phases(program):

@@ -12,8 +12,7 @@ from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
 from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
-from passes.checkpoint import Checkpoint
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
@@ -21,6 +20,7 @@ from passes.ir.blocks import Blocks
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
+from passes.rematerialize import Rematerialize
 from passes.search.find import Prepared
 from passes.search.keep import Keep
 from passes.search.room import Room
@@ -59,7 +59,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settling:
-    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(checkpoint=...)` asks for."""
+    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(recompute=...)` asks for."""
 
     problem: Problem
     repeats: Repeats
@@ -69,13 +69,13 @@ class Settling:
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
-        checkpoint = self.problem.options.checkpoint
-        if checkpoint == "block" and self.problem.training:
+        recompute = self.problem.options.recompute
+        if recompute == "block" and self.problem.training:
             trial = self.trial(())
             whole = split_program(self.graph, mode=self.problem.options.compile)
             return replace(trial, freed=self._saved(whole) - self._saved(trial.split))
         usual = self.trial(None)
-        if checkpoint == "none" or self._fits(usual) or usual.split.backward is None:
+        if recompute == "none" or self._fits(usual) or usual.split.backward is None:
             return usual
         return usual if usual.timeline.step_time >= self.worst else self._fitted(usual)
 
@@ -128,10 +128,10 @@ class Settling:
         """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
         everything is kept, where that is far too much and no other step is compared with it."""
         problem, gm = self.problem, copy_graph(self.graph)
-        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        PassManager((Rematerialize(kept),)).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
-        if self.quick and kept is None and problem.options.checkpoint == "auto" and self.worst == float("inf"):
+        if self.quick and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):
             lowered = simulate(program)
             if lowered.peak_memory > FAR * self.limit:
                 return Trial(kept, split, program, lowered)
@@ -142,8 +142,8 @@ class Settling:
 
 
 def room_for(problem: Problem, prepared: Prepared) -> Room:
-    """The memory of a device, and what a search may count on being computed again, by `Options(checkpoint=...)`."""
-    how, limit = problem.options.checkpoint, problem.options.memory_bytes(memory_of(problem.mesh))
+    """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
+    how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
         return Room(limit)
     if how == "block":  # it is, whether memory is short or not

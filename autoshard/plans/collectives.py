@@ -32,7 +32,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the program, and who caused it."""
+    """One collective of the program (`plan.collectives`), and the line of the model that needs it: bytes per rank, seconds."""
 
     id: str  # the name of its node
     kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"

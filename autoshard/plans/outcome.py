@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+
+from passes.ir.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the moment of its peak, by what they hold; they add up to the peak."""
+    """Memory of one device when a step holds most of it: bytes by what they hold, which add up to the peak."""
 
     parameters: int = 0
     gradients: int = 0
@@ -34,12 +36,21 @@ class Memory:
     def total(self) -> int:
         return sum(astuple(self))
 
+    def __str__(self) -> str:
+        """Return `"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
+        sizes = sorted(asdict(self).items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
+
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step costs on the hardware of the mesh, as `simulate` predicts it. Seconds and bytes."""
+    """Predicted cost of one step on the mesh's hardware: times in seconds, memory in bytes of one device.
 
-    step_time: float
+    `plan.cost` is that of the plan, `candidate.cost` that of a plan that was considered. `compute + exposed_comm` is at
+    most `step_time`.
+    """
+
+    step_time: float  # seconds of forward, backward and the optimizer's update
     compute: float  # seconds during which the device computes
     communication: float  # seconds during which at least one link is busy
     exposed_comm: float  # of those, seconds during which the device computes nothing
@@ -47,12 +58,12 @@ class Cost:
 
     @property
     def hidden_comm(self) -> float:
-        """Seconds of communication behind compute."""
+        """Seconds of communication during which the device computes."""
         return self.communication - self.exposed_comm
 
     @property
     def peak_memory(self) -> int:
-        """Bytes on one device."""
+        """Bytes of one device when a step holds most."""
         return self.memory.total
 
 
@@ -69,7 +80,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was considered: a recipe's, or the solved one."""
+    """A plan that was considered: a recipe's, or the solved one. `plan.search.candidates` has them all."""
 
     name: str  # "fsdp+megatron", "solved"
     cost: Cost | None  # None: it cannot be made for this model and mesh
@@ -79,7 +90,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """How the plan was chosen, and what is proven of it."""
+    """How a plan was chosen (`plan.search`), and how much better another could be. Times in seconds, memory in bytes."""
 
     chosen: str  # name of a candidate
     candidates: tuple[Candidate, ...]

@@ -26,7 +26,10 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Value:
-    """A parameter, input or output: its global shape, dtype (`"f32"`) and layout."""
+    """A parameter, input or output of a plan: its name, global shape, dtype (`"f32"`) and layout.
+
+    `plan.parameters`, `plan.inputs` and `plan.outputs` have them by name.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,6 +37,7 @@ class Value:
     layout: Layout
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of one device's part."""
         return local_shape(self.layout, self.shape, mesh)
 
 

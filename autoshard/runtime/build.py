@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 
 from autoshard.compile.compiled import Mode, Program, Split, compile_split, split_program
-from autoshard.compile.overlap import Overlap
+from autoshard.compile.overlap import OverlapPhase
 from autoshard.runtime.agreement import check_same_program, exchange, of_first, together
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.process_groups import MeshGroups, add_groups, axes_used
@@ -40,7 +40,7 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     return Built(_compile_by_host(split, groups, mode=mode), groups, remarks)
 
 
-def _split(local: LocalProgram, overlap: Overlap | None, *, mode: Mode) -> tuple[Split, tuple[Remark, ...]]:
+def _split(local: LocalProgram, overlap: OverlapPhase | None, *, mode: Mode) -> tuple[Split, tuple[Remark, ...]]:
     split = split_program(local.graph, mode=mode)
     return split, () if overlap is None else overlap.apply(split, mode=mode)
 

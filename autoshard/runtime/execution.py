@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from autoshard.capture.signature import Signature, bind_call
 from autoshard.compile.compiled import Program, Split
-from autoshard.compile.overlap import Overlap
-from autoshard.debug.dumping import Dump
-from autoshard.plans.plan import ShardingPlan
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.debug.dumping import GraphDump
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import is_connection_error, peer_error
 from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.parameters import Place
@@ -44,8 +44,8 @@ class LocalProgram:
     constants: Mapping[str, torch.Tensor]
     tangent_scale: tuple[float, ...]
     plan: ShardingPlan
-    dump: Dump | None = None
-    overlap: Overlap | None = None
+    dump: GraphDump | None = None
+    overlap: OverlapPhase | None = None
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,16 @@ class Execution:
         return given
 
     def shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call on a global batch, with every tensor cut to this rank's part."""
+        """Return the arguments of a call on a global batch as they were given, with every tensor cut to this rank's part.
+
+        Raises InputError for a call that does not fit.
+        """
         signature = self.local.signature
         whole = signature.flatten(args, kwargs)
         call = bind_call(signature.forward, args, kwargs)
         parts = {item.spec.path: item.cut(tensor, self.place) for item, tensor in zip(self.inputs, whole, strict=True)}
-        return call.with_leaves({path: parts.get(path, leaf) for path, leaf in call.leaves.items()})
+        leaves = {path: parts.get(path, leaf) for path, leaf in call.leaves.items()}
+        return call.as_written(leaves, args, kwargs)
 
     def forward(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], seed: torch.Tensor

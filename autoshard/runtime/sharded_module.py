@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from autoshard.compile.compiled import Mode
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, differences, exchange, together
 from autoshard.runtime.build import build_program
 from autoshard.runtime.execution import Execution, LocalProgram, Slot, bind, parameter_slots
@@ -114,15 +114,30 @@ class ShardedModule(nn.Module):
         return execution
 
     def shard(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's part of a global batch, given as the arguments of a call; one argument comes back bare.
+        """Return this rank's part of a global batch, given as the arguments of a call.
 
-        `loss = model(*model.shard(tokens, labels))`. Keyword arguments come back as a dict behind the positional
-        ones. Raises InputError for a batch of another shape than captured, or before anything was captured.
+        Positional arguments come back as a tuple, keyword arguments as a dict, and where there are both, `(tuple, dict)`:
+
+            loss = model(*model.shard(tokens, labels))
+            loss = model(**model.shard(**batch))
+
+        Any call that was captured can be given; the first one's error is raised where none fits. Raises InputError for a
+        call, or a batch, of another shape than captured, and before anything was captured.
         """
-        parts = self._first().shard(args, kwargs)
-        if not kwargs:
-            return parts[0][0] if len(args) == 1 else parts[0]
-        return *parts[0], parts[1]
+        positional, named = self._shard(args, kwargs)
+        if not named:
+            return positional
+        return (positional, named) if positional else named
+
+    def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._first()
+        problems: list[InputError] = []
+        for execution in self._autoshard.executions.values():
+            try:
+                return execution.shard(args, kwargs)
+            except InputError as error:
+                problems.append(error)
+        raise problems[0]
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Predicted and measured time of one call with this rank's part of a batch, and of its backward: of the step, of

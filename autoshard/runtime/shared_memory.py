@@ -18,10 +18,11 @@ DEVICES = ("cuda",)  # that can share memory
 
 def check_devices(options: Options, device_type: str) -> None:
     """Raise UserError where memory is to be shared between devices that cannot."""
-    if options.symmetric_memory and device_type not in DEVICES:
+    given = options.hiding
+    if given is not None and given.symmetric_memory and device_type not in DEVICES:
         raise UserError(
-            f"Options(symmetric_memory=True): the mesh is of {device_type} devices, and only CUDA's reach each other's "
-            "memory; leave it out"
+            f"Options(overlap=Overlap(symmetric_memory=True)): the mesh is of {device_type} devices, and only CUDA's reach "
+            "each other's memory; leave it out"
         )
 
 
@@ -35,8 +36,8 @@ def share_memory(graphs: Sequence[GraphModule]) -> None:
             reserve_symmetric_memory(group, nbytes)
         except RuntimeError as error:
             raise MeshError(
-                f"the ranks of {group} do not reach each other's memory; leave out Options(symmetric_memory=True), or "
-                f"put them on one node whose GPUs NVLink joins. ({error})"
+                f"the ranks of {group} do not reach each other's memory; leave out "
+                f"Options(overlap=Overlap(symmetric_memory=True)), or put them on one node whose GPUs NVLink joins. ({error})"
             ) from error
 
 

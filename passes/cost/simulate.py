@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from passes.cost.contention import Contention
-from passes.cost.memory import bytes_by_kind, bytes_by_turn, lives
+from passes.cost.liveness import bytes_by_kind, bytes_by_turn, lives
 from passes.cost.program import Buffer, Index, Program, Task
 
 

@@ -182,6 +182,16 @@ def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: t
     return True
 
 
+def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
+    """Return the digit of `dim` inside those that the axes of `layout` already use."""
+    outer = math.prod(mesh.sizes[axis] for axis in layout.axes_on(dim))
+    for axis in layout.axes_on(dim):
+        placement = layout.on(axis)
+        assert isinstance(placement, Shard)
+        outer = max(outer, placement.outer * mesh.sizes[axis])
+    return Shard(dim, outer)
+
+
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """Return whether a value of `shape` can have `layout` at all: no other one can be stored, moved or lowered.
 

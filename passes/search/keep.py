@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from passes.cost.regions import is_alias
-from passes.cost.savings import nbytes_of, savings
+from passes.cost.fused_regions import is_alias
+from passes.cost.saved_values import nbytes_of, savings
 from passes.ir.blocks import Blocks
 from passes.ir.graph import transfer_of
 from passes.ir.repeats import Repeats

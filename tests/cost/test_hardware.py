@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoshard import Mesh, UserError
 from passes.hardware.hardware import Group, Hardware, hardware_named
 
-PRESETS = ("a100", "a100-pcie", "h100", "h200", "b200", "gb200", "cpu")
+PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h200")
 FIGURES = {"flops", "memory_bytes", "memory_bandwidth", "node_size"}
 FIGURES |= {"efficiency", "attention", "tile", "units", "launch"}
 
@@ -50,8 +50,8 @@ def test_published_figures() -> None:
     [
         (
             "h1000",
-            "unknown hardware 'h1000' (did you mean 'h100'?); choose one of a100, a100-pcie, h100, h200, b200, gb200, "
-            "cpu, or give the path of a .json that `python -m autoshard calibrate` wrote",
+            "unknown hardware 'h1000' (did you mean 'h100'?); choose one of a100, a100-pcie, b200, cpu, gb200, h100, "
+            "h200, or give the path of a .json that `python -m autoshard calibrate` wrote",
         ),
         ("no/such.json", "hardware='no/such.json': there is no such file; calibrate writes one"),
     ],

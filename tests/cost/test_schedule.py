@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.movable import Facts
-from passes.cost.order import LOOKAHEAD, Room, _Scheduler, ordered
+from passes.cost.best_schedule import prefetch, schedule
+from passes.cost.list_scheduling import LOOKAHEAD, Room, _Scheduler, ordered
+from passes.cost.movable_tasks import Facts
 from passes.cost.program import OPTIMIZER, Program, Task
-from passes.cost.schedule import prefetch, schedule
 from passes.cost.simulate import simulate
 from tests.cost.programs import contended, gather, kernel, program, programs
 

@@ -11,7 +11,7 @@ from autoshard.capture.capture import capture
 from autoshard.compile.compiled import split_program
 from autoshard.phases import default_pipeline
 from passes.base import Pass, PassContext
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError

@@ -14,8 +14,8 @@ from autoshard.phases import default_pipeline, overlap_pipeline
 from autoshard.planner.planning import make_plan
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
-from passes.cost.from_graph import program_of_graph
-from passes.cost.schedule import MORE_MEMORY, schedule
+from passes.cost.best_schedule import MORE_MEMORY, schedule
+from passes.cost.build_program import program_of_graph
 from passes.cost.simulate import Timeline, simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives
@@ -41,7 +41,7 @@ def _hardware(links: str) -> Hardware:
 
 def _halves(case: Case, recipe: str, mesh: Mesh, without: type[Pass] | None = None) -> list[GraphModule]:
     pipeline = tuple(one for one in default_pipeline() if without is None or not isinstance(one, without))
-    options = Options(recipe=recipe, pipeline=pipeline)
+    options = Options(recipe=recipe, passes=pipeline)
     split = split_program(make_plan(case.model.float(), case.args, case.kwargs, mesh, options).graph, mode="eager")
     assert split.backward is not None
     return [split.forward, split.backward]

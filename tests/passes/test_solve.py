@@ -20,7 +20,7 @@ from passes.manager import PassManager
 from passes.observers import Verifier
 from passes.propagate import Propagate
 from passes.search.find import Goal
-from passes.seed import Insisted, Seed
+from passes.seed import Constraint, Seed
 from passes.solve import Solve
 from tests.models import build
 from tests.spmd.oracle import check_step
@@ -80,13 +80,13 @@ def test_too_little_memory_says_what_the_smallest_plan_needs() -> None:
 
 
 def test_pins_that_no_layout_meets_are_named() -> None:
-    seed = Seed(params=(Insisted("up", "dp", Shard(1, 3)),))
+    seed = Seed(params=(Constraint("up", "dp", Shard(1, 3)),))
     with pytest.raises(ConstraintError, match=r"up of shape .* cannot be laid out as insisted: dp:S\(1/3\) \(options\)"):
         solved(mlp("dp=2", 64, 256), seed=seed)
 
 
 def test_pins_are_kept() -> None:
-    seed = Seed(params=(Insisted("up", "dp", Shard(0)),), inputs=(Insisted("x", "dp", Shard(1)),))
+    seed = Seed(params=(Constraint("up", "dp", Shard(0)),), inputs=(Constraint("x", "dp", Shard(1)),))
     gm, mesh = solved(mlp("dp=2", 65536, 256), seed=seed)
     assert stored(gm, mesh)["up"] == "{dp:S(0)}"
     assert layout_of(placeholders(gm.graph, InputRole.INPUT)[0]).format(mesh) == "{dp:S(1)}"
@@ -110,5 +110,5 @@ def pipeline(goal: Goal):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("name", ["mlp"])
 def test_a_step_of_a_solved_program_equals_one_device(name: str, mesh: str) -> None:
-    options = Options(recipe=None, pipeline=pipeline(Goal(gap=0.05, time_limit=20)), compile="eager")
+    options = Options(recipe=None, passes=pipeline(Goal(gap=0.05, time_limit=20)), compile="eager")
     check_step(build(name, dtype=torch.float64), Mesh(mesh, hardware="h100"), options)

@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 
 from autoshard import ShardingPlan
 from autoshard.inspection.report.modules import OPTIMIZER_ROW, ModuleTable, module_table, read_placed
-from autoshard.inspection.report.names import fold_names, fold_text
 from autoshard.inspection.report.table import format_html, format_plan
+from autoshard.plans.names import fold_names, fold_text
 from tests.report.plans import deep, followed, searched, tiny_llama, unknown_hardware
 
 

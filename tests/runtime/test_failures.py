@@ -59,7 +59,7 @@ def _train(rank: int, fault: str) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     options = Options(recipe=recipe, compile="eager")
     if fault == "order":
-        options = replace(options, pipeline=(*default_pipeline(), Shuffle(rank)), overlap=False)
+        options = replace(options, passes=(*default_pipeline(), Shuffle(rank)), overlap=False)
     model = autoshard(case.model, mesh, args, options=options)
     parts = model.shard(*case.args)
     if rank == 1 and fault == "batch":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard import Options, ShardingPlan, autoshard, plan
+from autoshard import Options, Overlap, ShardingPlan, autoshard, plan
 from autoshard.compile.compiled import Mode
 from tests.models import build
 from tests.spawn import Failure, reports_of_ranks
@@ -25,7 +25,7 @@ def made(mesh: str = "dp=2", **options: Any) -> ShardingPlan:
 
 def test_a_plan_brings_its_options(one_rank: DeviceMesh) -> None:
     case = build("mlp")
-    given = made("dp=1", recipe="ddp", bucket_bytes=0)
+    given = made("dp=1", recipe="ddp", overlap=Overlap(bucket_bytes=0))
     model = autoshard(case.model, one_rank, case.args, plan=given)
     assert model.plan.settings.options == given.settings.options
     assert model.plan.recipes == ("ddp",)

@@ -246,6 +246,68 @@ def test_shard_before_anything_was_captured(one_rank: DeviceMesh) -> None:
     assert str(error.value) == ("nothing was captured yet: give autoshard(..., args=...) or call the model once before")
 
 
+class AnyCall(nn.Module):
+    """Arguments of every kind that a signature can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, /, scale: float = 1.0, *rest: Tensor, mask: Tensor | None = None, **more: Any) -> Tensor:
+        values = [x, *rest, *(value["y"] for value in more.values()), *([] if mask is None else [mask])]
+        return torch.stack([(value * self.weight * scale).sum() for value in values]).sum()
+
+
+X, Y, Z = (torch.full((2, 3), value) for value in (1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((X,), {}),
+        ((X, 2.0, Y, Z), {}),
+        ((X,), {"mask": Y}),
+        ((X, 2.0, Y), {"b": {"y": Y}, "a": {"y": Z}}),
+        ((X,), {"a": {"y": Z}, "scale": 3.0}),
+    ],
+    ids=("one", "rest", "mask", "more", "scale"),
+)
+def test_what_is_sharded_is_called_as_it_was_given(
+    one_rank: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    sharded: Any = autoshard(AnyCall(), one_rank, args, kwargs, options=EAGER)
+    found = sharded.shard(*args, **kwargs)
+    assert _same(found, (args, kwargs) if kwargs else args)
+    positional, named = found if kwargs else (found, {})
+    assert torch.equal(sharded(*positional, **named), AnyCall()(*args, **kwargs))
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(_same(found[name], expected[name]) for name in expected)
+    if isinstance(expected, tuple):
+        return isinstance(found, tuple) and all(map(_same, found, expected))
+    return bool(found == expected)
+
+
+def test_keyword_arguments_are_sharded_to_a_dict(one_rank: DeviceMesh) -> None:
+    _, sharded = made(one_rank, now=True)
+    tokens, labels = batch()
+    given = {"labels": labels, "tokens": tokens}
+    assert _same(sharded.shard(**given), given)
+    assert torch.equal(sharded(**sharded.shard(**given))["loss"], sharded(tokens, labels)["loss"])
+
+
+def test_a_batch_of_any_call_that_was_captured_is_sharded(one_rank: DeviceMesh) -> None:
+    sharded: Any = autoshard(AnyCall(), one_rank, (X,), options=EAGER)
+    sharded.eval()
+    sharded(X, mask=Y)
+    assert _same(sharded.shard(X), (X,))
+    assert _same(sharded.shard(X, mask=Y), ((X,), {"mask": Y}))
+
+
 def test_a_copy_of_a_sharded_module(one_rank: DeviceMesh) -> None:
     _, sharded = made(one_rank)
     with pytest.raises(UserError) as error:

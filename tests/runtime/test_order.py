@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.compile.compiled import Split, compile_split, split_program
-from autoshard.compile.overlap import Overlap
-from autoshard.config.options import Options
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.options import Options, Overlap
 from autoshard.runtime.process_groups import axes_used
 from passes._torch import inductor_compile, register_group, unregister_group
 from passes.ir import chunks
@@ -143,7 +143,7 @@ def _in_code(code: str) -> list[str]:
 def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
     mesh = Mesh("dp=2", hardware="h100")
     split = split_program(parse_graph(TRAINING.strip())[0], mode="inductor")
-    Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
+    OverlapPhase(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     forward, backward = _codes(split, mesh)
     gather, wait, scatter = "all_gather_into_tensor", "wait_tensor", "reduce_scatter_tensor"
     assert _in_code(forward) == _in_graph(split.forward) == [gather, gather, wait, "mm", wait, "mm"]
@@ -178,7 +178,7 @@ def _in_profile(run: Callable[[], object]) -> list[str]:
 def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
     mesh = Mesh("dp=2", hardware="h100")
     split = split_program(parse_graph(TRAINING.strip())[0], mode="inductor")
-    Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
+    OverlapPhase(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     with one_of(mesh, split):
         program = compile_split(split, mode="inductor")
         values = [torch.ones(value.shape) for value in split.input_values]
@@ -193,7 +193,7 @@ def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
 @pytest.mark.slow
 def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None:
     mesh = Mesh("dp=2,tp=2", hardware="h100")
-    planned = plan_ranks(build("gpt"), mesh, Options(recipe="fsdp+megatron", bucket_bytes=10_000)).planned
+    planned = plan_ranks(build("gpt"), mesh, Options(recipe="fsdp+megatron", overlap=Overlap(bucket_bytes=10_000))).planned
     split = split_program(planned.graph, mode="inductor")
     for gm in (split.forward, split.backward):
         assert gm is not None
@@ -201,6 +201,6 @@ def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None
             cut = site.cut(2)
             assert cut is not None
             chunks.split(site, cut, "decompose_matmuls")
-    Overlap(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
+    OverlapPhase(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     for gm, code in zip((split.forward, split.backward), _codes(split, mesh), strict=True):
         assert _in_code(code) == _in_graph(gm)

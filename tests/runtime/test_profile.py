@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard import InputError, Mesh, Options, autoshard
+from autoshard import InputError, Mesh, Options, Overlap, autoshard
 from autoshard.runtime.profiling import CollectiveTime, Profile, RegionTime
 from tests.models import mlp
 from tests.spawn import run_on_ranks
@@ -19,7 +19,7 @@ from tests.spawn import run_on_ranks
 def _profile(rank: int) -> dict[str, Any]:
     case = mlp(sizes=(64, 1024, 48, 16), batch=256)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    options = Options(recipe="fsdp", compile="eager", bucket_bytes=0)
+    options = Options(recipe="fsdp", compile="eager", overlap=Overlap(bucket_bytes=0))
     model = autoshard(case.model, mesh, case.args, options=options)
     found = model.profile(*model.shard(*case.args))
     steps = {run.id for one in found.collectives for run in one.runs}

@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
-from autoshard import Options
+from autoshard import Options, Overlap
 from autoshard.runtime import shared_memory
 from autoshard.runtime.agreement import _collectives
 from autoshard.runtime.shared_memory import check_devices, share_memory, shared_bytes
@@ -40,13 +40,13 @@ at collective 1 of the backward, autoshard.matmul_reduce_scatter over tp of f32[
 
 
 def test_devices_that_share_no_memory_are_told_of() -> None:
-    check_devices(Options(symmetric_memory=True), "cuda")
+    check_devices(Options(overlap=Overlap(symmetric_memory=True)), "cuda")
     check_devices(Options(), "cpu")
     with pytest.raises(UserError) as asked:
-        check_devices(Options(symmetric_memory=True), "cpu")
+        check_devices(Options(overlap=Overlap(symmetric_memory=True)), "cpu")
     refused = RuntimeError("no access from 0 to 4")
     with mock.patch.object(shared_memory, "reserve_symmetric_memory", side_effect=refused), pytest.raises(MeshError) as far:
         share_memory(_graphs())
     assert_expected_inline(f"{asked.value}\n{far.value}", """\
-Options(symmetric_memory=True): the mesh is of cpu devices, and only CUDA's reach each other's memory; leave it out
-the ranks of autoshard:tp=2:tp do not reach each other's memory; leave out Options(symmetric_memory=True), or put them on one node whose GPUs NVLink joins. (no access from 0 to 4)""")  # noqa: E501
+Options(overlap=Overlap(symmetric_memory=True)): the mesh is of cpu devices, and only CUDA's reach each other's memory; leave it out
+the ranks of autoshard:tp=2:tp do not reach each other's memory; leave out Options(overlap=Overlap(symmetric_memory=True)), or put them on one node whose GPUs NVLink joins. (no access from 0 to 4)""")  # noqa: E501

@@ -80,7 +80,7 @@ def test_three_axes_are_as_good_as_two() -> None:
     assert two.cost is not None and three.cost is not None and three.search is not None
     assert three.search.gap is None or three.search.gap >= 0.0, "what is proven is of no plan that was looked for later"
     assert three.cost.step_time <= two.cost.step_time * 1.005
-    quick = two.with_(mesh="dp=8,cp=2,tp=8")
+    quick = two.replan(mesh="dp=8,cp=2,tp=8")
     assert quick.cost is not None and quick.search is not None and quick.solution is not None
     assert quick.search.gap is None and any("used alike" in one.note for one in quick.search.candidates)
     assert three.cost.step_time * 0.999 <= quick.cost.step_time <= three.cost.step_time * 1.25

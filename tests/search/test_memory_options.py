@@ -43,7 +43,7 @@ def searched(dim: int, batch: int, mesh: str) -> ShardingPlan:
 def told(found: ShardingPlan, limit: int) -> int:
     """The smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
-        found.with_(memory_limit=limit, checkpoint="none")
+        found.replan(memory_limit=limit, recompute="none")
     match = re.search(r"takes least has a peak of .* \(.*\). Give memory_limit=(\d+),", str(raised.value))
     assert match is not None, raised.value
     return int(match[1])
@@ -54,7 +54,7 @@ def test_a_plan_that_does_not_fit_is_offered_with_layers_computed_again() -> Non
     roomy = searched(64, 16384, "dp=2,tp=2")
     assert roomy.cost is not None and roomy.recomputation is None
     limit = int(0.6 * roomy.cost.peak_memory)
-    found = roomy.with_(memory_limit=limit)
+    found = roomy.replan(memory_limit=limit)
     assert found.cost is not None and found.search is not None and found.recomputation is not None
     assert found.cost.peak_memory <= limit < told(roomy, limit)
     assert roomy.cost.step_time < found.cost.step_time < roomy.cost.step_time + 2 * found.recomputation.compute
@@ -66,7 +66,7 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     roomy = searched(512, 4096, "dp=8")
     assert roomy.cost is not None
     found, freed, kept = (
-        roomy.with_(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
+        roomy.replan(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
         for one in ("auto", True, False)
     )
     layers = range(len({name.split(".")[1] for name in roomy.parameters}))

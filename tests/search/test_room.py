@@ -66,9 +66,9 @@ def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
     with torch.device("meta"):
         model, tokens = Llama(CONFIG), torch.empty(64, CONFIG.seq, dtype=torch.long)
     made = plan(model, Mesh(mesh, hardware="h100"), (tokens, tokens), options=Options())
-    again = made.with_(checkpoint="block").recomputation
-    assert made.basis is not None and made.basis.prepared is not None and again is not None
-    relief = made.basis.prepared.relief
+    again = made.replan(recompute="block").recomputation
+    assert made.state is not None and made.state.prepared is not None and again is not None
+    relief = made.state.prepared.relief
     assert again.freed is not None and again.compute is not None
     assert sum(step.nbytes for step in relief) == pytest.approx(again.freed, rel=0.3)
     assert sum(step.nbytes * step.seconds for step in relief) == pytest.approx(again.compute, rel=0.5)
@@ -87,8 +87,8 @@ def test_a_quick_answer_stops_at_the_first_program_that_fits(monkeypatch: pytest
 
     monkeypatch.setattr(Settling, "trial", counted)
     limit = int(0.5 * made.cost.peak_memory)
-    quick = made.with_(memory_limit=limit)
+    quick = made.replan(memory_limit=limit)
     assert quick.cost is not None and quick.cost.peak_memory <= limit and quick.recomputation is not None
     assert trials[0] is None and 2 <= len(trials) <= 3, trials
-    proven = made.with_(memory_limit=limit, prove=True)
+    proven = made.replan(memory_limit=limit, prove=True)
     assert proven.cost is not None and proven.cost.step_time <= quick.cost.step_time * 1.001

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import passes.decompose_matmuls
-from autoshard import Options, autoshard
+from autoshard import Options, Overlap, autoshard
 from autoshard.runtime import shared_memory
 from passes.decompose_matmuls import ONE, DecomposeMatmuls
 from passes.ir.one_operator import why_not_one
@@ -47,7 +47,7 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
         torch.manual_seed(0)
         one, x = Block().double(), torch.randn(2, 8, 8, dtype=torch.float64)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        options = Options(recipe="megatron", compile=mode, hardware="h100", symmetric_memory=True)
+        options = Options(recipe="megatron", compile=mode, hardware="h100", overlap=Overlap(symmetric_memory=True))
         with (
             mock.patch.object(shared_memory, "DEVICES", ("cpu",)),
             mock.patch.object(passes.decompose_matmuls, "WORTH", -1e9),  # of the step: whatever it costs
@@ -56,7 +56,7 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
             ),
         ):
             model = autoshard(copy.deepcopy(one), mesh, (x,), options=options)
-            loss, want = model(model.shard(x)), one(x)
+            loss, want = model(*model.shard(x)), one(x)
         loss.backward()
         want.backward()
         worst = max(worst, relative_error(loss, want))

@@ -29,7 +29,7 @@ def _plan(name: str, mesh: str, recipe: Recipe, layers: int = 2) -> ShardingPlan
 
 @functools.cache
 def _planned(name: str, mesh: str, recipe: str | tuple[tuple[str, str | None], ...], layers: int) -> ShardingPlan:
-    return _captured(name, layers).with_(mesh=mesh, recipe=recipe if isinstance(recipe, str) else dict(recipe))
+    return _captured(name, layers).replan(mesh=mesh, recipe=recipe if isinstance(recipe, str) else dict(recipe))
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
 from autoshard.compile.compiled import Mode, Split, split_program
-from autoshard.compile.overlap import Overlap
-from autoshard.config.options import Options
+from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.options import Options, Overlap
 from autoshard.debug.simulated_ranks import Call
 from autoshard.phases import default_pipeline
 from autoshard.planner.planning import program_problem
@@ -35,7 +35,7 @@ from tests.spmd.oracle import Ranks, plan_ranks, relative_error
 from tests.spmd.test_numerics import FAST, Recipe, format_id, in_turn
 
 STEPS = 3
-CAP = Overlap(Mesh("dp=1"), 1 << 40, "adamw", 1 << 22)  # as much memory as it likes: most is moved
+CAP = OverlapPhase(Mesh("dp=1"), 1 << 40, "adamw", Overlap(bucket_bytes=1 << 22))  # as much memory as it likes: most is moved
 
 
 def _order(gm: GraphModule) -> list[str]:
@@ -171,7 +171,7 @@ def test_training_in_mixed_precision_with_and_without_each_pass(
     case, mesh = _made(name), Mesh(axes).on(_hardware())
     problem = captured_problem(*case, mesh, Options(mixed_precision=POLICY), training=True, device="cpu")
     whole, unfused = default_pipeline(), tuple(one for one in default_pipeline() if not isinstance(one, FuseCollectives))
-    given = [Options(recipe=recipe, mixed_precision=POLICY, pipeline=pipeline) for pipeline in (whole, unfused)]
+    given = [Options(recipe=recipe, mixed_precision=POLICY, passes=pipeline) for pipeline in (whole, unfused)]
     fused, plain = (program_problem(replace(problem, options=options)) for options in given)
     ranks, split = Ranks.of(Call(*case), fused), split_program(fused.graph, mode="eager")
     others = {one.name: other for one in ALONE if (other := _alone(split, one, mesh)) is not None}

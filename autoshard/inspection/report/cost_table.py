@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from rich.markup import escape
 from rich.table import Table
 
-from autoshard.plans.outcome import Candidate, Cost, Memory, Recomputation, Search
+from autoshard.plans.outcome import Candidate, Cost, Recomputation, Search
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 4  # kinds of values that a plan lists
@@ -23,19 +21,13 @@ def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation |
         f"{format_seconds(cost.exposed_comm)}; {format_seconds(cost.hidden_comm)} of communication hidden",
     )
     table.add_row(
-        "[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {format_memory(cost.memory)}"
+        "[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {cost.memory}"
     )
     if recomputation:
         table.add_row("[bold]again[/bold]", escape(format_recomputation(recomputation)))
     if search:
         table.add_row("[bold]search[/bold]", f"{_proof(search)}; {format_seconds(search.seconds)}")
     return table
-
-
-def format_memory(memory: Memory) -> str:
-    """`"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
-    sizes = sorted(asdict(memory).items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
 
 
 def format_recomputation(recomputation: Recomputation) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch.fx import Graph, Node
 
 from autoshard.inspection.report.dims import Letters, letters_of
-from autoshard.inspection.report.names import fold_names, pattern_of
+from autoshard.plans.names import fold_names, pattern_of
+from autoshard.plans.record import PlanRecord
+from passes.cost.fused_regions import is_alias, is_fusible
 from passes.cost.program import OPTIMIZER
-from passes.cost.regions import is_alias, is_fusible
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -36,9 +36,6 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout
 from passes.ir.repeats import Run, index_in, moved_to
 from passes.ir.text import parse_graph
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 INSIDE = 1  # values in, and out, that are shown of a module without parameters
 OPTIMIZER_ROW, OTHER_ROW, MODEL_ROW = "(optimizer)", "(other)", "(model)"
@@ -76,13 +73,13 @@ class ModuleTable:
     sizes: dict[str, int]
 
 
-def read_placed(plan: ShardingPlan) -> tuple[Graph, Letters]:
+def read_placed(plan: PlanRecord) -> tuple[Graph, Letters]:
     """The plan's graph where all values have layouts and all shapes are global, and the letters of its dims."""
     gm, _ = parse_graph(plan.graphs["PLACED"])
     return gm.graph, letters_of(gm.graph)
 
 
-def module_table(plan: ShardingPlan, graph: Graph, letters: Letters) -> ModuleTable:
+def module_table(plan: PlanRecord, graph: Graph, letters: Letters) -> ModuleTable:
     """Modules of the forward, with what they cost in forward and backward; the graph is that of `read_placed`."""
     writer = _Writer(graph, letters, plan)
     figures = _figures(plan)
@@ -106,7 +103,7 @@ def _rest(figures: dict[str, Figures]) -> Figures:
     return sum((one for name, one in figures.items() if name != OPTIMIZER_ROW), Figures())
 
 
-def _figures(plan: ShardingPlan) -> dict[str, Figures]:
+def _figures(plan: PlanRecord) -> dict[str, Figures]:
     """By FQN of the module; the optimizer's update is apart."""
     found: dict[str, Figures] = {}
 
@@ -155,7 +152,7 @@ class _Writer:
 
     graph: Graph
     letters: Letters
-    plan: ShardingPlan
+    plan: PlanRecord
 
     def inputs(self) -> tuple[tuple[str, str], ...]:
         named = [(input_of(node).name, node) for node in placeholders(self.graph, InputRole.INPUT)]

@@ -13,19 +13,20 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from autoshard.inspection.report.cost_table import format_declined
 from autoshard.inspection.report.dims import Letters
 from autoshard.inspection.report.modules import module_table, read_placed
-from autoshard.inspection.report.names import fold_names, pattern_of
 from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names, pattern_of
 from autoshard.plans.outcome import Cost
+from autoshard.plans.record import PlanRecord
 from autoshard.plans.values import Value
-from passes.cost.collective import link_of
+from passes.cost.collective_time import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline
 from passes.ir.graph import has_layout, input_of, is_tensor, layout_of, note_of, origin_of, placeholders, tensor_of
@@ -33,14 +34,11 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.text import DTYPE_NAMES, format_target
 
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
-
 STYLE, SCRIPTS = "page.css", ("format.js", "timeline.js", "drawings.js", "about.js", "views.js", "page.js")
 MICROSECONDS = 1e6
 
 
-def format_page(plan: ShardingPlan) -> str:
+def format_page(plan: PlanRecord) -> str:
     """The page's text."""
     folder = files("autoshard.inspection.report")
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
@@ -54,7 +52,7 @@ def format_page(plan: ShardingPlan) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 
-def page_data(plan: ShardingPlan) -> dict[str, Any]:
+def page_data(plan: PlanRecord) -> dict[str, Any]:
     """Everything that the page shows, as JSON values; times are in microseconds."""
     graph, letters = read_placed(plan)
     table = module_table(plan, graph, letters)
@@ -92,7 +90,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
     return {**asdict(cost), "hidden_comm": cost.hidden_comm, "peak_memory": cost.peak_memory}
 
 
-def _search(plan: ShardingPlan) -> dict[str, Any]:
+def _search(plan: PlanRecord) -> dict[str, Any]:
     assert plan.search is not None
     simulated = [
         {"name": one.name, "fits": one.fits, "note": one.note, **_cost(one.cost)} for one in plan.search.candidates if one.cost
@@ -107,7 +105,7 @@ def _search(plan: ShardingPlan) -> dict[str, Any]:
     }
 
 
-def _values(plan: ShardingPlan, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
+def _values(plan: PlanRecord, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
     """Parameters, inputs and outputs as they are given, then what the program makes."""
     named = {input_of(node).name: node for node in placeholders(graph)}
     sections = (("parameter", plan.parameters), ("input", plan.inputs), ("output", plan.outputs))
@@ -146,7 +144,7 @@ def _value(name: str, role: str, value: Value, notation: str, mesh: Mesh) -> dic
     }
 
 
-def _parameters(plan: ShardingPlan, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _parameters(plan: PlanRecord, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Equal parameters of equal layers together: their folded name, and all their names."""
     notations = {str(value["name"]): value["notation"] for value in values if value["role"] == "parameter"}
     groups: dict[tuple[object, ...], list[str]] = {}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from autoshard.plans.record import PlanRecord
 from passes.cost.simulate import Timeline
 from passes.errors import UserError
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 KINDS = ("parameter", "buffer", "optimizer", "gradient", "input", "output", "activation", "gathered", "temporary")
 WORKSPACE = "workspace"
 
 
-def timeline_of(plan: ShardingPlan) -> Timeline:
+def timeline_of(plan: PlanRecord) -> Timeline:
     """The simulated step. Raises UserError for a plan that has none."""
     if plan.timeline is None:
         raise UserError(
@@ -25,7 +22,7 @@ def timeline_of(plan: ShardingPlan) -> Timeline:
     return plan.timeline
 
 
-def is_timed(plan: ShardingPlan) -> bool:
+def is_timed(plan: PlanRecord) -> bool:
     """Whether the plan's collectives have their times."""
     return plan.timeline is not None and all(one.exposed is not None for one in plan.collectives)
 

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.compile.compiled import Mode, Split, compile_split, split_program
 from autoshard.config.options import Options
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
-from autoshard.plans.plan import ShardingPlan
 from passes.base import PassContext
-from passes.checkpoint import Checkpoint
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.simulate import simulate
 from passes.ir.graph import Input, InputRole, OutputRole, copy_graph, origin_of, placeholders, saving_of
 from passes.ir.mesh import Mesh
+from passes.rematerialize import Rematerialize
 from tests.cost.measured import measure_step
 from tests.models import Case, Llama, build
 from tests.spmd.oracle import Ranks, check_step, plan_ranks
@@ -33,7 +33,7 @@ STEPS = 3
 def _with_blocks_again(ranks: Ranks) -> Ranks:
     """The same ranks with another program; they go on from where they are."""
     graph = copy_graph(ranks.planned.graph)
-    assert Checkpoint(()).run(graph, PassContext(ranks.mesh))
+    assert Rematerialize(()).run(graph, PassContext(ranks.mesh))
     held = [dict(parts) for parts in ranks.held]
     return replace(ranks, planned=replace(ranks.planned, graph=graph), held=held)
 
@@ -80,7 +80,7 @@ def test_blocks_that_are_computed_again_give_the_same_to_the_bit(
 
 MESH, LIMIT = Mesh("dp=2,tp=2", hardware="h100"), 2_500_000
 AUTO = Options(recipe="fsdp+megatron", memory_limit=LIMIT)
-BLOCK = Options(recipe="fsdp+megatron", checkpoint="block")
+BLOCK = Options(recipe="fsdp+megatron", recompute="block")
 
 
 @cache
@@ -91,7 +91,7 @@ def _llama() -> Case:
 
 @cache
 def _plan() -> ShardingPlan:
-    return plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO)
+    return ShardingPlan.of(*plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO))
 
 
 @cache
@@ -101,7 +101,7 @@ def _made(options: Options) -> Planned:
 
 def test_what_is_computed_again_makes_a_step_fit() -> None:
     auto = _plan()
-    usual, block, roomy = auto.with_(checkpoint="none"), auto.with_(checkpoint="block"), auto.with_(memory_limit=None)
+    usual, block, roomy = auto.replan(recompute="none"), auto.replan(recompute="block"), auto.replan(memory_limit=None)
     assert roomy.recomputation is None and usual.recomputation is None, "nothing where all fits, or where told so"
     again, fitted = block.recomputation, auto.recomputation
     assert again is not None and fitted is not None
@@ -147,7 +147,7 @@ def test_compiled_code_computes_blocks_again() -> None:
 
 def test_a_model_without_lists_has_its_children_as_blocks() -> None:
     case = build("structured")
-    planned = make_plan(case.model, case.args, case.kwargs, Mesh("dp=2"), Options(recipe="fsdp", checkpoint="block"))
+    planned = make_plan(case.model, case.args, case.kwargs, Mesh("dp=2"), Options(recipe="fsdp", recompute="block"))
     remade = [node for node in planned.graph.graph.nodes if saving_of(node) == "remade"]
     assert planned.plan.recomputation is not None and planned.plan.recomputation.compute is None
     assert {origin_of(node).fqn for node in remade} <= {"linear", "scale"}
@@ -177,7 +177,7 @@ class Checkpointed(nn.Module):
 
 def test_what_the_model_checkpoints_is_computed_again() -> None:
     case = Case(Checkpointed().double(), (torch.randn(8, 16, dtype=torch.float64),), {})
-    ranks = check_step(case, "dp=2,tp=2", Options(recipe="fsdp+megatron", checkpoint="none"))
+    ranks = check_step(case, "dp=2,tp=2", Options(recipe="fsdp+megatron", recompute="none"))
     split = split_program(ranks.planned.graph, mode="eager")
     assert split.backward is not None
     remade = [node for node in split.backward.graph.nodes if saving_of(node) == "remade"]

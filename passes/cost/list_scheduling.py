@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from passes.cost.movable import Facts, Unit
+from passes.cost.movable_tasks import Facts, Unit
 from passes.cost.program import Program
 
 LOOKAHEAD = 32  # kernels; about those of a layer's half

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
-from passes.cost.compute import LOOKUPS, is_view
+from passes.cost.kernel_time import LOOKUPS, is_view
 from passes.ir.graph import operands, results_of, tensor_of
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size

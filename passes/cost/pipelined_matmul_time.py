@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes._torch import ALL_GATHER_MATMUL
-from passes.cost.compute import Product, product_seconds, region_seconds, tensor_bytes
+from passes.cost.kernel_time import Product, product_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Hardware
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor

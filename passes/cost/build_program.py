@@ -13,11 +13,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload
-from passes.cost.collective import collective_seconds, link_of
-from passes.cost.compute import kernel_flops, kernel_seconds, region_seconds
-from passes.cost.pipelined import pipelined
+from passes.cost.collective_time import collective_seconds, link_of
+from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, is_reduction, regions
+from passes.cost.kernel_time import kernel_flops, kernel_seconds, region_seconds
+from passes.cost.pipelined_matmul_time import pipelined
 from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
-from passes.cost.regions import bytes_read, is_alias, is_fusible, is_reduction, regions
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.graph import (

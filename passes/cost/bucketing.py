@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from passes.cost.collective import collective_seconds
-from passes.cost.compute import region_seconds
+from passes.cost.collective_time import collective_seconds
+from passes.cost.kernel_time import region_seconds
 from passes.cost.program import COMPUTE, Buffer, Program, Task
 
 Sort = tuple[tuple[str, ...], str]  # the mesh axes and the dtype of messages

@@ -1,4 +1,4 @@
-"""The fastest of the orders that `passes.cost.order` makes of a step: how much is gathered ahead, what waits, what is joined.
+"""Search the orders that list scheduling makes of a step for the fastest: prefetch window, held kernels, bucket size.
 
 Of orders that are equally fast, the one that loses least where links are slower than they are thought to be.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.cost.bucket import Bucketing, Sizes, Sort, seconds_by_sort
-from passes.cost.movable import Facts
-from passes.cost.order import ordered
+from passes.cost.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
+from passes.cost.list_scheduling import ordered
+from passes.cost.movable_tasks import Facts
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 
@@ -220,7 +220,7 @@ def _within(orders: _Orders, found: Schedule, memory_limit: int | None) -> Sched
 def prefetch(
     program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0, room: int | None = None
 ) -> Program:
-    """`program` in the order of `passes.cost.order`, or as it is where that is not faster."""
+    """`program` in the order of `passes.cost.list_scheduling`, or as it is where that is not faster."""
     found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room).program
     return found if simulate(found).step_time < simulate(program).step_time else program
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from passes.cost.from_graph import program_of_graph
+from passes.cost.build_program import program_of_graph
 from passes.cost.program import Program
 from passes.ir.graph import outputs_of
 from passes.ir.mesh import Mesh
 
 
 @dataclass
-class LastProgram:
+class ProgramMemo:
     """Remembers the program that was asked for last, and all of the graph that it was made of."""
 
     _facts: list[Any] = field(default_factory=list)

@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from passes.base import Pass, PassContext
-from passes.cost.savings import savings
+from passes.cost.saved_values import savings
 from passes.ir.blocks import Blocks
 from passes.ir.graph import Stage, output_node, set_saving
 
 
 @dataclass(frozen=True)
-class Checkpoint(Pass):
+class Rematerialize(Pass):
     """Of each block of a model (`passes/ir/blocks.py`), keep what leaves it and compute the rest again in the backward.
 
     1. What leaves a block is `saved`. Where it was gathered for those that take it, what was gathered is.
@@ -60,10 +60,10 @@ class Checkpoint(Pass):
         %mm_2: f32[8, 8] = mm(%permute, %mul)      # net.py:7 layers.0
         return output("output") %sin, gradient("layers.0.w") %mm_2
 
-    Context: Checkpoint(())
+    Context: Rematerialize(())
     """
 
-    name: ClassVar[str] = "checkpoint"
+    name: ClassVar[str] = "rematerialize"
     takes: ClassVar[Stage] = Stage.LOCAL
     gives: ClassVar[Stage] = Stage.LOCAL
 

@@ -1,0 +1,46 @@
+"""Checks of what a user gives: the type and range of an argument, and a message that says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from passes.errors import UserError
+
+SHOWN_CHARACTERS = 60  # of a value that a message repeats; a longer one is shown by its type
+
+
+def shown(value: object) -> str:
+    """Return `value` as a message shows it: its text, or its type where the text is long."""
+    text = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS and "\n" not in text else type(value).__name__
+
+
+def check_choice(where: str, name: str, value: object, known: Iterable[object]) -> None:
+    """Raise UserError for a value that is none of `known`; 1 is not True."""
+    known = tuple(known)
+    if not any(type(value) is type(one) and value == one for one in known):
+        raise UserError(f"{where}({name}={shown(value)}): choose {' or '.join(map(repr, known))}")
+
+
+def check_count(where: str, name: str, value: object, unit: str) -> None:
+    """Raise UserError for what is no whole number, 0 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UserError(f"{where}({name}={shown(value)}): give {unit}, a whole number of 0 or more")
+
+
+def check_kind(where: str, name: str, value: object, kinds: type | tuple[type, ...], advice: str) -> None:
+    """Raise UserError for a value of another type than `kinds`; `advice` says what to give."""
+    if not isinstance(value, kinds):
+        raise UserError(f"{where}({name}={shown(value)}): give {advice}")
+
+
+def is_seconds(value: object) -> bool:
+    """Return whether `value` is a finite number of seconds, 0 or more."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def is_mapping_by_name(value: object) -> bool:
+    """Return whether `value` is a mapping whose keys are strings."""
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
