@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_empty, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.collective import is_step, step_axes, step_kind
+from passes.ir.collectives import StepCall, is_step, kind_of_op, step_axes, step_kind
 from passes.ir.fake import fake_call, is_viewable
 from passes.ir.graph import (
     Input,
@@ -46,7 +46,6 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
 from passes.rules.rule import Call, LocalCall, call_of, rule_of
-from passes.rules.steps import StepCall, step_form
 
 aten = torch.ops.aten
 
@@ -166,7 +165,7 @@ class _Emitter:
         value = operands(node)[0]
         axes = tuple(self.mesh.index(axis) for axis in step_axes(node))
         shape = self.shapes[node]
-        return step_form(node.target)(StepCall(self, self.mesh, value, shape, needs_of(node)[0], layout_of(node), axes))
+        return step_kind(node).lower(StepCall(self, self.mesh, value, shape, needs_of(node)[0], layout_of(node), axes))
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call in front of the node at hand. A view that strides forbid is made on a copy."""
@@ -196,8 +195,8 @@ class _Emitter:
         set_value(new, self._run(op, args, kwargs))
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
-        if op.namespace == "_c10d_functional" and op is not torch.ops._c10d_functional.wait_tensor.default:
-            set_transfer(new, Transfer(step_kind(self.at), step_axes(self.at), (self.at.name,)))
+        if kind_of_op(op) is not None:
+            set_transfer(new, Transfer(step_kind(self.at).name, step_axes(self.at), (self.at.name,)))
         return new
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

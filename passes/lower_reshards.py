@@ -27,7 +27,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.steps import plan_steps
+from passes.ir.routes import plan_steps
 from passes.recipes.weights import weights_of
 
 
@@ -95,7 +95,7 @@ def _lower(node: Node, mesh: Mesh, order: dict[Node, int]) -> None:
     for step in steps:
         before = first_user if grows and first_user is not None else node
         with node.graph.inserting_before(before):
-            new = node.graph.call_function(step.kind, (current, [mesh.names[a] for a in step.axes]))
+            new = node.graph.call_function(step.kind.step, (current, [mesh.names[a] for a in step.axes]))
         order[new] = order.get(before, 0)
         copy_facts(node, new)
         set_value(new, value_of(node))

@@ -14,16 +14,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of
 from passes.errors import VerifyError
-from passes.ir.collective import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    is_step,
-    reduce_scatter,
-    step_axes,
-    take_part,
-    take_term,
-)
+from passes.ir.collectives import is_step, kind_of_op, step_axes, step_kind
 from passes.ir.graph import (
     Input,
     InputRole,
@@ -54,22 +45,13 @@ from passes.ir.graph import (
     transfer_of,
     value_of,
 )
-from passes.ir.layout import Layout, Partial, Placement, R, Replicate, Shard, is_even, is_storable
+from passes.ir.layout import Layout, Placement, R, is_even, is_storable
 from passes.ir.mesh import Mesh
 from passes.ir.one_operator import OPERATORS
-from passes.ir.text import DTYPE_NAMES, FUNCTION_NAMES, format_node, format_type
+from passes.ir.text import DTYPE_NAMES, format_node, format_type, name_of_function
 from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, space_of
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-_MOVES: dict[object, tuple[type[Placement], type[Placement]]] = {
-    all_gather: (Shard, Replicate),
-    reduce_scatter: (Partial, Shard),
-    all_reduce: (Partial, Replicate),
-    all_to_all: (Shard, Shard),
-    take_part: (Replicate, Shard),
-    take_term: (Replicate, Partial),
-}
 
 
 def verify(gm: GraphModule, mesh: Mesh) -> None:
@@ -138,7 +120,7 @@ class _Check:
             self.fail(node, f"%{twin.name} is {input_of(node).role.value} {input_of(node).name!r} as well")
 
     def _call(self, node: Node) -> None:
-        if not isinstance(node.target, OpOverload) and node.target not in FUNCTION_NAMES:
+        if not isinstance(node.target, OpOverload) and name_of_function(node.target) is None:
             self.fail(node, f"it calls {node.target}, which is neither an op nor in passes/ir/text/lexer.py")
         if not has_value(node):
             self.fail(node, "it has no value")
@@ -267,10 +249,10 @@ class _Check:
 
     def _step(self, node: Node) -> None:
         source, target = layout_of(operands(node)[0]), layout_of(node)
-        before, after = _MOVES[node.target]
+        kind = step_kind(node)
         moved = tuple(self.mesh.index(axis) for axis in step_axes(node))
         for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True)):
-            fits = isinstance(old, before) and isinstance(new, after) if axis in moved else old == new
+            fits = kind.moves(old, new) if axis in moved else old == new
             if not fits:
                 self.fail(node, f"on {self.mesh.names[axis]} it goes from {old} to {new}")
 
@@ -291,7 +273,7 @@ class _Check:
         for node in self.graph.nodes:
             if is_step(node):
                 self.fail(node, "steps are functional collectives by now")
-            if _is_collective(node) or node.target in OPERATORS:
+            if kind_of_op(node.target) is not None or _is_collective(node):
                 self._group(node)
                 if node.target not in OPERATORS and any(user.target is not _WAIT for user in node.users):
                     self.fail(node, "what a collective gives is read before it is awaited")
@@ -304,7 +286,10 @@ class _Check:
         if node.args[-1] != self.mesh.group_name(transfer.axes):
             self.fail(node, f"it is no collective over {', '.join(transfer.axes)} of mesh {self.mesh}")
         ranks = math.prod(map(self.mesh.axis_size, transfer.axes))
-        if transfer.kind in ("all_gather", "reduce_scatter") and node.args[-2] != ranks:
+        kind = kind_of_op(node.target)
+        if kind is None or kind.name != transfer.kind:
+            self.fail(node, f"it is no {transfer.kind}")
+        if kind.counts_ranks and node.args[-2] != ranks:
             self.fail(node, f"it is a collective of {node.args[-2]} ranks in a group of {ranks}")
 
     def _computed(self, node: Node) -> None:

@@ -27,7 +27,7 @@ from autoshard.planner.planning import Planned, make_plan
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError
-from passes.ir.collective import is_step
+from passes.ir.collectives import is_step
 from passes.ir.graph import (
     Origin,
     Stage,

@@ -20,12 +20,13 @@ from passes.cost import collective_time as wire
 from passes.cost import kernel_time as kernel
 from passes.errors import UserError
 from passes.hardware.hardware import Group, Hardware
+from passes.ir.collectives import formulas
 from passes.ir.text import DTYPES
 from passes.ir.units import format_seconds
 
 T, H = sympy.symbols("T H", positive=True)
-k = wire.k  # devices
-SYMBOLS = {T: "tokens: batch x sequence", H: "hidden size", **wire.SYMBOLS, **kernel.SYMBOLS}
+k = formulas.k  # devices
+SYMBOLS = {T: "tokens: batch x sequence", H: "hidden size", **formulas.SYMBOLS, **kernel.SYMBOLS}
 WIDTH = 4  # the weight is [H, 4H]
 LARGEST = 1 << 26  # sizes beyond are not looked at
 
@@ -179,7 +180,7 @@ def _terms(way: Way, question: Question) -> tuple[_Term, ...]:
         terms.append(_Term(kernel.PRODUCT, shape))
     for transfer in way.transfers:
         formula = wire.formula_for(transfer.kind, question.group, question.hardware)
-        terms.append(_Term(formula, {wire.N: itemsize * transfer.elements}))
+        terms.append(_Term(formula, {formulas.N: itemsize * transfer.elements}))
     return tuple(terms)
 
 
@@ -207,7 +208,7 @@ def _figures(question: Question) -> dict[sympy.Symbol, float]:
     """What the symbols of `passes.cost` are on this hardware and group, and what is given of T and H."""
     hardware = question.hardware
     figures = wire.values_of(0, question.group, hardware)
-    del figures[wire.N]
+    del figures[formulas.N]
     figures |= {} if question.tokens is None else {T: question.tokens}
     figures |= {} if question.hidden is None else {H: question.hidden}
     return {

@@ -15,10 +15,11 @@ import sympy
 from passes.cost import collective_time as wire
 from passes.errors import UserError
 from passes.hardware.hardware import Group, Hardware
+from passes.ir.collectives import formulas
 from passes.ir.text import DTYPES
 from passes.ir.units import format_bytes, format_seconds
 
-n, p = wire.n, wire.p
+n, p = formulas.n, formulas.p
 Q, W, G = sympy.symbols("Q W G", positive=True)
 SYMBOLS = {
     Q: "bytes of the parameters as they are stored",
@@ -69,7 +70,7 @@ class Step:
 
     def sent(self) -> tuple[sympy.Expr, sympy.Expr]:
         """Bytes that a device sends: in its node, over the network."""
-        group = {wire.k: self.ranks, wire.n: self.nodes, wire.p: self.ranks / self.nodes, wire.N: self.whole}
+        group = {formulas.k: self.ranks, formulas.n: self.nodes, formulas.p: self.ranks / self.nodes, formulas.N: self.whole}
         inside, network = wire.sent_formula(self.kind, "inside" if self.nodes == 1 else "across")
         return inside.subs(group, simultaneous=True), network.subs(group, simultaneous=True)
 

@@ -20,6 +20,7 @@ from passes.cost.pipelined_matmul_time import pipelined
 from passes.cost.program import COMPUTE, OPTIMIZER, Buffer, Program, Task
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware
+from passes.ir.collectives import Kind, kind_of_op
 from passes.ir.graph import (
     InputRole,
     Output,
@@ -298,10 +299,10 @@ class _Builder:
             nodes=tuple(n.name for n in group),
             backward=self.backward,
         )
-        if node.target.namespace == "_c10d_functional":
-            return self._collective(node, task, prefetchable=known)
         if node.target in OPERATORS:
             return self._pipelined(node, task)
+        if (kind := kind_of_op(node.target)) is not None:
+            return self._collective(node, kind, task, prefetchable=known)
         if len(group) == 1 and not is_fusible(node.target):
             call = call_of(node)
             seconds = kernel_seconds(call, self.hardware)
@@ -314,18 +315,17 @@ class _Builder:
         in_place = self.fused and len(outputs) == 1 and not any(is_reduction(n.target) for n in group)
         return replace(task, seconds=seconds, flops=flops, in_place=in_place)
 
-    def _collective(self, node: Node, task: Task, *, prefetchable: bool) -> Task:
+    def _collective(self, node: Node, kind: Kind, task: Task, *, prefetchable: bool) -> Task:
         transfer = transfer_of(node)
         axes = self.mesh.axes_of_group(str(node.args[-1]))
-        kind = transfer.kind if transfer is not None else _kind(node)
         nbytes = max(sum(map(_result_bytes, operands(node))), _result_bytes(node))
         group = self.mesh.group_shape(axes)
         return replace(
             task,
-            kind=kind,
+            kind=kind.name,
             stream=link_of(group),
-            seconds=collective_seconds(kind, nbytes, group, self.hardware),
-            in_place=kind == "all_reduce",
+            seconds=collective_seconds(kind.name, nbytes, group, self.hardware),
+            in_place=kind.in_place,
             axes=axes,
             dtype=DTYPE_NAMES[results_of(node)[0].dtype],
             nbytes=nbytes,
@@ -432,13 +432,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _result_bytes(node: Node) -> int:
     return sum(map(_nbytes, results_of(node)))
-
-
-def _kind(node: Node) -> str:
-    """Kind of a collective by the name of its op."""
-    assert isinstance(node.target, OpOverload)
-    name = node.target.overloadpacket.__name__
-    return next(k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k))
 
 
 def _workspace(node: Node, *, fused: bool) -> int:

@@ -12,15 +12,22 @@ from typing import Any, NoReturn
 import torch
 
 from passes.errors import GraphTextError, UserError
-from passes.ir.collective import STEPS
+from passes.ir.collectives import KINDS
 from passes.ir.graph import reshard
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
-    "reshard": reshard,
-    **{step.__name__: step for step in STEPS},
-}
-FUNCTION_NAMES = {function: name for name, function in FUNCTIONS.items()}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {"getitem": operator.getitem, "reshard": reshard}
+
+
+def function_named(name: str) -> Callable[..., Any] | None:
+    """Return the function that is no op and is written as `name`: `getitem`, `reshard`, or the step of a collective."""
+    return KINDS[name].step if name in KINDS else FUNCTIONS.get(name)
+
+
+def name_of_function(function: object) -> str | None:
+    """Return how a function that is no op is written; None for one that graphs do not call."""
+    names = (*FUNCTIONS, *KINDS)
+    return next((name for name in names if function_named(name) is function), None)
+
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,

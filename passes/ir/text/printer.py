@@ -47,7 +47,7 @@ from passes.ir.graph import (
     value_of,
 )
 from passes.ir.mesh import Mesh
-from passes.ir.text.lexer import DTYPE_NAMES, FUNCTION_NAMES
+from passes.ir.text.lexer import DTYPE_NAMES, name_of_function
 
 WIDTH = 120  # characters; a longer return line is written one value per line
 GAP = " " * 6  # in front of a comment
@@ -96,8 +96,9 @@ def format_target(target: object) -> str:
     """`mm`, `add.Tensor`, `prims.iota`, `reshard`."""
     if isinstance(target, OpOverload):
         return str(target).removeprefix("aten.").removesuffix(".default")
-    if target in FUNCTION_NAMES:
-        return FUNCTION_NAMES[target]
+    name = name_of_function(target)
+    if name is not None:
+        return name
     raise CompilerError(f"a graph calls {target!r}, which is neither an op nor in passes/ir/text/lexer.py")
 
 

@@ -1,4 +1,4 @@
-"""Per-device forms of the steps of a reshard: functional collectives between views and permutes.
+"""What the per-device forms of all kinds are made of: functional collectives between views and permutes.
 
 A dim of a per-device tensor is what is left of the global dim's digits. Every step therefore views the
 tensor as those digits, exposes or receives the digit of the axes that move, permutes it from or to its
@@ -8,7 +8,7 @@ place, and views the result back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,8 +16,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
-from passes.ir.collective import all_gather, all_reduce, all_to_all, reduce_scatter, take_part, take_term
-from passes.ir.layout import IDENTITIES, Layout, Partial, Shard
+from passes.ir.layout import Layout, Partial, Shard
 from passes.ir.mesh import Mesh
 
 aten = torch.ops.aten
@@ -68,12 +67,19 @@ class StepCall:
             return value
         return self.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
 
+    @property
+    def reduction(self) -> str:
+        """What the ranks' terms are reduced by."""
+        placement = self.before.on(self.axes[0])
+        assert isinstance(placement, Partial)
+        return placement.op
+
     def wait(self, value: Node) -> Node:
         return self.emit(c10d.wait_tensor.default, value)
 
 
 @dataclass(frozen=True)
-class _Digit:
+class Digit:
     """One digit of one dim: an axis's, or free (axis None)."""
 
     length: int
@@ -82,93 +88,17 @@ class _Digit:
     position: int = 0  # tells equal free digits apart
 
 
-def step_form(target: object) -> Callable[[StepCall], Node]:
-    """The per-device form of a step."""
-    return _FORMS[target]
-
-
-def _all_gather(call: StepCall) -> Node:
-    digits = _digits(call.before, call.shape, call.mesh)
-    local = [d for d in digits if d.axis is None]
-    gathered = call.emit(c10d.all_gather_into_tensor.default, call.contiguous(call.value), call.ranks, call.group)
-    have = [*(_axis_digit(digits, axis) for axis in call.axes), *local]
-    return _join(call, call.wait(gathered), have, [d for d in digits if d.axis is None or d.axis in call.axes])
-
-
-def _reduce_scatter(call: StepCall) -> Node:
-    front, rest = _expose(call)
-    flat = call.view(front, [call.ranks, math.prod(d.length for d in rest)])
-    scattered = call.emit(c10d.reduce_scatter_tensor.default, flat, _reduction(call), call.ranks, call.group)
-    return call.view(call.wait(scattered), _merged(rest, len(call.shape)))
-
-
-def _reduction(call: StepCall) -> str:
-    placement = call.before.on(call.axes[0])
-    assert isinstance(placement, Partial)
-    return placement.op
-
-
-def _all_reduce(call: StepCall) -> Node:
-    return call.wait(call.emit(c10d.all_reduce.default, call.contiguous(call.value), _reduction(call), call.group))
-
-
-def _take_part(call: StepCall) -> Node:
-    front, rest = _expose(call)
-    for axis in call.axes:
-        coordinate = call.emitter.coordinate(axis)
-        front = call.emit(aten.index.Tensor, front, [coordinate])
-        shape = front.meta["val"].shape[1:]
-        front = call.view(front, shape)
-    return call.view(front, _merged(rest, len(call.shape)))
-
-
-def _take_term(call: StepCall) -> Node:
-    value = call.value
-    held = value.meta["val"]
-    identities: dict[str, Node] = {}
-    for axis in call.axes:
-        placement = call.after.on(axis)
-        assert isinstance(placement, Partial)
-        if placement.op not in IDENTITIES:
-            continue
-        if placement.op not in identities:
-            fill = IDENTITIES[placement.op]
-            full = call.emit(aten.full.default, [], fill, dtype=held.dtype, device=held.device, pin_memory=False)
-            identities[placement.op] = full
-        first = call.view(call.emit(aten.eq.Scalar, call.emitter.coordinate(axis), 0), [])
-        value = call.emit(aten.where.self, first, value, identities[placement.op])
-    return value
-
-
-def _all_to_all(call: StepCall) -> Node:
-    """The new digit goes out, the old one comes in: both are exposed on a mesh with the axis twice."""
-    axis = call.axes[0]
-    size = call.mesh.sizes[axis]
-    twice = Mesh((*call.mesh.names, f"{call.mesh.names[axis]}_new"), (*call.mesh.sizes, size))
-    both = Layout((*call.before.placements, call.after.on(axis)))
-    new = call.mesh.ndim
-    digits = _digits(both, call.shape, twice)
-    held = [d for d in digits if d.axis is None or d.axis == new]
-    sent = [d for d in held if d.axis == new] + [d for d in held if d.axis is None]
-    exposed = call.permute(call.view(call.value, [d.length for d in held]), [held.index(d) for d in sent])
-    pieces = call.view(call.contiguous(exposed), [size, math.prod(d.length for d in sent[1:])])
-    ones = [1] * size
-    received = call.wait(call.emit(c10d.all_to_all_single.default, pieces, ones, ones, call.group))
-    have = [_axis_digit(digits, axis), *(d for d in held if d.axis is None)]
-    return _join(call, received, have, [d for d in digits if d.axis is None or d.axis == axis])
-
-
-def _expose(call: StepCall) -> tuple[Node, list[_Digit]]:
+def expose(call: StepCall) -> tuple[Node, list[Digit]]:
     """The value with the digits of the moving axes in front, in mesh order, and the digits behind them."""
-    digits = _digits(call.after, call.shape, call.mesh)
+    digits = digits_of(call.after, call.shape, call.mesh)
     held = [d for d in digits if d.axis is None or d.axis in call.axes]
     rest = [d for d in held if d.axis is None]
-    order = [*(_axis_digit(held, axis) for axis in call.axes), *rest]
+    order = [*(axis_digit(held, axis) for axis in call.axes), *rest]
     split = call.view(_padded(call, held), [d.length for d in held])
     return call.contiguous(call.permute(split, [held.index(d) for d in order])), rest
 
 
-def _padded(call: StepCall, held: list[_Digit]) -> Node:
+def _padded(call: StepCall, held: list[Digit]) -> Node:
     """Pad every dim whose innermost digit does not divide, so that it does."""
     value = call.value
     for dim, (lead, have, want) in _padding(call, held).items():
@@ -180,11 +110,11 @@ def _padded(call: StepCall, held: list[_Digit]) -> Node:
     return value
 
 
-def _join(call: StepCall, value: Node, have: list[_Digit], want: list[_Digit]) -> Node:
+def join(call: StepCall, value: Node, have: list[Digit], want: list[Digit]) -> Node:
     """View `value` as digits `have`, order them as `want`, merge each dim, and cut off padding."""
     split = call.view(value, [d.length for d in have])
     joined = call.contiguous(call.permute(split, [have.index(d) for d in want]))
-    shape = _merged(want, len(call.shape))
+    shape = merged(want, len(call.shape))
     value = call.view(joined, shape)
     for dim, (lead, length, padded) in _padding(call, want).items():
         shape = list(value.meta["val"].shape)
@@ -194,7 +124,7 @@ def _join(call: StepCall, value: Node, have: list[_Digit], want: list[_Digit]) -
     return value
 
 
-def _padding(call: StepCall, held: list[_Digit]) -> dict[int, tuple[int, int, int]]:
+def _padding(call: StepCall, held: list[Digit]) -> dict[int, tuple[int, int, int]]:
     """Dim -> (length outside, real length, padded length), where a moving axis pads it."""
     found = {}
     layout = call.after if any(isinstance(call.after.on(a), Shard) for a in call.axes) else call.before
@@ -213,7 +143,7 @@ def _padding(call: StepCall, held: list[_Digit]) -> dict[int, tuple[int, int, in
     return found
 
 
-def _digits(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[_Digit]:
+def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]:
     """All digits of all dims, outermost first: free ones between those of axes."""
     found = []
     for dim, size in enumerate(shape):
@@ -221,27 +151,17 @@ def _digits(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[_Digit]:
         for axis in layout.axes_on(dim):
             placement = layout.on(axis)
             assert isinstance(placement, Shard)
-            found.append(_Digit(placement.outer // end, None, dim))
-            found.append(_Digit(mesh.sizes[axis], axis, dim))
+            found.append(Digit(placement.outer // end, None, dim))
+            found.append(Digit(mesh.sizes[axis], axis, dim))
             end = placement.outer * mesh.sizes[axis]
-        found.append(_Digit(-(-size // end), None, dim))
+        found.append(Digit(-(-size // end), None, dim))
     kept = [digit for digit in found if digit.axis is not None or digit.length != 1]
     return [replace(digit, position=i) for i, digit in enumerate(kept)]
 
 
-def _axis_digit(digits: list[_Digit], axis: int) -> _Digit:
+def axis_digit(digits: list[Digit], axis: int) -> Digit:
     return next(d for d in digits if d.axis == axis)
 
 
-def _merged(digits: list[_Digit], ndim: int) -> list[int]:
+def merged(digits: list[Digit], ndim: int) -> list[int]:
     return [math.prod(d.length for d in digits if d.dim == dim) for dim in range(ndim)]
-
-
-_FORMS: dict[object, Callable[[StepCall], Node]] = {
-    all_gather: _all_gather,
-    reduce_scatter: _reduce_scatter,
-    all_reduce: _all_reduce,
-    all_to_all: _all_to_all,
-    take_part: _take_part,
-    take_term: _take_term,
-}
