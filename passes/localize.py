@@ -165,7 +165,9 @@ class _Emitter:
         value = operands(node)[0]
         axes = tuple(self.mesh.index(axis) for axis in step_axes(node))
         shape = self.shapes[node]
-        return step_kind(node).lower(StepCall(self, self.mesh, value, shape, needs_of(node)[0], layout_of(node), axes))
+        before, after = needs_of(node)[0], layout_of(node)
+        call = StepCall(self, self.mesh, value, shape, before, after, axes, tuple(node.args[2:]))
+        return step_kind(node).lower(call)
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call in front of the node at hand. A view that strides forbid is made on a copy."""

@@ -44,6 +44,7 @@ class StepCall:
     before: Layout
     after: Layout
     axes: tuple[int, ...]
+    args: tuple[Any, ...] = ()  # what the step is given besides, such as how far a send goes
 
     @property
     def ranks(self) -> int:
