@@ -125,7 +125,7 @@ at stage EXPLICIT, %mm is not valid: on tp it runs as S(1), S(0) -> R, but its r
         (lambda gm: node_of(gm, "x").meta.pop("val"), "%x is not valid: it has no value"),
         (lambda gm: update_facts(node_of(gm, "w"), input=None), "%w is not valid: a placeholder without a role"),
         (lambda gm: node_of(gm, "w").append(node_of(gm, "relu")), "the graph is broken: "),
-        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand in front of all calls"),
+        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand before all calls"),
         (lambda gm: setattr(node_of(gm, "relu"), "target", torch.relu), "which is neither an op nor in passes/ir/text/lexer"),
         (lambda gm: set_outputs(gm.graph, ()), "the outputs are not valid: 4 values have 0 descriptions"),
         (lambda gm: gm.graph.output_node().meta.clear(), "the outputs are not valid: they are not described"),
