@@ -15,7 +15,7 @@ from passes.cost.best_schedule import WORTH, Schedule, bucketed, memory_cap, pre
 from passes.cost.bucketing import SMALLER, buckets, neighbours, sizes
 from passes.cost.program import Program
 from passes.cost.simulate import simulate
-from passes.ir.fake import fake_call
+from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     Stage,
     add_call,

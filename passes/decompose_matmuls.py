@@ -15,11 +15,11 @@ from passes.cost.collective_time import link_of
 from passes.cost.program import Program, Task
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
-from passes.ir.chunks import Site, sites_in, split
-from passes.ir.excerpt import excerpt
 from passes.ir.graph import Stage, copy_graph, origin_of, repeats_of
+from passes.ir.matmul_chunks.excerpt import excerpt
+from passes.ir.matmul_chunks.one_operator import make_one, why_not_one
+from passes.ir.matmul_chunks.sites import Site, sites_in, split
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import make_one, why_not_one
 from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # chunks that are tried

@@ -14,6 +14,8 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.ir.equal_layers import Indexed, Layer, Layers, depth_of
+from passes.ir.folded_layers import Repeats, Run, index_in
 from passes.ir.graph import (
     Output,
     OutputRole,
@@ -25,8 +27,6 @@ from passes.ir.graph import (
     set_outputs,
     set_repeats,
 )
-from passes.ir.layers import Indexed, Layer, Layers, depth_of
-from passes.ir.repeats import Repeats, Run, index_in
 
 MAX_PERIOD = 4  # layers; sliding and global attention, or dense and MoE, alternate with 2 to 4 in most models
 

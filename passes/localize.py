@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from passes._torch import OpOverload, fake_empty, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.collectives import StepCall, is_step, kind_of_op, step_axes, step_kind
-from passes.ir.fake import fake_call, is_viewable
+from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import (
     Input,
     InputRole,

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import FakeTensorMode, OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.fake import fake_call, is_viewable
+from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import Stage, add_call, copy_facts, is_reshard, set_draw, set_value, tensor_of, value_of
 
 aten = torch.ops.aten

@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.ir.edges import Edge
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -29,6 +28,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Partial, Placement, R, Shard, is_even, next_digit
+from passes.ir.propagation_edges import Edge
 from passes.placed import Placed
 from passes.recipes.weights import weights_of
 from passes.rules.rule import Row, Space, linear_row, replicated_row, row_giving, row_sharding, rule_of

@@ -9,13 +9,13 @@ from torch.fx import GraphModule
 
 from passes.base import Pass, PassContext
 from passes.cost.saved_values import savings
-from passes.ir.blocks import Blocks
 from passes.ir.graph import Stage, output_node, set_saving
+from passes.ir.recompute_blocks import Blocks
 
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Of each block of a model (`passes/ir/blocks.py`), keep what leaves it and compute the rest again in the backward.
+    """Of each block of a model (`passes/ir/recompute_blocks.py`), keep what leaves it and compute the rest again in the backward.
 
     1. What leaves a block is `saved`. Where it was gathered for those that take it, what was gathered is.
     2. What the backward needs of a block, and what that is computed from, is `remade`, collectives included, from what

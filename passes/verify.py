@@ -49,8 +49,8 @@ from passes.ir.graph import (
     value_of,
 )
 from passes.ir.layout import Layout, Placement, R, is_even, is_storable
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS
 from passes.ir.text import DTYPE_NAMES, format_node, format_type, name_of_function
 from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, space_of
 

@@ -16,6 +16,8 @@ from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
 from passes.base import PassContext
 from passes.fold import Fold
+from passes.ir.equal_layers import Indexed, Layers, depth_of
+from passes.ir.folded_layers import Repeats, Run
 from passes.ir.graph import (
     Output,
     OutputRole,
@@ -28,8 +30,6 @@ from passes.ir.graph import (
     set_repeats,
     set_value,
 )
-from passes.ir.layers import Indexed, Layers, depth_of
-from passes.ir.repeats import Repeats, Run
 from passes.manager import PassManager
 from passes.normalize import Normalize
 

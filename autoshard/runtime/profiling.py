@@ -25,8 +25,8 @@ from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.graph import operands, tensor_of
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS
 from passes.ir.text import DTYPE_NAMES
 from passes.ir.units import format_bytes, format_seconds
 

@@ -11,7 +11,7 @@ from autoshard.config.options import Options
 from passes._torch import ALL_GATHER_MATMUL, reserve_symmetric_memory
 from passes.errors import MeshError, UserError
 from passes.ir.graph import operands, tensor_of
-from passes.ir.one_operator import OPERATORS
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 
 DEVICES = ("cuda",)  # that can share memory
 

@@ -36,8 +36,8 @@ from passes.ir.graph import (
     transfer_of,
     value_of,
 )
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import call_of
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from passes.cost.program import Buffer, Program, Task
 from passes.errors import UnlikeLayersError
-from passes.ir.repeats import Repeats, Run, index_in, moved_to
+from passes.ir.folded_layers import Repeats, Run, index_in, moved_to
 
 T = TypeVar("T", Task, Buffer)
 

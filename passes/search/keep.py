@@ -14,9 +14,9 @@ from torch.fx import Graph
 
 from passes.cost.fused_regions import is_alias
 from passes.cost.saved_values import nbytes_of, savings
-from passes.ir.blocks import Blocks
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import transfer_of
-from passes.ir.repeats import Repeats
+from passes.ir.recompute_blocks import Blocks
 from passes.search import milp
 
 GAP = 1e-4  # of the seconds that are computed again

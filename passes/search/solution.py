@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
+from passes.ir.folded_layers import Repeats, expand_names
 from passes.ir.graph import input_of, note_of, operands, outputs_of, placeholders, returned
 from passes.ir.layout import Layout
-from passes.ir.repeats import Repeats, expand_names
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from passes.ir.equal_layers import Indexed, Layers, depth_of
 from passes.ir.graph import input_of, pins_of, repeats_of
-from passes.ir.layers import Indexed, Layers, depth_of
 
 
 @dataclass(frozen=True)

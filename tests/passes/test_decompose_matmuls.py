@@ -17,8 +17,8 @@ from passes.base import PassContext
 from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of_graph
 from passes.decompose_matmuls import WORTH, DecomposeMatmuls
-from passes.ir.chunks import sites_in, split
 from passes.ir.graph import note_of, origin_of, transfer_of
+from passes.ir.matmul_chunks.sites import sites_in, split
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from tests.models import build

@@ -23,7 +23,7 @@ from autoshard.config.options import Options, Overlap
 from autoshard.runtime.process_groups import axes_used
 from passes._torch import inductor_compile, register_group, unregister_group
 from passes.ir import chunks
-from passes.ir.chunks import sites_in
+from passes.ir.matmul_chunks.sites import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from tests.cost.measured import one_of

@@ -8,8 +8,8 @@ from typing import cast
 
 from torch.fx import GraphModule
 
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph.facts import KEY
-from passes.ir.repeats import Repeats
 
 
 class Stage(enum.IntEnum):

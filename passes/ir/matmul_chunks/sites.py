@@ -21,8 +21,8 @@ from passes.ir.graph import (
     tensor_of,
     transfer_of,
 )
-from passes.ir.rows import Rows, is_move, rows_gathered, rows_scattered, width_of
-from passes.ir.writer import Writer
+from passes.ir.matmul_chunks.row_order import Rows, is_move, rows_gathered, rows_scattered, width_of
+from passes.ir.matmul_chunks.writer import Writer
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import fake_mode_of
-from passes.ir.fake import fake_call, is_viewable
+from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import (
     add_call,
     copy_facts,

@@ -11,10 +11,10 @@ import torch
 from torch.fx import Node
 
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, OpOverload
-from passes.ir.chunks import Site
 from passes.ir.graph import note_of, operands, set_note, set_transfer, transfer_of
-from passes.ir.rows import width_of
-from passes.ir.writer import Writer
+from passes.ir.matmul_chunks.row_order import width_of
+from passes.ir.matmul_chunks.sites import Site
+from passes.ir.matmul_chunks.writer import Writer
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
