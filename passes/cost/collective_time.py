@@ -1,4 +1,4 @@
-"""What a collective costs on a machine: the formula of its kind, compiled, with the machine's figures.
+"""Predict the seconds of a collective: the formula of its kind, compiled, with the machine's figures.
 
 The formulas, and what they are of, are in `passes/ir/collectives`; `tests/cost/test_collective.py` holds them to published
 NCCL figures.
@@ -18,10 +18,10 @@ from passes.ir.collectives.formulas import SYMBOLS, A, B, N, S, a, b, c, k, m, n
 
 
 def collective_seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
-    """Seconds of a collective of `kind` (a name in `passes.ir.collectives.KINDS`) over `group`.
+    """Return the seconds of a collective of `kind` (a name in `passes.ir.collectives.KINDS`) over `group`.
 
-    `nbytes` is the larger side of a rank: the whole tensor that a gather makes or a reduction takes, what a rank
-    holds before an all-to-all. A group of one rank takes no time.
+    `nbytes` is the larger side of a rank: the whole tensor that a gather returns or a reduction takes, what a rank holds
+    before an all-to-all. A group of one rank takes no time.
     """
     return _seconds(kind, nbytes, group, hardware)
 
@@ -35,12 +35,12 @@ def _seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> floa
 
 
 def link_of(group: Group) -> Where:
-    """The link that a collective over `group` occupies."""
+    """Return the link that a collective over `group` occupies."""
     return "inside" if group.nodes == 1 else "across"
 
 
 def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Symbol, float]:
-    """What each of `SYMBOLS` stands for."""
+    """Return the value of each of `SYMBOLS`."""
     inside, across = hardware.inside, hardware.across
     return {
         N: nbytes,
@@ -60,7 +60,7 @@ def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Sym
 
 
 def formula_for(kind: str, group: Group, hardware: Hardware) -> sympy.Expr:
-    """The formula that `collective_seconds` evaluates for that group and hardware."""
+    """Return the formula that `collective_seconds` evaluates for that group and hardware."""
     return collective_formula(
         kind, link_of(group), switch=hardware.inside.reduces > 0, scatter_sends_all=hardware.scatter_sends_all
     )
@@ -69,9 +69,9 @@ def formula_for(kind: str, group: Group, hardware: Hardware) -> sympy.Expr:
 def collective_formula(
     kind: str, where: Where = "inside", *, switch: bool = False, scatter_sends_all: bool = False
 ) -> sympy.Expr:
-    """Seconds of a collective in a node, or over several, as a formula of `SYMBOLS`.
+    """Return the seconds of a collective in a node, or across nodes, as a formula of `SYMBOLS`.
 
-    `switch`: the switch of a node adds. `scatter_sends_all`: as gloo, whose reduce-scatter is an all-reduce.
+    `switch`: the switch of a node reduces. `scatter_sends_all`: as in gloo, whose reduce-scatter is an all-reduce.
     """
     formula = KINDS[kind].seconds
     assert formula is not None, f"{kind} sends nothing"
@@ -79,7 +79,7 @@ def collective_formula(
 
 
 def sent_formula(kind: str, where: Where) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that a rank sends of large messages, on mean, inside its node and over the network."""
+    """Return the mean bytes that a rank sends for a large message, inside its node and over the network."""
     return KINDS[kind].sent(where)
 
 

@@ -1,14 +1,14 @@
-"""How long messages take, and how many bytes they are, as formulas: what kinds of collectives are put together of.
+"""Give the seconds and bytes of a message as formulas, of which kinds of collectives are put together.
 
-A group has k ranks on n nodes, p on each. Its data goes one of three ways, and the library takes the quickest:
+A group has k ranks on n nodes, p on each. There are three algorithms, and the library takes the fastest:
 
 - a ring: k - 1 steps, n - 1 of them between nodes. Every rank passes on (k - 1) / k of the bytes, and p rings use
   the p network links of a node side by side;
 - a tree: log2 steps in the node and between nodes, up and down; every rank passes on all bytes both ways;
-- the switch, where it adds: a tree whose part in the node is one pass through the switch.
+- the switch, if it reduces: a tree whose part in the node is one pass through the switch.
 
 Inside a node every rank also reads and writes all bytes in its own memory once. With the constants of
-`passes/hardware/hardware.py` the forms fit published NCCL figures: `tests/cost/test_collective.py` holds them to each one.
+`passes/hardware/presets` the formulas fit published NCCL figures: `tests/cost/test_collective.py` checks each one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYMBOLS = {
     k: "ranks",
     n: "nodes that they are on",
     p: "ranks on a node",
-    m: "ranks that a node has room for",
+    m: "ranks that fit on a node",
     a: "seconds of a step inside a node",
     b: "bytes/s of a rank's link inside the node",
     s: "seconds of setup inside a node",
@@ -40,11 +40,11 @@ SYMBOLS = {
 
 
 def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
-    """One sweep around the ring gathers, or reduces and scatters; two do both."""
+    """Return the seconds of a ring: one sweep gathers, or reduces and scatters; two sweeps do both."""
     if where == "inside":
         return s + sweeps * (k - 1) * a + sweeps * _in_node(k) + 2 * N / c
     steps = (k - n) * a + (n - 1) * A
-    # The part in the node is that of k ranks in one, so that spreading a group over nodes never makes it quicker.
+    # The part in the node is that of k ranks in one node, so that spreading a group over nodes never makes it faster.
     in_node = sweeps * _in_node(least(k, m)) + 2 * N / c
     return S + sweeps * steps + _most(in_node, sweeps * (k - 1) / k * N / (p * B))
 
@@ -70,12 +70,12 @@ def _tree_steps() -> sympy.Expr:
 
 
 def _tree_network() -> sympy.Expr:
-    """Two nodes swap their sums; of more, each passes on all bytes both ways."""
+    """Return the seconds on the network: two nodes swap their sums; of more, each passes on all bytes both ways."""
     return least(n - 1, 2) * N / (p * B)
 
 
 def least(*terms: sympy.Expr) -> sympy.Expr:
-    return sympy.Min(*terms, evaluate=False)  # sympy looks for seconds for terms that are never the least
+    return sympy.Min(*terms, evaluate=False)  # evaluating takes sympy seconds: it looks for terms that are never least
 
 
 def _most(*terms: sympy.Expr) -> sympy.Expr:
@@ -87,7 +87,7 @@ def _log2(x: sympy.Expr) -> sympy.Expr:
 
 
 def exchange_formula(where: Where) -> sympy.Expr:
-    """All to all: a send and a receive for each other rank, each rank over its own links."""
+    """Return the seconds of an all-to-all: a send and a receive for each other rank, each rank over its own links."""
     if where == "inside":
         return s + 2 * (k - 1) * a + _in_node(k) + 2 * N / c
     steps = 2 * (k - n) * a + 2 * (n - 1) * A
