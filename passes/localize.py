@@ -96,7 +96,7 @@ class Localize(Pass):
 
 
 class _Emitter:
-    """Adds per-device calls in front of the node at hand, and finds their values on fake tensors."""
+    """Adds per-device calls before the node at hand, and finds their values on fake tensors."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.graph, self.mesh = gm.graph, mesh
@@ -170,7 +170,7 @@ class _Emitter:
         return step_kind(node).lower(call)
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        """Add a call in front of the node at hand. A view that strides forbid is made on a copy."""
+        """Add a call before the node at hand. A view that strides forbid is made on a copy."""
         if op is aten.view.default:
             source, shape = self._unviewed(args[0]), args[1]
             held = tensor_of(source)
@@ -182,7 +182,7 @@ class _Emitter:
         return self._add(op, args, kwargs)
 
     def _unviewed(self, source: Node) -> Node:
-        """What a view of a view is a view of; a view made for nothing else goes."""
+        """Return what a view of a view is a view of; erase the view if it was made for nothing else."""
         if source.target is not aten.view.default or has_layout(source):
             return source
         inner = _as_node(source.args[0])
@@ -205,11 +205,11 @@ class _Emitter:
         return fake_call(self.fake_mode, target, args, kwargs)
 
     def coordinate(self, axis: int) -> Node:
-        """This rank's place on a mesh axis: i64[1]."""
+        """Return this rank's place on a mesh axis: i64[1]."""
         return self._input(Input(InputRole.COORDINATE, self.mesh.names[axis]), (1,))
 
     def seed(self) -> Node:
-        """The step's seed: i64[]."""
+        """Return the step's seed: i64[]."""
         return self._input(Input(InputRole.SEED, "step"), ())
 
     def _input(self, what: Input, shape: tuple[int, ...]) -> Node:

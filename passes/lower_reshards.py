@@ -39,8 +39,8 @@ class LowerReshards(Pass):
     layouts between source and target (every axis at its source, its target or `R`). Several axes that
     gather, or reduce, or scatter next to each other move in one collective.
 
-    A step stands in front of its first user if it grows the value, behind its producer if it shrinks it. Moves and
-    casts of a parameter stand in front of their first users too, so that nothing is gathered long before its use.
+    A step stands before its first user if it grows the value, after its producer if it shrinks it. Moves and casts of
+    a parameter stand before their first users too, so that nothing is gathered long before its use.
 
     Before:
 

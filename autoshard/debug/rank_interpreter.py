@@ -28,7 +28,7 @@ def run_ranks(
     inputs: Sequence[Sequence[Any]],
     watch: Callable[[Node, Sequence[Any]], None] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
+    """Return the outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
 
     `watch` is given each call as it is made, with every rank's value.
     """
@@ -95,7 +95,7 @@ def _resolve(value: Any, held: dict[Node, Any]) -> Any:
 
 
 def _grouped(collective: Simulated, mesh: Mesh, args: list[Any]) -> list[Any]:
-    """Results of a call on ranks that have `args`; `collective` is given the positional ones of each rank of a group."""
+    """Return the results of a call on ranks that have `args`; `collective` is called once for each group of ranks."""
     results: list[Any] = [None] * len(args)
     name = str(args[0][0][-1])
     for group in mesh.groups(mesh.axes_of_group(name)):

@@ -43,7 +43,7 @@ class Indexed:
 
     @staticmethod
     def of(graph: Graph, tags: Mapping[str, str]) -> Indexed:
-        """`tags` tell parameters apart that look the same."""
+        """Find the layers of a graph; `tags` tell parameters apart that look the same."""
         nodes = tuple(node for node in graph.nodes if node.op != "output")
         place = {node: i for i, node in enumerate(nodes)}
         operands: list[tuple[int, ...]] = []
@@ -73,7 +73,7 @@ class Indexed:
 
 
 def _form(value: Any, place: Mapping[Node, int], found: list[int]) -> Any:
-    """Arguments with nodes left out, which go to `found`; hashable, and different for `1`, `1.0` and `True`."""
+    """Return arguments with nodes left out, which go to `found`; hashable, and different for `1`, `1.0` and `True`."""
     if isinstance(value, Node):
         found.append(place[value])
         return Node
@@ -113,9 +113,10 @@ class Layers:
 
     @staticmethod
     def of(graph: Indexed, level: int) -> Layers:
-        """A call without a module in the list, such as the sum of two gradients, is of the layer of its latest operand.
+        """Find the layer of each node.
 
-        What depends on no layer and is used by several is of none.
+        A call without a module in the list, such as the sum of two gradients, is of the layer of its latest operand. What
+        depends on no layer and is used by several is of none.
         """
         split = {fqn: _split(fqn, level) for fqn in dict.fromkeys(graph.fqns)}
         layer: list[Layer | None] = []
@@ -142,7 +143,7 @@ class Layers:
         )
 
     def lists(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Each list and the indices of its layers, in the order of the graph."""
+        """Return each list and the indices of its layers, in the order of the graph."""
         found: dict[str, list[int]] = defaultdict(list)
         for prefix, index in self.members:
             found[prefix].append(index)
@@ -150,7 +151,7 @@ class Layers:
             yield prefix, tuple(sorted(indices))
 
     def signatures(self, prefix: str, indices: tuple[int, ...], reach: int) -> list[int]:
-        """Equal numbers for layers that are equal, neighbours up to `reach` layers away counted as relative."""
+        """Return equal numbers for layers that are equal, neighbours up to `reach` layers away counted as relative."""
         rank = {(prefix, index): number for number, index in enumerate(indices)}
         numbers: dict[Any, int] = {}
         return [
@@ -179,12 +180,12 @@ class Layers:
 
 
 def depth_of(graph: Indexed) -> int:
-    """How deep lists are nested."""
+    """Return how deep lists are nested."""
     return max((sum(map(str.isdecimal, fqn.split("."))) for fqn in dict.fromkeys(graph.fqns)), default=0)
 
 
 def _split(fqn: str, level: int) -> tuple[Layer, str] | None:
-    """The layer and the rest: `stages.2.blocks.7.w` at level 1 is `("stages.2.blocks", 7), "w"`."""
+    """Return the layer and the rest: `stages.2.blocks.7.w` at level 1 is `("stages.2.blocks", 7), "w"`."""
     parts = fqn.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     if len(numbers) <= level:
@@ -201,7 +202,7 @@ def _inherited(graph: Indexed, layer: list[Layer | None], i: int) -> Layer | Non
 
 
 def _free_invariants(graph: Indexed, layer: list[Layer | None]) -> None:
-    """Parameters that several layers use, and what is computed from no layer and used by several, are of none."""
+    """Take out of all layers parameters that several use, and what is computed from no layer and used by several."""
     inputs = [i for i, node in enumerate(graph.nodes) if node.op == "placeholder"]
     for i in inputs:
         if any(layer[user] != layer[i] for user in graph.users[i]):

@@ -1,4 +1,4 @@
-"""Fake values of calls, run once for each form of operands.
+"""Compute fake values of calls, once for each form of operands.
 
 Equal layers, and the candidates of a search, make the same calls again and again; to run one on fake tensors takes
 longer than all else that a pass does about it.
@@ -40,7 +40,7 @@ _known: dict[Any, _Form] = {}
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on fake tensors; `args` and `kwargs` hold nodes, which have values."""
+    """Return what a call gives on fake tensors; `args` and `kwargs` hold nodes, which have values."""
     key = _key(target, args, kwargs)
     if key is None:
         return _run(mode, target, args, kwargs)
@@ -57,7 +57,7 @@ def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Ma
 
 
 def _viewed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Form | None:
-    """What a view gives, found without the fake mode: it is the same on every device. None for what is no view after all."""
+    """Return what a view gives, found without the fake mode: it is the same on every device. None for what is no view."""
     given = value_of(_first(args))
     memory = torch.empty(given.untyped_storage().nbytes() // given.itemsize, dtype=given.dtype, device="meta")
     base = memory.as_strided(given.shape, given.stride(), given.storage_offset())
@@ -78,7 +78,7 @@ def _remember(key: Any, form: _Form | None) -> None:
 
 
 def is_viewable(value: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether the strides of `value` allow a view of that shape."""
+    """Return whether the strides of `value` allow a view of that shape."""
     return _strides_allow(value.shape, value.stride(), tuple(shape))
 
 
@@ -108,7 +108,7 @@ def _first(args: Sequence[Any]) -> Node:
 
 
 def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The call with operands by their forms; None where it does not give one tensor, new or a view of its operand."""
+    """Return the call with operands by form; None where it does not give one tensor, new or a view of its operand."""
     if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
         return None
     result = target._schema.returns[0]
@@ -119,8 +119,10 @@ def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def described(value: Any, *, placed: bool = True) -> Any:
-    """Arguments as a key that is equal for calls of one form: operands by all but their memory, and, unless `placed`, where
-    they stand in it."""
+    """Return arguments as a key that is equal for calls of one form.
+
+    Operands are in it by all but their memory and, unless `placed`, where they stand in it.
+    """
     if isinstance(value, Node):
         held = value_of(value)
         if isinstance(held, torch.Tensor):

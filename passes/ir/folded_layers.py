@@ -32,7 +32,7 @@ class Run:
 
     @property
     def copies(self) -> int:
-        """How many removed layers each of `below` stands for."""
+        """Return how many removed layers each of `below` stands for."""
         return len(self.removed) // self.period
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Repeats:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     def count(self, fqn: str) -> int:
-        """How many modules of the whole model the kept module `fqn` stands for, itself included."""
+        """Return how many modules of the whole model the kept module `fqn` stands for, itself included."""
         for run in self.runs:
             index = index_in(run.prefix, fqn)
             if index in run.below:
@@ -59,7 +59,7 @@ class Repeats:
 
 
 def index_in(prefix: str, fqn: str) -> int | None:
-    """Index of the layer of list `prefix` that module `fqn` is or is part of; None for any other module."""
+    """Return the index of the layer of list `prefix` that module `fqn` is or is part of; None for any other module."""
     if not fqn.startswith(prefix) or fqn[len(prefix) : len(prefix) + 1] != ".":
         return None
     index = fqn[len(prefix) + 1 :].partition(".")[0]
@@ -67,13 +67,13 @@ def index_in(prefix: str, fqn: str) -> int | None:
 
 
 def moved_to(prefix: str, index: int, fqn: str) -> str:
-    """The FQN that `fqn`, part of a layer of list `prefix`, has in layer `index`."""
+    """Return the FQN that `fqn`, part of a layer of list `prefix`, has in layer `index`."""
     rest = fqn[len(prefix) + 1 :].partition(".")[2]
     return f"{prefix}.{index}.{rest}" if rest else f"{prefix}.{index}"
 
 
 def expand_names(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
-    """What holds for the kept, said of the whole graph too: by node name, or by FQN of parameter or buffer.
+    """Return what holds for the kept layers, for the whole graph too: by node name, or by FQN of parameter or buffer.
 
     A name of the whole graph gets what its representative has, and none where that has none. Names of nodes hold no
     dot (`mm_3@layers.7` aside), and those of removed parameters do, so that both can stand in one mapping.

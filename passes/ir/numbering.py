@@ -1,4 +1,4 @@
-"""Names and numbers of a graph made anew, so that they do not depend on what was left out of it."""
+"""Name and number the calls of a graph anew, so that they do not depend on what was left out of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from passes.ir.graph import region_of, repeats_of, set_region, set_repeats
 
 
 def numbered(gm: GraphModule) -> GraphModule:
-    """A copy of a folded graph whose calls are numbered anew: `mm_297` of 300 is `mm_14` of 15.
+    """Return a copy of a folded graph whose calls are numbered anew: `mm_297` of 300 is `mm_14` of 15.
 
-    A folded graph thus has the same names, whether the layers were left out before they were traced or behind.
+    A folded graph thus has the same names, whether the layers were left out before they were traced or after.
     """
     graph, repeats = Graph(), repeats_of(gm)
     copies: dict[Node, Node] = {}

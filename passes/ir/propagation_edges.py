@@ -1,4 +1,4 @@
-"""How placements travelled: for each value and axis, what it took its placement from, and why."""
+"""Record how placements travelled: for each value and axis, what it took its placement from, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edge:
-    """`value` has `placement` on `axis` because `source` has what it has; `source` is "" where it was insisted on."""
+    """`value` has `placement` on `axis` because `source` has what it has; `source` is "" where it was a constraint."""
 
     value: str  # name of a node
     axis: str
@@ -18,7 +18,7 @@ class Edge:
 
 
 def chain_of(edges: Sequence[Edge], value: str, axis: str) -> Iterator[Edge]:
-    """The edges that brought `value` its placement on `axis`, the last one first."""
+    """Return the edges that brought `value` its placement on `axis`, the last one first."""
     known = {edge.value: edge for edge in edges if edge.axis == axis}
     seen: set[str] = set()
     while value in known and value not in seen:

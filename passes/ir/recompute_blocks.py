@@ -26,7 +26,7 @@ class Blocks:
 
     @staticmethod
     def of_regions(graph: Graph) -> Blocks:
-        """What the user's program says: a block is a call of `torch.utils.checkpoint`."""
+        """Read the blocks off the user's program: a block is a call of `torch.utils.checkpoint`."""
         forward, static = _forward(graph)
         regions = {node: region_of(node) for node in graph.nodes if node in forward and node not in static}
         block = {node: f"region {region}" for node, region in regions.items() if region is not None}
@@ -55,7 +55,7 @@ class Blocks:
         return Blocks(block, kind, frozenset(forward))
 
     def leaving(self) -> list[Node]:
-        """Values that another block, or what is in none, computes with in the forward."""
+        """Return the values that another block, or what is in none, computes with in the forward."""
         return [
             node
             for node, own in self.block.items()
@@ -68,7 +68,7 @@ def _numbers(fqn: str) -> list[int]:
 
 
 def _forward(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """What all results but gradients are made of, and of that what parameters alone give."""
+    """Return what all results but gradients are made of, and of that what parameters alone give."""
     ends = zip(returned(graph), outputs_of(graph), strict=True)
     waiting = [value for value, output in ends if isinstance(value, Node) and output.role is not OutputRole.GRADIENT]
     forward: set[Node] = set()

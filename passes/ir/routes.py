@@ -1,4 +1,4 @@
-"""The cheapest way from one layout to another, as collectives and local steps.
+"""Find the cheapest way from one layout to another, as collectives and local steps.
 
 Shared by the pass that lowers reshards and by the search, which prices them: what is priced is what is emitted.
 """
@@ -28,7 +28,7 @@ class Step:
 
 
 def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
-    """The cheapest steps from `source` to `target` for a tensor of global `shape`.
+    """Return the cheapest steps from `source` to `target` for a tensor of global `shape`.
 
     Cheapest: fewest elements received per rank, then fewest collectives, then first found (Dijkstra). There is a way
     between any two layouts that `is_storable` allows: reduce what is partial, gather all axes, take parts and terms.
@@ -49,7 +49,8 @@ def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mes
         done.add(layout)
         for step in _next_steps(layout, target, shape, mesh):
             pushed += 1
-            entry = (received + step.received, collectives + int(step.kind.communicates), pushed, step.layout, (*steps, step))
+            sends = int(step.kind.communicates)
+            entry = (received + step.received, collectives + sends, pushed, step.layout, (*steps, step))
             heapq.heappush(frontier, entry)
     raise AssertionError(f"no way from {source.format(mesh)} to {target.format(mesh)} for a tensor of shape {shape}")
 

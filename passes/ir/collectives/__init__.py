@@ -1,4 +1,4 @@
-"""Kinds of collectives and local steps, one entry each; `kind.py` says what an entry holds."""
+"""Hold kinds of collectives and local steps, one entry each; `kind.py` says what an entry holds."""
 
 from passes.ir.collectives.all_gather import ALL_GATHER, all_gather
 from passes.ir.collectives.all_reduce import ALL_REDUCE, all_reduce

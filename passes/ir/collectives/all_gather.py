@@ -21,7 +21,7 @@ Calls = Sequence[Sequence[Any]]
 
 
 def all_gather(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`S -> R` on all of `axes`, one collective over their product."""
+    """Take `axes` from `S` to `R`, in one collective over their product."""
     return value
 
 

@@ -18,7 +18,7 @@ c10d = torch.ops._c10d_functional
 
 
 def all_reduce(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`P -> R` on all of `axes`, one collective over their product."""
+    """Take `axes` from `P` to `R`, in one collective over their product."""
     return value
 
 

@@ -21,7 +21,7 @@ c10d = torch.ops._c10d_functional
 
 
 def all_to_all(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`S -> S` of another digit, on one axis."""
+    """Take one axis from `S` to `S` of another digit."""
     return value
 
 

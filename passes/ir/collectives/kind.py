@@ -1,8 +1,8 @@
-"""A kind of collective, or of local step, as one entry of a table: all that anything in the library knows of it.
+"""Say all that the library knows of a kind of collective, or of local step: one entry of a table.
 
-A reshard is lowered to steps, each a call of `Kind.step` in a COLLECTIVE graph: on one device it says by its layouts what
-moves. `Kind.lower` makes functional collectives of it in a LOCAL graph. To add a kind is to `register` one entry; text,
-parser, router, cost, verification, simulated ranks and reports ask the table.
+A reshard is lowered to steps, each a call of `Kind.step` in a COLLECTIVE graph: on one device it says by its layouts
+what moves. `Kind.lower` makes functional collectives of it in a LOCAL graph. To add a kind is to `register` one entry;
+text, parser, router, cost, verification, simulated ranks and reports ask the table.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Kind:
     received: Callable[[Any, Any, Any], Any] | None = None  # units that a rank receives; None: nothing is sent
     pieces: Callable[[int, int, int], int] | None = None  # the same as it is sent, padding included: routes compare it
     seconds: Callable[[Fabric], sympy.Expr] | None = None  # in `formulas.SYMBOLS`
-    sent: Callable[[Where], tuple[sympy.Expr, sympy.Expr]] = _nothing  # bytes of a rank inside its node, and between nodes
+    sent: Callable[[Where], tuple[sympy.Expr, sympy.Expr]] = _nothing  # bytes of a rank in its node, and between nodes
     is_reshard: bool = True  # keeps the value: a way from one layout to another may take it
     takes_one_axis: bool = False  # several axes cannot move in one message
     fits: Callable[[Layout, Layout, int, tuple[int, ...], Mesh], bool] = _always  # beyond that both layouts are legal
@@ -83,7 +83,8 @@ _BY_OP: dict[object, Kind] = {}
 def register(kind: Kind) -> Kind:
     """Add `kind` to the table. Raises ValueError where its name or one of its ops is taken."""
     if kind.name in KINDS or any(op in _BY_OP for op in kind.ops):
-        raise ValueError(f"there is a collective {kind.name!r} already, or one that becomes {', '.join(map(str, kind.ops))}")
+        ops = ", ".join(map(str, kind.ops))
+        raise ValueError(f"there is a collective {kind.name!r} already, or one that becomes {ops}")
     KINDS[kind.name] = _BY_STEP[kind.step] = kind
     _BY_OP.update(dict.fromkeys(kind.ops, kind))
     return kind

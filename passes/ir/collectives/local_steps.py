@@ -15,13 +15,13 @@ aten = torch.ops.aten
 
 
 def take_part(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`R -> S` on `axes`: every rank keeps its part."""
+    """Take `axes` from `R` to `S`: every rank keeps its part."""
     return value
 
 
 def take_term(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`R -> P` on `axes`: of a sum or product the first rank keeps the value and the others hold zero or one; of a
-    maximum, minimum or mean all keep it."""
+    """Take `axes` from `R` to `P`: of a sum or product the first rank keeps the value and the others hold zero or one;
+    of a maximum, minimum or mean all keep it."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""What the per-device forms of all kinds are made of: functional collectives between views and permutes.
+"""Put functional collectives between views and permutes: what the per-device forms of all kinds are made of.
 
 A dim of a per-device tensor is what is left of the global dim's digits. Every step therefore views the
 tensor as those digits, exposes or receives the digit of the axes that move, permutes it from or to its
@@ -30,7 +30,7 @@ class Emitter(Protocol):
         """Add a call and return its node."""
 
     def coordinate(self, axis: int) -> Node:
-        """This rank's place on a mesh axis: i64[1]."""
+        """Return this rank's place on a mesh axis: i64[1]."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepCall:
 
     @property
     def reduction(self) -> str:
-        """What the ranks' terms are reduced by."""
+        """Return what the ranks' terms are reduced by."""
         placement = self.before.on(self.axes[0])
         assert isinstance(placement, Partial)
         return placement.op
@@ -90,7 +90,7 @@ class Digit:
 
 
 def expose(call: StepCall) -> tuple[Node, list[Digit]]:
-    """The value with the digits of the moving axes in front, in mesh order, and the digits behind them."""
+    """Return the value with the digits of the moving axes first, in mesh order, and the digits that follow them."""
     digits = digits_of(call.after, call.shape, call.mesh)
     held = [d for d in digits if d.axis is None or d.axis in call.axes]
     rest = [d for d in held if d.axis is None]
@@ -126,7 +126,7 @@ def join(call: StepCall, value: Node, have: list[Digit], want: list[Digit]) -> N
 
 
 def _padding(call: StepCall, held: list[Digit]) -> dict[int, tuple[int, int, int]]:
-    """Dim -> (length outside, real length, padded length), where a moving axis pads it."""
+    """Return (length outside, real length, padded length) by dim, where a moving axis pads it."""
     found = {}
     layout = call.after if any(isinstance(call.after.on(a), Shard) for a in call.axes) else call.before
     for dim, size in enumerate(call.shape):
@@ -145,7 +145,7 @@ def _padding(call: StepCall, held: list[Digit]) -> dict[int, tuple[int, int, int
 
 
 def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]:
-    """All digits of all dims, outermost first: free ones between those of axes."""
+    """Return all digits of all dims, outermost first: free ones between those of axes."""
     found = []
     for dim, size in enumerate(shape):
         end = 1

@@ -22,7 +22,7 @@ Calls = Sequence[Sequence[Any]]
 
 
 def reduce_scatter(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`P -> S` on all of `axes`, one collective over their product."""
+    """Take `axes` from `P` to `S`, in one collective over their product."""
     return value
 
 

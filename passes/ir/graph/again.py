@@ -1,4 +1,4 @@
-"""What the backward computes again."""
+"""Find what the backward computes again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from passes.ir.graph.values import operands
 
 
 def made_again(graph: Graph) -> set[Node]:
-    """What the backward makes once more, if it needs it: what is to be (`is_recompute`), and what is made of that or of
-    parameters alone."""
+    """Return what the backward computes again, if it needs it.
+
+    That is what `is_recompute` says, and what is made of that or of parameters alone.
+    """
     static, again = set[Node](), set[Node]()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Calls added to a graph, and graphs copied."""
+"""Add calls to a graph, and copy graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.ir.graph.values import set_value, value_of
 
 
 def reshard(value: torch.Tensor) -> torch.Tensor:
-    """Change of layout: from the operand's to the node's own. An identity on one device."""
+    """Change the layout, from the operand's to the node's own; on one device, return the value."""
     return value
 
 
@@ -24,20 +24,20 @@ def is_reshard(node: Node) -> bool:
 
 
 def inserting_after(node: Node) -> AbstractContextManager[Any]:
-    """Where a call that uses `node` can stand first: behind it, and behind all placeholders."""
+    """Insert at the first place where a call can use `node`: after it, and after all placeholders."""
     while node.next.op == "placeholder":
         node = node.next
     return node.graph.inserting_after(node)
 
 
 def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """As `graph.call_function`, with a name as capture gives them: `%mm`, not `%mm_default`."""
+    """Add a call as `graph.call_function` does, with a name as capture gives them: `%mm`, not `%mm_default`."""
     name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
     return graph.create_node("call_function", target, args, kwargs, name)
 
 
 def add_reshard(value: Node, note: str) -> Node:
-    """A reshard of `value` behind it; who uses it, and its layout or pins, is the caller's to say."""
+    """Add a reshard of `value` after it; the caller sets its users, and its layout or pins."""
     with inserting_after(value):
         new = value.graph.call_function(reshard, (value,))
     copy_facts(value, new)
@@ -47,7 +47,7 @@ def add_reshard(value: Node, note: str) -> Node:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """A graph of its own with the same nodes, names and facts; fake values are shared."""
+    """Return a graph of its own with the same nodes, names and facts; fake values are shared."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""What a graph is given and what it returns, in order."""
+"""Read what a graph is given and what it returns, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes know of a node beyond FX: one record per node, under one key of `node.meta`.
+"""Hold what passes know of a node beyond FX: one record per node, under one key of `node.meta`.
 
 A record is never changed in place: to set a fact is to put another record, so nodes that were copied may share one.
 Functions named after a fact read it or set it; `update_facts` sets several.
@@ -182,7 +182,7 @@ def set_note(node: Node, note: str) -> None:
 
 
 def made_for(node: Node) -> str:
-    """Return the name of the call that `node` does a part of the work of, in the graph before a pass cut it; else its own."""
+    """Return the name of the call that `node` is a part of, in the graph before a pass cut it; else its own."""
     return facts_of(node).made_for or node.name
 
 

@@ -1,4 +1,4 @@
-"""What placeholders and outputs of a graph stand for in the user's model."""
+"""Name what placeholders and outputs of a graph stand for in the user's model."""
 
 from __future__ import annotations
 

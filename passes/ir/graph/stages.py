@@ -1,4 +1,4 @@
-"""What is true of a whole graph: one record per graph, under one key of `gm.meta`."""
+"""Hold what is true of a whole graph: one record per graph, under one key of `gm.meta`."""
 
 from __future__ import annotations
 

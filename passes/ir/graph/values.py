@@ -1,4 +1,4 @@
-"""What nodes give on fake tensors, and what they read."""
+"""Read what nodes give on fake tensors, and what they read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = (int, float)
 
 
 def value_of(node: Node) -> Any:
-    """The fake tensor (or tuple of them, or number) that the node gives."""
+    """Return the fake tensor (or tuple of them, or number) that the node gives."""
     return node.meta["val"]
 
 
@@ -37,7 +37,7 @@ def tensor_of(node: Node) -> torch.Tensor:
 
 
 def results_of(node: Node) -> tuple[torch.Tensor, ...]:
-    """Tensor results: one, or those of a tuple (an element that is no tensor is left out)."""
+    """Return the tensor results: one, or those of a tuple (an element that is no tensor is left out)."""
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         return (value,)
@@ -51,7 +51,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def operands(node: Node) -> tuple[Node, ...]:
-    """Tensor operands in order of appearance in args, then kwargs; a node used twice appears twice.
+    """Return the tensor operands in order of appearance in args, then kwargs; a node used twice appears twice.
 
     A node whose value is a number (attention's `max_q`) is no operand.
     """
@@ -80,7 +80,7 @@ def _collect(value: Any, found: list[Node]) -> None:
 
 
 def item_of(node: Node) -> tuple[Node, int] | None:
-    """The node that a `getitem` takes a tensor from, and the tensor's position among its `results_of`."""
+    """Return the node that a `getitem` takes a tensor from, and the tensor's position among its `results_of`."""
     if node.target is not operator.getitem or not is_tensor(node):
         return None
     source, index = node.args
@@ -89,13 +89,13 @@ def item_of(node: Node) -> tuple[Node, int] | None:
 
 
 def layout_given(user: Node, operand: Node) -> Layout:
-    """The layout in which `user` gets `operand`: for a `getitem`, that of the item."""
+    """Return the layout in which `user` gets `operand`: for a `getitem`, that of the item."""
     item = item_of(user)
     return layouts_of(item[0])[item[1]] if item is not None else layout_of(operand)
 
 
 def values_in(argument: Any) -> Any:
-    """Arguments of a call with each node replaced by its value; sequences become lists."""
+    """Return the arguments of a call with each node replaced by its value; sequences become lists."""
     if isinstance(argument, Node):
         return value_of(argument)
     if isinstance(argument, tuple | list):

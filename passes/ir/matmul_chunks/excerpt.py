@@ -1,4 +1,4 @@
-"""Part of a graph as a graph by itself, on which a pass tries what it may do to the whole."""
+"""Copy part of a graph into a graph by itself, on which a pass tries what it may do to the whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from passes.ir.graph import (
 
 
 def excerpt(nodes: Iterable[Node]) -> GraphModule:
-    """The calls `nodes`, given in program order: what they read of others is an input, what others read is returned.
+    """Copy the calls `nodes`, in program order: what they read of others is an input, what others read is returned.
 
     Parameters, saved values and gradients are such here too. Items of a tuple that is made outside are inputs.
     """

@@ -1,4 +1,4 @@
-"""A gather with the products that read it, or a product with the reduce-scatter of it, as one operator.
+"""Make one operator of a gather and the products that read it, or of a product and its reduce-scatter.
 
 The operator sends rows of one rank while it multiplies those of another. It gives what it made: there is no wait for it.
 """
@@ -24,7 +24,7 @@ _REDUCTIONS = ("sum", "avg")  # that the operator knows
 
 
 def why_not_one(site: Site) -> str:
-    """Why a site cannot be one operator; empty where it can."""
+    """Return why a site cannot be one operator; empty where it can."""
     if site.is_gather:
         return "" if _products(site) else "its products' other operands come of what is gathered"
     if site.collective.target is not c10d.reduce_scatter_tensor.default:
@@ -49,12 +49,12 @@ def make_one(site: Site, by: str) -> None:
 
 
 def _products(site: Site) -> list[Node]:
-    """Products of what is gathered with what does not come of it, in program order."""
+    """Return the products of what is gathered with what does not come of it, in program order."""
     return sorted(product for product in site.products if _made_behind(operands(product)[1], site) is not None)
 
 
 def _made_behind(value: Node, site: Site) -> list[Node] | None:
-    """What stands behind the gather and leads to `value`, in program order; None where it reads what is gathered."""
+    """Return the calls after the gather that lead to `value`, in program order; None where it reads what is gathered."""
     found, queue = set[Node](), [value]
     while queue:
         node = queue.pop()
@@ -105,7 +105,7 @@ class _One(Writer):
         self.replace(wait, self.operator(MATMUL_REDUCE_SCATTER, whole, right, reduction, 0 if by_rows else 1))
 
     def operator(self, op: OpOverload, *args: object) -> Node:
-        """The call in the place of the collective, of whose group it is."""
+        """Return the call in the place of the collective, of whose group it is."""
         node = self.site.collective
         self.facts = node
         transfer = transfer_of(node)

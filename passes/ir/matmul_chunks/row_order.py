@@ -1,7 +1,7 @@
-"""The order of rows on both sides of a collective that gathers or scatters them, read off the views in between.
+"""Find the order of rows on both sides of a collective that gathers or scatters them, read off the views in between.
 
-A row is all that a value holds along its last dim. A gather gives the rows of one rank behind those of the other; where
-they belong between each other, views and a copy put them there, and back in front of a reduce-scatter.
+A row is all that a value holds along its last dim. A gather gives the rows of one rank after those of the other; where
+they belong between each other, views and a copy put them there, and back before a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
 
 
 def is_move(node: Node) -> bool:
-    """Whether the node only puts a value's elements in another shape or place."""
+    """Return whether the node only puts a value's elements in another shape or place."""
     return node.target in (aten.view.default, aten.permute.default, aten.clone.default)
 
 
@@ -44,13 +44,13 @@ def width_of(node: Node) -> int:
 
 
 def rows_gathered(wait: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
-    """The order that `moves` bring the rows of a gather into; None where they do not leave them whole."""
+    """Return the order that `moves` bring the rows of a gather into; None where they do not leave them whole."""
     shape = tuple(tensor_of(wait).shape)
     return _gathered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
 
 
 def rows_scattered(value: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
-    """The order in which `value` holds the rows that `moves` part by rank; None where they do not leave them whole."""
+    """Return the order in which `value` holds the rows that `moves` part by rank; None where rows do not stay whole."""
     shape = tuple(tensor_of(value).shape)
     return _scattered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
 
@@ -70,7 +70,7 @@ def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> 
 
 
 def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
-    """What `order` is, if it is that of a gather or a scatter at all: rows that stay together are of one rank."""
+    """Return what `order` is, if it is that of a gather or a scatter at all: rows that stay together are of one rank."""
     count = len(order)
     moved = (order != torch.arange(count, device="cpu")).nonzero()
     behind = int(moved[0]) if len(moved) else count // ranks
@@ -91,7 +91,7 @@ def _order_of(node: Node) -> Sequence[int]:
 
 
 def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | None:
-    """Which row of a value of `shape` stands where behind `moves`."""
+    """Return which row of a value of `shape` stands where after `moves`."""
     width = shape[-1]
     rows = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
     for kind, given in moves:
@@ -111,5 +111,5 @@ def _identity(rows: Rows) -> torch.Tensor:
 
 
 def _by_rank(rows: Rows) -> torch.Tensor:
-    """The rows, numbered as they stand in [before, ranks, behind], in the order [ranks, before, behind]."""
+    """Return the rows, numbered as they stand in [before, ranks, behind], in the order [ranks, before, behind]."""
     return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.behind).transpose(0, 1).flatten()

@@ -1,4 +1,4 @@
-"""A collective and the products next to it, found in a per-device graph and cut into chunks of rows.
+"""Find collectives and the products next to them in a per-device graph, and cut them into chunks of rows.
 
 A chunk is a smaller collective and its part of each product: while one chunk is on the link, another is computed.
 """
@@ -63,20 +63,20 @@ class Site:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal for sites that are cut alike at the same price."""
+        """Return a key that is equal for sites that are cut alike at the same price."""
         sources = [(tuple(tensor_of(o).shape), tensor_of(o).stride()) for p in self.products for o in operands(p)]
         value = tensor_of(self.collective)
         return self.is_gather, self.rows, self.kept, value.dtype, self.collective.args[1:], tuple(sources)
 
     def cut(self, count: int) -> Cut | None:
-        """How to make `count` chunks, of whole runs of rows as far as there are enough; None where rows do not divide."""
+        """Return how to make `count` chunks, of whole runs of rows if there are enough; None where rows do not divide."""
         before = math.gcd(self.rows.before, count)
         behind = count // before
         return Cut(before, behind) if self.rows.behind % behind == 0 else None
 
 
 def sites_in(gm: GraphModule) -> list[Site]:
-    """Gathers that products read row by row, and reductions of products, in program order."""
+    """Return the gathers that products read row by row, and reductions of products, in program order."""
     found: list[Site] = []
     for node in gm.graph.nodes:
         if transfer_of(node) is None or len(node.users) != 1:
@@ -119,7 +119,7 @@ def _reduction(node: Node) -> list[Site]:
 
 
 def _terms(total: Node) -> list[Node]:
-    """The products that are added, cast and viewed as `total`; none where it is made of anything else."""
+    """Return the products that are added, cast and viewed as `total`; none where it is made of anything else."""
     if len(total.users) > 1:
         return []
     if total.target is aten.mm.default:
@@ -192,7 +192,7 @@ class _Chunks(Writer):
         self.replace(wait, self.joined(waits, local, [0, 1, 2, 3]))
 
     def chunk(self, total: Node, number: int) -> Node:
-        """The rows of a chunk of `total`, [rows, width], made of the same rows of what it is made of."""
+        """Return the rows of a chunk of `total`, [rows, width], made of the same rows of what it is made of."""
         self.facts = total
         if total.target is aten.mm.default:
             left, right = operands(total)
@@ -208,7 +208,7 @@ class _Chunks(Writer):
         return result
 
     def rows_of(self, value: Node, ranks: int, number: int) -> Node:
-        """The rows of a chunk of `value`, which has those of `ranks` ranks."""
+        """Return the rows of a chunk of `value`, which has those of `ranks` ranks."""
         before, behind = divmod(number, self.cut.behind)
         if self.cut.behind == 1 or (ranks == 1 and self.part.before == 1):
             return self.piece(value, 0, tensor_of(value).shape[0] // self.cut.count, number)
@@ -236,7 +236,7 @@ class _Chunks(Writer):
         return self.call(c10d.wait_tensor.default, node)
 
     def joined(self, parts: Sequence[Node], rows: Rows, order: Sequence[int]) -> Node:
-        """Chunks, each with its rows in the `order` of [before, ranks, behind], put together as one is."""
+        """Put chunks together, each with its rows in the `order` of [before, ranks, behind], put together as one is."""
         shape = [rows.before, rows.ranks, rows.behind]
         if 1 in shape[:2]:  # either order is the other
             order = range(4)

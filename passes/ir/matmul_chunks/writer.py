@@ -1,4 +1,4 @@
-"""Calls added to a graph in the place of others, with what is known of these."""
+"""Add calls to a graph in place of others, with the facts of these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class Writer:
-    """Adds calls in front of `before`, for what `facts` stands for."""
+    """Adds calls before `before`, for what `facts` stands for."""
 
     def __init__(self, node: Node) -> None:
         self.graph: Graph = node.graph

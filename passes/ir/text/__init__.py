@@ -1,4 +1,4 @@
-"""The text form of graphs: `printer` writes it and describes the language, `parser` reads it, `lexer` splits it into tokens."""
+"""The text form of graphs: `printer` describes and writes it, `parser` reads it, `lexer` splits it into tokens."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Lines:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add this line to what the user is told."""
+        """Add this line to a user's error."""
         try:
             yield
         except UserError as error:
@@ -130,7 +130,7 @@ class Tokens:
                 self.tokens.append((match.lastgroup, match[match.lastgroup]))
 
     def kind(self) -> str:
-        """`node`, `string`, `layout`, `number`, `word`, `mark`, or `end` behind the last token."""
+        """Return `node`, `string`, `layout`, `number`, `word`, `mark`, or `end` after the last token."""
         return self.tokens[self.at][0] if self.at < len(self.tokens) else "end"
 
     def peek(self, ahead: int = 0) -> str:
@@ -143,7 +143,7 @@ class Tokens:
         return text
 
     def accept(self, text: str) -> bool:
-        """Whether the next token is `text`; if so, it is taken."""
+        """Take the next token if it is `text`; return whether it was."""
         found = self.peek() == text
         self.at += found
         return found
@@ -175,7 +175,7 @@ class Tokens:
             self.lines.fail(f"cannot read the string {text}: {error.msg}")
 
     def items(self, end: str) -> Iterator[None]:
-        """Once per item, separated by commas, up to `end`, which is taken."""
+        """Yield once per item, separated by commas, up to `end`, which is taken."""
         while not self.accept(end):
             yield
             if not self.accept(","):
