@@ -229,6 +229,8 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
 
 @dataclass(frozen=True)
 class _Choice:
+    """Hold what to do with the sites of a form, and why."""
+
     way: int | None  # a number of chunks, or `ONE`; None: whole
     reason: str
 

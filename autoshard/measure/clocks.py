@@ -77,6 +77,8 @@ def clock_of(device: str, effort: Effort) -> Clock:
 
 
 class _CpuClock(Clock):
+    """Time rounds by the clock of the host."""
+
     def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = time.perf_counter()
         sent = beside and beside()
@@ -88,6 +90,8 @@ class _CpuClock(Clock):
 
 
 class _CudaClock(Clock):
+    """Time rounds by events on the compute stream."""
+
     def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
