@@ -25,8 +25,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from passes.cost.movable_tasks import MovableTasks, Prefetch
 from passes.cost.program import Program
+from passes.cost.scheduling.movable_tasks import MovableTasks, Prefetch
 
 # Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.
 LOOKAHEAD = 32  # kernels: about those of half a transformer layer; more take longer to search and keep more in memory

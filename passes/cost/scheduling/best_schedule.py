@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from passes.cost.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
-from passes.cost.list_scheduling import list_schedule
-from passes.cost.movable_tasks import MovableTasks
 from passes.cost.program import Program
+from passes.cost.scheduling.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
+from passes.cost.scheduling.list_scheduling import list_schedule
+from passes.cost.scheduling.movable_tasks import MovableTasks
 from passes.cost.simulate import Timeline, simulate
 
 # Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.

@@ -1,9 +1,8 @@
-"""What hybrid sharding (HSDP) saves on the network against full sharding (FSDP), and what memory it costs.
+"""Compute what hybrid sharding (HSDP) saves on the network compared with full sharding (FSDP), and its memory.
 
-FSDP shards over all devices: in a step it gathers the parameters over all of them, for the forward and again for the
-backward, and reduces and scatters the gradients. ZeRO-2 keeps what the forward gathered. HSDP shards inside a node and
-has a copy in each: it gathers and scatters in the node, and sends over the network only the reduction of the scattered
-gradients.
+FSDP shards over all devices: each step it gathers the parameters over all of them, for the forward and again for the
+backward, and reduce-scatters the gradients. ZeRO-2 keeps what the forward gathered. HSDP shards inside a node and keeps a
+copy per node: it gathers and reduce-scatters in the node, and only all-reduces the scattered gradients over the network.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ SYMBOLS = {
     n: "nodes",
     p: "devices on a node",
 }
-STATES = 4  # of each parameter: itself, its gradient, and the two moments of AdamW
+STATES = 4  # tensors held per parameter: itself, its gradient, and the two moments of AdamW
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is asked: a model of `parameters` on full nodes, `buckets` collectives for each pass over it."""
+    """Describe a model of `parameters` on full nodes, with `buckets` collectives for each pass over it."""
 
     hardware: Hardware
     nodes: int = 100
@@ -52,7 +51,7 @@ class Cluster:
                 raise UserError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
 
     def values(self) -> dict[sympy.Symbol, float]:
-        """What each of `SYMBOLS` is."""
+        """Return the value of each of `SYMBOLS`."""
         per_node = self.hardware.node_size
         sizes = {Q: self.stored, W: self.gathered, G: self.reduced}
         counts = {n: float(self.nodes), p: float(per_node)}
@@ -61,7 +60,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of collectives over the model: `whole` bytes on the larger side, in groups of `ranks` on `nodes`."""
+    """Describe one pass of collectives over the model: `whole` bytes (larger side), in groups of `ranks` on `nodes`."""
 
     kind: str
     whole: sympy.Expr
@@ -69,12 +68,13 @@ class Step:
     nodes: sympy.Expr
 
     def sent(self) -> tuple[sympy.Expr, sympy.Expr]:
-        """Bytes that a device sends: in its node, over the network."""
+        """Return the bytes that a device sends: in its node, over the network."""
         group = {formulas.k: self.ranks, formulas.n: self.nodes, formulas.p: self.ranks / self.nodes, formulas.N: self.whole}
         inside, network = wire.sent_formula(self.kind, "inside" if self.nodes == 1 else "across")
         return inside.subs(group, simultaneous=True), network.subs(group, simultaneous=True)
 
     def seconds(self, cluster: Cluster) -> float:
+        """Return the seconds of all buckets, one after another."""
         values = cluster.values()
         whole, ranks, nodes = (float(sympy.sympify(e).subs(values)) for e in (self.whole, self.ranks, self.nodes))
         group = Group(int(ranks), int(nodes))
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A way to shard parameters, and what it costs each device in a step. Formulas are of `SYMBOLS`."""
+    """Describe a way to shard parameters, and what it costs each device per step, as formulas of `SYMBOLS` and figures."""
 
     name: str
     steps: tuple[Step, ...]
@@ -93,17 +93,17 @@ class Sharding:
     inside: sympy.Expr
     """Bytes sent inside the node."""
     memory: sympy.Expr
-    """Bytes held through the step: parameters, gradients, optimizer state, and what a forward gathered and kept."""
+    """Bytes held for the whole step: parameters, gradients, optimizer state, and what a forward gathered and kept."""
     network_bytes: float
     inside_bytes: float
     memory_bytes: float
     network_seconds: float
-    """Of the collectives over nodes, one behind the other: what would have to hide behind compute."""
+    """Of the collectives over nodes, one after another: what has to overlap with compute to cost nothing."""
     inside_seconds: float
 
 
 def shardings(cluster: Cluster) -> tuple[Sharding, ...]:
-    """FSDP, ZeRO-2 and HSDP, in this order."""
+    """Return FSDP, ZeRO-2 and HSDP, in this order."""
     one = sympy.Integer(1)
     gather, scatter = Step("all_gather", W, n * p, n), Step("reduce_scatter", G, n * p, n)
     in_node = Step("all_gather", W, p, one), Step("reduce_scatter", G, p, one)
@@ -133,7 +133,7 @@ def _sharding(name: str, cluster: Cluster, steps: tuple[Step, ...], memory: symp
 
 
 def format_shardings(cluster: Cluster, found: tuple[Sharding, ...]) -> str:
-    """The answer as a table, then the formulas."""
+    """Return the answer as a table, followed by its formulas."""
     devices = cluster.nodes * cluster.hardware.node_size
     fsdp, *_, hsdp = found
     lines = [
