@@ -104,7 +104,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _number_draws(graph: Graph) -> None:
-    """Number the random calls, before passes copy or move them: the copies must draw the same numbers."""
+    """Number the random calls before passes copy or move them: copies must draw the same numbers."""
     for draw, node in enumerate(filter(_is_random, graph.nodes)):
         set_draw(node, draw)
 

@@ -23,7 +23,7 @@ class At:
 
     @property
     def operand(self) -> Node:
-        """The first argument."""
+        """Return the first argument."""
         operand = self.node.args[0]
         assert isinstance(operand, Node)
         return operand

@@ -1,4 +1,4 @@
-"""The state of propagation on one mesh axis."""
+"""Hold the state of propagation on one mesh axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.recipes.weights import weights_of
 
 
 class Axis:
-    """What one axis has given each value so far, and who says what it has to be."""
+    """The placements that one axis has given so far, and the pins on it."""
 
     def __init__(self, owner: Pass, gm: GraphModule, ctx: PassContext, placed: Placed, number: int) -> None:
         self.owner, self.gm, self.ctx, self.placed, self.number = owner, gm, ctx, placed, number
@@ -23,6 +23,7 @@ class Axis:
         self.is_data = any(isinstance(self.pinned(n), Shard) for n in placeholders(gm.graph, InputRole.INPUT))
 
     def of(self, value: Node) -> Placement:
+        """Return the placement of a value, or of the first result of a call."""
         return self.at[value][0]
 
     def give(self, node: Node, needs: tuple[Placement, ...], results: tuple[Placement, ...]) -> None:
