@@ -1,4 +1,4 @@
-"""What propagation has decided so far: placements of results and operands, one axis after the other."""
+"""Keep what propagation has decided so far: placements of results and operands, one axis after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.rules.rule import Row, Space, space_of
 
 
 class Placed:
-    """Placements decided so far, axis by axis: of each node's results and needed of its operands.
+    """Placements decided so far, axis by axis: those of each node's results, and those needed of its operands.
 
     Axes that split the inputs come first: what they split, others split further.
     """
@@ -37,7 +37,7 @@ class Placed:
         self._spaces: dict[Node, Space | None] = {}  # of calls, for all axes
 
     def allows(self, node: Node, row: Row) -> bool:
-        """Whether `row` on the next axis fits the digits that earlier axes already use."""
+        """Tell whether `row` on the next axis fits the digits that earlier axes already use."""
         needs, results = self.needs.get(node, []), self.results.get(node, [])
         for is_result, earlier, new in ((False, needs, row.operands), (True, results, row.results)):
             split = [i for i, placement in enumerate(new) if isinstance(placement, Shard)]
@@ -50,7 +50,7 @@ class Placed:
         return True
 
     def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
-        """Whether placements on the axes so far split `shape` evenly."""
+        """Tell whether placements on the axes so far split `shape` evenly."""
         return is_even(self._layout(placements), shape, self.mesh)
 
     def _layout(self, placements: Sequence[Placement]) -> Layout:
@@ -64,15 +64,16 @@ class Placed:
         self.results.setdefault(node, []).append(results)
 
     def so_far(self, node: Node) -> Layout:
-        """The layout of a value's first result, `R` on axes not decided yet."""
+        """Return the layout of a value's first result, `R` on axes not decided yet."""
         return self._layout([results[0] for results in self.results.get(node, [])])
 
     def adopt(self, new: Node, source: Node) -> None:
-        """`new` is a reshard of `source` for the current axis: on earlier axes it follows."""
+        """Give `new`, a reshard of `source` for the current axis, the placements of `source` on earlier axes."""
         for results in self.results[source][:-1]:
             self.decide(new, results, results)
 
     def write(self) -> None:
+        """Set the layouts and needed layouts of all nodes."""
         for node in self.gm.graph.nodes:
             if node in self.results:
                 set_layouts(node, *(self._layout(p) for p in zip(*self.results[node], strict=True)))
@@ -80,7 +81,7 @@ class Placed:
                 set_needs(node, tuple(self._layout(p) for p in zip(*self.needs[node], strict=True)))
 
     def space_of(self, node: Node) -> Space | None:
-        """The index space of a call; None where no rule knows it."""
+        """Return the index space of a call; None where no rule knows it."""
         if node not in self._spaces:
             self._spaces[node] = space_of(node)
         return self._spaces[node]
