@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compile.overlap import OverlapPhase
-from autoshard.config.constraints import AUTO, check_options, recipes_of
-from autoshard.config.options import Options, options_given
+from autoshard.config.axis_names import batch_axes_of
+from autoshard.config.constraints import check_options, recipes_of
+from autoshard.config.options import AUTO, Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call
@@ -159,6 +160,8 @@ class _Planner:
         check_options(options, mesh)
         if given is not None:
             check_asked(given, mesh, options)
+        elif options.recipe == AUTO:
+            batch_axes_of(options, mesh)  # asked now, not at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
         self.first = given  # the plan that says how inputs are split
@@ -219,14 +222,18 @@ class _Planner:
     def _splits(self) -> Splits:
         """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
         if self.first is None:
-            recipes = recipes_of(self.options.recipe, self.mesh)
-            return Splits(self.mesh, data_axes(recipes), self.options.inputs)
+            return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {
             name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
         }
         first = next(iter(layouts.values()), None)
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
+
+    def _data_axes(self) -> tuple[int, ...]:
+        if self.options.recipe == AUTO:
+            return batch_axes_of(self.options, self.mesh)
+        return data_axes(recipes_of(self.options.recipe, self.mesh))
 
     def _program(self, planned: Planned) -> LocalProgram:
         signature, plan = planned.captured.signature, planned.plan

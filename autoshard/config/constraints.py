@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed.tensor as dt
 
-from autoshard.config.options import Options, Placements
+from autoshard.config.axis_names import usual_recipe
+from autoshard.config.options import AUTO, Options, Placements
 from passes.errors import ConstraintError, GraphTextError, RecipeError
 from passes.ir.layout import Partial, Placement, R, Shard, is_even, parse_placement, replicated
 from passes.ir.mesh import Mesh
 from passes.recipes.data import next_digit
 from passes.seed import Insisted
 
-AUTO = "auto"  # no expert's: the layouts are searched for; where they cannot be, and before, what `rule_of_thumb` says
 RECIPES = ("ddp", "zero2", "fsdp", "hsdp", "megatron")
 
 
@@ -38,9 +38,9 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
     return _hybrid(tuple(chosen), mesh)
 
 
-def rule_of_thumb(mesh: Mesh) -> tuple[str, ...]:
-    """`megatron` on an axis named `tp`, `fsdp` on every other."""
-    return tuple("megatron" if name == "tp" else "fsdp" for name in mesh.names)
+def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
+    """Return `megatron` for an axis named `tp`, `fsdp` for those that carry data by their name, None for every other."""
+    return tuple(map(usual_recipe, mesh.names))
 
 
 def check_options(options: Options, mesh: Mesh) -> None:

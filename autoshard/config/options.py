@@ -18,6 +18,7 @@ from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware
 
+AUTO = "auto"  # no expert's recipe: layouts are searched for; where they cannot be, by the names of axes
 USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
@@ -81,7 +82,8 @@ class Options:
 
     recipe: str | Mapping[str, str | None] | None = "auto"
     """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
-    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`,
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on those that carry data by their name (`dp`, `data`,
+    `fsdp`, ...). Or an expert's: `"ddp"`,
     `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
     one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
-from autoshard.config.constraints import AUTO, check_options, recipes_of, rule_of_thumb
-from autoshard.config.options import Options
+from autoshard.config.constraints import check_options, recipes_of, rule_of_thumb
+from autoshard.config.options import AUTO, Options
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import equipped, hardware_of
