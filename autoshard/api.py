@@ -56,7 +56,8 @@ def plan(
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     check_call(args, kwargs)
     options = options_given(options)
-    return plan_ahead(model, tuple(args), kwargs or {}, mesh_of(mesh), options, training=torch.is_grad_enabled())
+    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
+    return plan_ahead(model, tuple(args), kwargs or {}, wanted, options, training=training)
 
 
 @overload

@@ -106,6 +106,28 @@ def test_an_axis_is_asked_about_before_the_first_call(one_rank: DeviceMesh) -> N
         assert message(autoshard, Tiny(), one_rank, options=options).startswith("MeshError: nothing says whether the batch")
 
 
+@pytest.mark.parametrize(("named", "asked"), [("h100", "a100"), ("h100", None)])
+def test_two_kinds_of_hardware(named: str, asked: str | None) -> None:
+    mesh, args, options = Mesh("dp=2", hardware=named), (torch.randn(4, 6),), Options(recipe="ddp", hardware=asked)
+    expected = (
+        f"MeshError: Mesh(..., hardware='h100') and Options(hardware={asked!r}) name different hardware; remove one: the "
+        "mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"
+    )
+    calls: tuple[Callable[..., Any], ...] = (plan, check)
+    for function in calls:
+        assert message(function, Tiny(), mesh, args, options=options) == expected
+    assert message(planned(recipe="ddp").replan, mesh=mesh, hardware="a100").startswith("MeshError: Mesh(..., hardware='h100')")
+
+
+def test_one_kind_of_hardware() -> None:
+    args, h100 = (torch.randn(4, 6),), Options(recipe="ddp", hardware="h100")
+    made = plan(Tiny(), Mesh("dp=2", hardware="h100"), args, options=h100)
+    assert made.mesh.hardware == plan(Tiny(), "dp=2", args, options=h100).mesh.hardware
+    again = made.replan(mesh=Mesh("dp=2", hardware="a100")).mesh.hardware
+    assert again is not None
+    assert again.name == "a100"
+
+
 def test_a_device_mesh_with_an_axis_name_twice(one_rank: DeviceMesh) -> None:
     mesh = DeviceMesh("cpu", torch.arange(1).view(1, 1), mesh_dim_names=("dp", "tp"))
     mesh._mesh_dim_names = ("dp", "dp")

@@ -69,8 +69,10 @@ class Basis:
                 raise UserError(f"plan.replan({name}=...) {why}; replan takes mesh, {', '.join(known)}")
         if hardware is not None:
             options = {**options, "hardware": hardware}
+        wanted = self.problem.mesh if mesh is None else mesh_of(mesh, options.get("hardware", "auto"))
+        if isinstance(mesh, Mesh) and mesh.hardware is not None:
+            options = {**options, "hardware": "auto"}  # the new mesh names it, instead of the plan's options
         changed = replace(self.problem.options, **{"dump": False, **options})  # not over that of the plan that is asked
-        wanted = self.problem.mesh if mesh is None else mesh_of(mesh)
         if mesh is not None and wanted.hardware is None and self.problem.mesh.hardware is not None:
             wanted = wanted.on(self.problem.mesh.hardware)
         wanted = equipped(wanted, changed.hardware, self.problem.device)
