@@ -9,9 +9,9 @@ from autoshard.api import autoshard, plan
 from autoshard.config.options import Dump, Options, Overlap
 from autoshard.debug.checking import check
 from autoshard.inspection.assertions import assert_plan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Candidate, Cost, Memory, Recomputation, Search
-from autoshard.plans.plan import ShardingPlan
 from autoshard.plans.values import Value
 from autoshard.runtime.sharded_module import ShardedModule
 from passes.base import Remark

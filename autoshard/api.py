@@ -13,16 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.axis_names import batch_axes_of
-from autoshard.config.constraints import check_options, recipes_of
-from autoshard.config.options import AUTO, Options, options_given
+from autoshard.config.axis_recipes import AUTO, recipes_of
+from autoshard.config.constraints import check_options
+from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call
 from autoshard.debug.dumping import dump_of
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
 from autoshard.planner.problem import data_axes
 from autoshard.plans.compatibility import check_asked
-from autoshard.plans.plan import ShardingPlan
+from autoshard.plans.record import PlanRecord
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call
 from autoshard.runtime.parameters import place_of
@@ -57,7 +59,7 @@ def plan(
     check_call(args, kwargs)
     options = options_given(options)
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
-    return plan_ahead(model, tuple(args), kwargs or {}, wanted, options, training=training)
+    return ShardingPlan.of(*plan_ahead(model, tuple(args), kwargs or {}, wanted, options, training=training))
 
 
 @overload
@@ -165,7 +167,7 @@ class _Planner:
             batch_axes_of(options, mesh)  # asked now, not at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
-        self.first = given  # the plan that says how inputs are split
+        self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
     def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
@@ -237,7 +239,7 @@ class _Planner:
         return data_axes(recipes_of(self.options.recipe, self.mesh))
 
     def _program(self, planned: Planned) -> LocalProgram:
-        signature, plan = planned.captured.signature, planned.plan
+        signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
         parameters = {name: value.layout for name, value in plan.parameters.items()}
         outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
         return LocalProgram(

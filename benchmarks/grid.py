@@ -106,7 +106,7 @@ def measure(case: Case) -> float | None:
     started = time.perf_counter()
     try:
         mesh = Mesh(case.mesh, hardware=case.hardware)
-        plan = plan_ahead(model, args, {}, mesh, Options(mixed_precision=policy), every=True)
+        plan, _ = plan_ahead(model, args, {}, mesh, Options(mixed_precision=policy), every=True)
     except MemoryLimitError as error:
         print(f"{case}: {error}", flush=True)
         return None

@@ -44,7 +44,7 @@ from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
 from passes._torch import is_group_registered, register_group, unregister_group
 from passes.base import Remark
-from passes.cost.from_graph import program_of_graph
+from passes.cost.build_program import program_of_graph
 from passes.cost.program import Program
 from passes.cost.simulate import simulate
 from passes.hardware.hardware import Hardware

@@ -29,18 +29,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
-from autoshard.phases import overlap_pipeline
+from autoshard.phases import OverlapPasses
 from autoshard.planner.planning import make_plan
 from autoshard.planner.prediction import memory_of
 from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext
-from passes.cost.bucket import bucket, seconds_by_sort, sizes
-from passes.cost.collective import collective_seconds
-from passes.cost.from_graph import program_of_graph
+from passes.cost.best_schedule import memory_cap, schedule
+from passes.cost.bucketing import bucket, seconds_by_sort, sizes
+from passes.cost.build_program import program_of_graph
+from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
-from passes.cost.schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, results_of, transfer_of
 from passes.ir.mesh import Mesh
@@ -116,7 +116,7 @@ def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> 
     """What our passes make of a copy of a graph."""
     gm = copy_graph(given)
     given = options.hiding or Overlap()
-    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=given.bucket_bytes, split_matmuls=True, fused=True)
+    passes = OverlapPasses(limit, given.bucket_bytes).passes
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 

@@ -67,7 +67,7 @@ def measure(name: str, hardware: str, recipe: str) -> None:
     phases("model")
     with torch.device("meta"):
         model, args = case.build(batch=case.batch)
-    plan = plan_ahead(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy), progress=phases)
+    plan = ShardingPlan.of(*plan_ahead(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy), progress=phases))
     phases("")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     behind = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture", "trace"))

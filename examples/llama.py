@@ -48,6 +48,11 @@ def llama3_405b(batch: int = 32, seq: int = 8192) -> Case:
     return step_of(LLAMA3_405B, batch, seq)
 
 
+def tiny(batch: int = 8, seq: int = 16) -> Case:
+    """Two small layers: planned in seconds, and run on simulated ranks in one process."""
+    return step_of(TINY, batch, seq)
+
+
 def step_of(config: Config, batch: int, seq: int) -> Case:
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     return Llama(replace(config, seq=seq)), (tokens, tokens)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule, Node
 
-from passes.cost.last_program import LastProgram
+from passes.cost.program_memo import ProgramMemo
 from passes.hardware.hardware import hardware_named
 from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
@@ -57,7 +57,7 @@ class PassContext:
     unknown_ops: Literal["replicate", "error"] = "replicate"
     remarks: list[Remark] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)  # how placements travelled, in the order in which they did
-    programs: LastProgram = field(default_factory=LastProgram)
+    programs: ProgramMemo = field(default_factory=ProgramMemo)
 
     def remark(self, pass_: Pass, node: Node, text: str, *, routine: bool = False) -> None:
         """Record what `pass_` decided or declined for `node`."""

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import fake_mode_of
 from passes.base import Pass, PassContext
-from passes.cost.collective import collective_seconds
+from passes.cost.collective_time import collective_seconds
 from passes.ir.graph import (
     Stage,
     add_call,

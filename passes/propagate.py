@@ -28,9 +28,8 @@ from passes.ir.graph import (
     returned,
     tensor_of,
 )
-from passes.ir.layout import Partial, Placement, R, Shard, is_even
+from passes.ir.layout import Partial, Placement, R, Shard, is_even, next_digit
 from passes.placed import Placed
-from passes.recipes.data import next_digit
 from passes.recipes.weights import weights_of
 from passes.rules.rule import Row, Space, linear_row, replicated_row, row_giving, row_sharding, rule_of
 from passes.rules.unknown import why_whole

@@ -1,4 +1,4 @@
-"""Write what the user and the recipes insist on into the graph, as pins."""
+"""Write the user's constraints and what recipes decide into the graph, as pins."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from passes.ir.graph import (
     placeholders,
     returned,
     set_origin,
-    set_recompute,
     tensor_of,
 )
-from passes.ir.layout import Layout, Placement, R, Shard, is_storable, replicated
-from passes.recipes.data import DATA_RECIPES, SHARDED_RECIPES, next_digit, stored_on
-from passes.recipes.megatron import TensorParallel, tensor_parallel
+from passes.ir.layout import Layout, Placement, R, Shard, is_storable, next_digit, replicated
+from passes.recipes import Decision, Decisions, Site, recipe_named
+from passes.recipes.storage import reshard_for_use
 
 
 @dataclass(frozen=True)
-class Insisted:
-    """A placement that the user insists on: of a parameter (FQN), an input or an output (path)."""
+class Constraint:
+    """A placement that the user wants on one axis: of a parameter (FQN), an input or an output (path)."""
 
     name: str
     axis: str
@@ -46,12 +45,15 @@ class Insisted:
 class Seed(Pass):
     """Pin parameters, inputs, outputs and values as constraints and recipes ask.
 
-    1. The user's constraints come first; no recipe overrides one.
-    2. `megatron` on an axis shards linears and embeddings, and pins what lies between blocks.
-    3. `ddp`, `zero2`, `fsdp` on an axis split the batch: dim 0 of every input whose dim 0 is as long as that of
-       the first input.
-    4. `zero2` and `fsdp` store parameters (and so gradients) sharded, and gather them before use; `fsdp`
-       gathers again in the backward. The gather stands behind a cast to fewer bytes.
+    1. Parameters that an earlier program stored stay as they are; then come the user's constraints. No recipe
+       overrides either.
+    2. What a recipe decides for its axis (`Recipe.decide`) is pinned: `megatron` shards linears and embeddings,
+       and what lies between blocks.
+    3. An axis whose recipe carries the batch splits dim 0 of every input whose dim 0 is as long as that of the
+       first input.
+    4. An axis whose recipe has a `store` keeps its part of each parameter (and so of its gradient), and gathers
+       the parameter before use: again in the backward if the recipe frees what was gathered. Where a parameter
+       is cast to fewer bytes, the result of the cast is gathered.
 
     Before:
 
@@ -80,61 +82,61 @@ class Seed(Pass):
     gives: ClassVar[Stage] = Stage.CAPTURED
 
     recipes: tuple[str | None, ...] = ()  # one per mesh axis
-    params: tuple[Insisted, ...] = ()
-    inputs: tuple[Insisted, ...] = ()
-    outputs: tuple[Insisted, ...] = ()
+    params: tuple[Constraint, ...] = ()
+    inputs: tuple[Constraint, ...] = ()
+    outputs: tuple[Constraint, ...] = ()
     stored: tuple[tuple[str, Layout], ...] = ()  # parameters that are stored already, by FQN
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         seeds = _Seeds(self, gm, ctx)
         seeds.keep()
-        seeds.insist()
-        seeds.tensor_parallel()
+        seeds.constrain()
+        seeds.decide()
         seeds.split_batch()
         seeds.store()
         return True
 
 
 class _Seeds:
-    """The layouts that placeholders are pinned to, while they grow axis by axis."""
+    """The layouts that placeholders are pinned to, while they grow axis by axis. The first pin on an axis stays."""
 
     def __init__(self, seed: Seed, gm: GraphModule, ctx: PassContext) -> None:
         self.seed, self.gm, self.ctx, self.mesh = seed, gm, ctx, ctx.mesh
+        named = zip(seed.recipes, ctx.mesh.sizes, strict=False)
+        self.recipes = {  # by axis, of those with more than one rank
+            axis: recipe_named(name) for axis, (name, size) in enumerate(named) if name is not None and size > 1
+        }
         self.layouts = {node: replicated(ctx.mesh) for node in placeholders(gm.graph)}
 
-    def axes(self, *recipes: str) -> tuple[int, ...]:
-        """Axes of more than one rank with one of these recipes."""
-        named = enumerate(zip(self.seed.recipes, self.mesh.sizes, strict=False))
-        return tuple(axis for axis, (recipe, size) in named if recipe in recipes and size > 1)
-
     def pin(self, node: Node, axis: int, placement: Placement, reason: str) -> None:
-        if any(pin.axis == axis for pin in pins_of(node)):
+        if _is_pinned(node, axis):
             return
         add_pin(node, Pin(axis, placement, reason))
         if node in self.layouts:
             self.layouts[node] = self.layouts[node].with_on(axis, placement)
 
+    # --- 1: what is stored already, and the user's constraints
+
     def keep(self) -> None:
-        """Parameters that an earlier program stored stay as they are."""
         stored = dict(self.seed.stored)
         for node in placeholders(self.gm.graph, InputRole.PARAMETER):
             if (layout := stored.get(input_of(node).name)) is not None:
                 for axis, placement in enumerate(layout.placements):
                     self.pin(node, axis, placement, "stored already")
 
-    def insist(self) -> None:
-        for role, insisted in ((InputRole.PARAMETER, self.seed.params), (InputRole.INPUT, self.seed.inputs)):
+    def constrain(self) -> None:
+        for role, constraints in ((InputRole.PARAMETER, self.seed.params), (InputRole.INPUT, self.seed.inputs)):
             nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, role)}
-            for one in insisted:
-                self._insist(nodes[one.name], one)
+            for one in constraints:
+                self._constrain(nodes[one.name], one)
         values = list(returned(self.gm.graph))
         for position, output in enumerate(outputs_of(self.gm.graph)):
-            pins = [one for one in self.seed.outputs if output.role is OutputRole.OUTPUT and output.name == one.name]
-            if pins and isinstance(values[position], Node):
-                values[position] = self._pin_returned(values[position], pins)
+            given = [one for one in self.seed.outputs if output.role is OutputRole.OUTPUT and output.name == one.name]
+            if given and isinstance(values[position], Node):
+                values[position] = self._pin_returned(values[position], given)
         output_node(self.gm.graph).args = (tuple(values),)
 
-    def _insist(self, node: Node, one: Insisted) -> None:
+    def _constrain(self, node: Node, one: Constraint) -> None:
         axis, placement = self.mesh.index(one.axis), one.placement
         if self.mesh.sizes[axis] == 1:
             return
@@ -142,80 +144,106 @@ class _Seeds:
             placement = next_digit(self.layouts[node], placement.dim, self.mesh)
         self.pin(node, axis, placement, "options")
 
-    def _pin_returned(self, value: Node, pins: list[Insisted]) -> Node:
+    def _pin_returned(self, value: Node, constraints: list[Constraint]) -> Node:
         new = add_reshard(value, "seed: options: output")
-        for one in pins:
+        for one in constraints:
             add_pin(new, Pin(self.mesh.index(one.axis), one.placement, "options"))
         return new
 
-    def tensor_parallel(self) -> None:
-        data_digits = math.prod(self.mesh.sizes[axis] for axis in self.axes(*DATA_RECIPES))
-        for axis in self.axes("megatron"):
-            self._apply(tensor_parallel(self.gm, self.mesh, axis, data_digits), axis)
-            data_digits *= self.mesh.sizes[axis]
+    # --- 2: what recipes decide
 
-    def _apply(self, decided: TensorParallel, axis: int) -> None:
+    def decide(self) -> None:
+        batch_parts = math.prod(self.mesh.sizes[axis] for axis, recipe in self.recipes.items() if recipe.carries_batch)
+        for axis, recipe in self.recipes.items():
+            self._apply(recipe.decide(Site(self.gm, self.mesh, axis, batch_parts)), axis)
+            if not recipe.carries_batch:
+                batch_parts *= self.mesh.sizes[axis]  # what lies between blocks may be sharded on the batch
+
+    def _apply(self, decisions: Decisions, axis: int) -> None:
         nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, InputRole.PARAMETER)}
-        for node, text in decided.remarks:
+        for node, text in decisions.remarks:
             self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
-        for name, (placement, reason) in decided.parameters.items():
-            node = nodes[name]
-            layout = self.layouts[node].with_on(axis, placement)
-            if isinstance(placement, Shard) and not is_storable(layout, tensor_of(node).shape, self.mesh):
+        for name, decision in decisions.parameters.items():
+            node, placement = nodes[name], decision.placement
+            if isinstance(placement, Shard) and not self._is_storable(node, axis, placement):
                 placement = next_digit(self.layouts[node], placement.dim, self.mesh)
-            self.pin(node, axis, placement, reason)
-        for node, (placement, reason) in decided.pins.items():
-            self._pin_value(node, axis, placement, reason)
+                if not self._is_storable(node, axis, placement):
+                    text = f"{name}{list(tensor_of(node).shape)} is not sharded: nothing of dim {placement.dim} is left to split"
+                    self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
+                    continue
+            self.pin(node, axis, placement, decision.reason)
+        for node, decision in decisions.values.items():
+            self._pin_value(node, axis, decision)
 
-    def _pin_value(self, node: Node, axis: int, placement: Placement, reason: str) -> None:
+    def _is_storable(self, node: Node, axis: int, placement: Placement) -> bool:
+        return is_storable(self.layouts[node].with_on(axis, placement), tensor_of(node).shape, self.mesh)
+
+    def _pin_value(self, node: Node, axis: int, decision: Decision) -> None:
         users = list(node.users)
-        new = users[0] if len(users) == 1 and is_reshard(users[0]) else add_reshard(node, f"seed: {reason}")
+        is_pinned = len(users) == 1 and is_reshard(users[0])
+        new = users[0] if is_pinned else add_reshard(node, f"seed: {decision.reason}")
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        self.pin(new, axis, placement, reason)
+        self.pin(new, axis, decision.placement, decision.reason)
+
+    # --- 3: the batch
 
     def split_batch(self) -> None:
         inputs = [n for n in placeholders(self.gm.graph, InputRole.INPUT) if tensor_of(n).dim() > 0]
         if not inputs:
             return
         batch = tensor_of(inputs[0]).shape[0]
-        for axis in self.axes(*DATA_RECIPES):
+        for axis, recipe in self.recipes.items():
+            if not recipe.carries_batch:
+                continue
             for node in inputs:
                 if tensor_of(node).shape[0] == batch:
-                    digit = next_digit(self.layouts[node], 0, self.mesh)
-                    self.pin(node, axis, digit, f"{self.seed.recipes[axis]}: batch")
+                    self.pin(node, axis, next_digit(self.layouts[node], 0, self.mesh), f"{recipe.name}: batch")
+
+    # --- 4: parameters between steps
 
     def store(self) -> None:
-        sharded = self.axes(*SHARDED_RECIPES)
-        if not sharded:
+        storing = [axis for axis, recipe in self.recipes.items() if recipe.store is not None]
+        if not storing:
             return
         for node in placeholders(self.gm.graph, InputRole.PARAMETER):
-            gathered = [axis for axis in sharded if self._store(node, axis)]
-            if gathered and node.users:
+            gathered = [axis for axis in storing if self._store(node, axis)]
+            if gathered:
                 self._gather(node, gathered)
 
     def _store(self, node: Node, axis: int) -> bool:
-        recipe = self.seed.recipes[axis]
-        shape = tuple(tensor_of(node).shape)
-        if any(pin.axis == axis for pin in pins_of(node)):
+        """Pin where `axis` stores its part of a parameter; False where the parameter stays whole."""
+        recipe = self.recipes[axis]
+        if _is_pinned(node, axis):
             return True
-        placement = stored_on(self.layouts[node], axis, shape, self.mesh)
+        shape = tuple(tensor_of(node).shape)
+        assert recipe.store is not None
+        placement = recipe.store(self.layouts[node], axis, shape, self.mesh)
         if placement is None:
             self.ctx.remark(self.seed, node, f"{input_of(node).name}{list(shape)} is not sharded: no dim can be split")
             return False
-        self.pin(node, axis, placement, f"{recipe}: stored sharded")
+        if placement == R:
+            self.pin(node, axis, R, f"{recipe.name}: stored whole")
+            return False
+        self.pin(node, axis, placement, f"{recipe.name}: stored sharded")
         return True
 
     def _gather(self, node: Node, axes: list[int]) -> None:
         value = node
         while len(value.users) == 1 and _is_narrowing_cast(user := next(iter(value.users)), value):
             value = user
-        new = add_reshard(value, f"seed: {self.seed.recipes[axes[0]]}: gathered for use")
-        value.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and user.op != "output")
-        if new.users:
-            set_origin(new, origin_of(next(iter(new.users))))
-        for axis in axes:
-            add_pin(new, Pin(axis, R, f"{self.seed.recipes[axis]}: gathered for use"))
-        set_recompute(new, all(self.seed.recipes[axis] == "fsdp" for axis in axes))
+        users = [user for user in value.users if user.op != "output"]
+        if not users:
+            return
+        recipes = {axis: self.recipes[axis] for axis in axes}
+        again = all(recipe.frees_gathered for recipe in recipes.values())
+        new = reshard_for_use(value, users, f"seed: {recipes[axes[0]].name}: gathered for use", again=again)
+        set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
+        for axis, recipe in recipes.items():
+            add_pin(new, Pin(axis, R, f"{recipe.name}: gathered for use"))
+
+
+def _is_pinned(node: Node, axis: int) -> bool:
+    return any(pin.axis == axis for pin in pins_of(node))
 
 
 def _is_narrowing_cast(user: Node, value: Node) -> bool:

@@ -13,7 +13,6 @@ from passes.errors import UserError
 from passes.ir.graph import (
     OutputRole,
     Stage,
-    add_reshard,
     copy_facts,
     input_of,
     is_reshard,
@@ -29,10 +28,10 @@ from passes.ir.graph import (
     returned,
     set_layouts,
     set_needs,
-    set_recompute,
 )
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
+from passes.recipes.storage import reshard_for_use
 from passes.recipes.weights import weights_of
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
@@ -139,17 +138,22 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
     """One reshard per layout that its users need, for what is a parameter and for what is moved again in the backward."""
     keys, weights, again = keys_of(gm), weights_of(gm.graph), set(solution.again)
     for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
-        made: dict[Layout, Node] = {}
-        for user in list(node.users):
-            if user.op == "output" or is_reshard(user):
-                continue
-            for operand, need in zip(operands(user), needs_of(user), strict=True):
-                if operand is not node or need == layout_of(node):
-                    continue
-                if need not in made:
-                    made[need] = add_reshard(node, "solve: gathered for use" if node in weights else "solve: moved for use")
-                    copy_facts(user if node.op == "placeholder" else node, made[need])  # a parameter has no module yet
-                    set_layouts(made[need], need)
-                    set_needs(made[need], (layout_of(node),))
-                    set_recompute(made[need], keys[node] not in solution.kept)
-                user.replace_input_with(node, made[need])
+        for need, users in _by_need(node).items():
+            recompute = keys[node] not in solution.kept
+            new = reshard_for_use(node, users, f"solve: {'gathered' if node in weights else 'moved'} for use", again=recompute)
+            if node.op == "placeholder":
+                copy_facts(users[0], new)  # a parameter has no module or line of its own
+            set_layouts(new, need)
+            set_needs(new, (layout_of(node),))
+
+
+def _by_need(node: Node) -> dict[Layout, list[Node]]:
+    """Users of a value by the layout that they need, where that is not the value's own."""
+    found: dict[Layout, list[Node]] = {}
+    for user in node.users:
+        if user.op == "output" or is_reshard(user):
+            continue
+        needs = (need for operand, need in zip(operands(user), needs_of(user), strict=True) if operand is node)
+        if (need := next((need for need in needs if need != layout_of(node)), None)) is not None:
+            found.setdefault(need, []).append(user)
+    return found

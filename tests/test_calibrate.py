@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import Mesh, UserError
 from autoshard.measure.calibrate import KINDS, QUICK, Calibration, calibrate, contention_of, format_calibration
-from passes.cost.collective import collective_seconds
+from passes.cost.collective_time import collective_seconds
 from passes.cost.contention import Contention
 from passes.hardware.hardware import hardware_named
 from tests.spawn import run_on_ranks

@@ -8,8 +8,8 @@ import pytest
 
 from autoshard import UserError
 from autoshard.measure.crossover import LARGEST, Question, crossovers, format_crossovers
-from passes.cost.collective import collective_seconds
-from passes.cost.compute import Product, product_seconds
+from passes.cost.collective_time import collective_seconds
+from passes.cost.kernel_time import Product, product_seconds
 from passes.hardware.hardware import hardware_named
 
 H100, CPU = hardware_named("h100"), hardware_named("cpu")

@@ -24,7 +24,7 @@ from autoshard.capture.capture_errors import _message
 from autoshard.capture.flat_call import _check_read
 from autoshard.cli.main import main
 from autoshard.compile.compiled import Program, Split
-from autoshard.config.constraints import insisted
+from autoshard.config.constraints import constraints_on
 from autoshard.debug.bisection import bisect
 from autoshard.debug.rank_interpreter import _callable
 from autoshard.measure.calibrate import calibrate
@@ -35,14 +35,13 @@ from autoshard.runtime.parameters import lay_out, place_of
 from autoshard.runtime.placements import layout_of_placements
 from passes._torch import TraceFailure
 from passes.base import PassContext
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Stage, layout_of, set_layouts, set_stage, set_value, tensor_of
-from passes.ir.layout import Layout, R
-from passes.ir.layout import Partial as Term
+from passes.ir.layout import Layout, R, parse_layout
 from passes.ir.steps import plan_steps
 from passes.ir.text.printer import _format_argument, _format_call, format_target
-from passes.seed import Insisted
+from passes.seed import Constraint
 from passes.solve import Solve
 from passes.verify import verify
 
@@ -194,12 +193,12 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
             "anew",
         ),
         (
-            lambda: insisted({"*": {}}, "inputs", {}, MESH),
+            lambda: constraints_on({"*": {}}, "inputs", {}, MESH),
             "ConstraintError: Options(inputs=...): '*' matches none of the 0 inputs of the model; names look like nothing: there "
             "are none",
         ),
         (
-            lambda: decode(Insisted, {"name": "w", "axis": "tp", "placement": "half"}),
+            lambda: decode(Constraint, {"name": "w", "axis": "tp", "placement": "half"}),
             "PlanError: placement is 'half', not a placement such as 'S(0)'",
         ),
         (
@@ -235,8 +234,8 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
         (lambda: layout_of(node()), "CompilerError: %one has no layout; it was not placed"),
         (lambda: tensor_of(node(value=[1])), "CompilerError: %one is not a tensor but list"),
         (
-            lambda: plan_steps(Layout((R,)), Layout((Term("max"),)), (4,), Mesh("dp=2")),
-            "CompilerError: no way from {dp:R} to {dp:P(max)} for a tensor of shape (4,)",
+            lambda: plan_steps(Layout((R,)), parse_layout("{dp:S(0/3)}", Mesh("dp=2")), (4,), Mesh("dp=2")),
+            "CompilerError: {dp:S(0/3)} does not split a tensor of shape (4,)",
         ),
         (
             lambda: format_target(len),

@@ -164,22 +164,22 @@ def test_a_value_that_a_pass_made_is_that_of_which_it_is_made() -> None:
 def test_a_source_line_and_a_layer_that_was_left_out() -> None:
     with torch.device("meta"):
         found = plan(Deep(), Mesh("dp=2", hardware="h100"), (torch.empty(4, 8),), options=Options(recipe="fsdp"))
-    assert found.basis is not None and "layers.4.weight" in found.basis.folded.repeats.parameters
+    assert found.state is not None and "layers.4.weight" in found.state.folded.repeats.parameters
     assert found.explain("layers.4.weight").choices[0].layout == found.parameters["layers.4.weight"].layout
     assert found.explain("test_explanation.py:29").collectives
 
 
 def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
-    basis = searched().basis
-    assert basis is not None
-    node, room = next(one for one in basis.searched.graph.graph.nodes if one.name == "up_weight"), basis.searched.room
+    state = searched().state
+    assert state is not None
+    node, room = next(one for one in state.searched.graph.graph.nodes if one.name == "up_weight"), state.searched.room
     assert room is not None
     found = alternatives(
-        basis.searched, node, asked=searched().parameters["up.weight"].layout, most=9, solved=9
+        state.searched, node, asked=searched().parameters["up.weight"].layout, most=9, solved=9
     )
     assert len({one.layout for one in found}) == len(found) > 2 and sum(one.is_chosen for one in found) == 1
     for one in found:
-        pinned = searched().replan(params={"up.weight": {"tp": str(one.layout.placements[0])}}).basis
+        pinned = searched().replan(params={"up.weight": {"tp": str(one.layout.placements[0])}}).state
         assert pinned is not None
         gm = seeded(pinned.problem, pinned.folded, (None,))
         exact = find(gm, pinned.problem.mesh, Goal(room.limit, gap=0.0, relief=room.relief)).objective

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoshard.measure.fit_hardware import ProductTime, TransferTime, fit_links, fit_products
-from passes.cost.collective import collective_seconds
-from passes.cost.compute import Product, product_seconds
+from passes.cost.collective_time import collective_seconds
+from passes.cost.kernel_time import Product, product_seconds
 from passes.hardware.hardware import Group, Hardware, hardware_named
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

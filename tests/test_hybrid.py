@@ -6,7 +6,7 @@ import pytest
 
 from autoshard import UserError
 from autoshard.measure.hsdp import Cluster, format_shardings, shardings
-from passes.cost.collective import collective_seconds
+from passes.cost.collective_time import collective_seconds
 from passes.hardware.hardware import Group, hardware_named
 
 H100 = hardware_named("h100")

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
-from autoshard.config.constraints import rule_of_thumb
+from autoshard.config.axis_recipes import rule_of_thumb
 from autoshard.inspection.report.table import format_plan
 from passes.ir.graph import Stage, stage_of
 from passes.ir.text import format_graph, parse_graph
@@ -57,7 +57,7 @@ blocks.0-1
 (model)      x[B_dp, S, F], ... -> [B_dp, S_tp, F], ...                             19.3 us  1.99 ms
 blocks.1.0   In[B_dp, S_tp, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]    15.2 us  2.06 ms
 (optimizer)                                                                         0.29 us        -
-B=6 S=4 D=12 F=8; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
+B=6 S=4 D=12 F=8; F_tp: F sharded over tp; {U_tp}: partial sum over tp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
 all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm
@@ -179,3 +179,7 @@ def test_a_large_model_on_many_ranks_is_planned_on_meta() -> None:
     made = plan(model, "dp=100,tp=8", (tokens, tokens), options=Options(recipe="fsdp+megatron"))
     assert made.inputs["tokens"].local_shape(made.mesh) == (2, 4096)
     assert made.parameters["layers.1.feed_forward.w2.weight"].local_shape(made.mesh) == (41, 1792)
+
+
+def test_a_plan_is_one_line_to_a_debugger() -> None:
+    assert repr(planned()) == "ShardingPlan(dp=2,tp=2, fsdp x megatron, 6 parameters, 20 collectives, 8.59 ms)"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from passes.errors import UserError
 
 

@@ -14,8 +14,8 @@ from autoshard.cli.output import add_reports, check_output, write_reports
 from autoshard.cli.target import load_target
 from autoshard.config.options import Options
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import plan_ahead
-from autoshard.plans.plan import ShardingPlan
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
@@ -81,9 +81,10 @@ def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan
         display("model")
         target = load_target(given.target, sizes_of(given))
         training = not given.inference
-        return plan_ahead(
+        found = plan_ahead(
             target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
         )
+        return ShardingPlan.of(*found)
 
 
 def options_of_command(given: argparse.Namespace) -> Options:

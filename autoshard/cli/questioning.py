@@ -12,7 +12,7 @@ from autoshard.cli.planning import add_problem, find_plan, options_of_command, s
 from autoshard.cli.target import load_target
 from autoshard.debug.bisection import bisect
 from autoshard.debug.replay import replay
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 

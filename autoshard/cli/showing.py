@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from autoshard.cli.output import add_reports, check_output, write_reports
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:

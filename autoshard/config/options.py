@@ -18,7 +18,6 @@ from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware
 
-AUTO = "auto"  # no expert's recipe: layouts are searched for; where they cannot be, by the names of axes
 USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
@@ -146,7 +145,7 @@ class Options:
     """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
 
     passes: tuple[Pass, ...] | None = None
-    """Passes to run instead of `default_pipeline(...)`. They place values themselves: with `recipe="auto"` nothing is
+    """Passes to run instead of `autoshard.phases.default_passes()`. They place values themselves: with `recipe="auto"` nothing is
     searched for, unless a `passes.solve.Solve()` is among them."""
 
     dump: str | PathLike[str] | Dump | Literal[False] | None = None

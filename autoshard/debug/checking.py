@@ -23,8 +23,8 @@ from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan
-from autoshard.plans.plan import ShardingPlan
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError, PlanError, UserError

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from os import PathLike
 
 from autoshard.inspection.explanation import folded_collectives
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.plans.collectives import Collective
-from autoshard.plans.plan import ShardingPlan
+from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
 from passes.ir.units import format_bytes
 
@@ -22,7 +23,7 @@ KINDS = {
 
 
 def assert_plan(
-    plan: ShardingPlan,
+    plan: PlanRecord,
     *,
     all_gathers: int | None = None,
     reduce_scatters: int | None = None,
@@ -57,7 +58,7 @@ def assert_plan(
         raise AssertionError("the plan is not as expected:\n" + "\n".join(found))
 
 
-def _counted(plan: ShardingPlan, name: str, expected: int, axis: str | None) -> Iterator[str]:
+def _counted(plan: PlanRecord, name: str, expected: int, axis: str | None) -> Iterator[str]:
     chosen = [one for one in plan.collectives if one.kind == KINDS[name] and (axis is None or axis in one.axes)]
     count = len(chosen) + sum(one.recomputed for one in chosen)
     if count != expected:
@@ -65,7 +66,7 @@ def _counted(plan: ShardingPlan, name: str, expected: int, axis: str | None) -> 
         yield from _listed(chosen)
 
 
-def _limited(plan: ShardingPlan, name: str, limit: float) -> Iterator[str]:
+def _limited(plan: PlanRecord, name: str, limit: float) -> Iterator[str]:
     if plan.cost is None:
         raise UserError(f"assert_plan({name}={limit}): nothing was predicted for this plan; make it with autoshard.plan(...)")
     cost = plan.cost
@@ -80,7 +81,7 @@ def _limited(plan: ShardingPlan, name: str, limit: float) -> Iterator[str]:
         yield from _listed(sorted(plan.collectives, key=lambda one: -(one.exposed or 0.0)))
 
 
-def _fallen_back(plan: ShardingPlan, limit: int) -> Iterator[str]:
+def _fallen_back(plan: PlanRecord, limit: int) -> Iterator[str]:
     remarks = [remark for remark in plan.remarks if "runs replicated" in remark.text]
     nodes = dict.fromkeys(remark.node for remark in remarks)
     if len(nodes) > limit:
@@ -88,7 +89,7 @@ def _fallen_back(plan: ShardingPlan, limit: int) -> Iterator[str]:
         yield from (f"  {remark}" for remark in remarks[:SHOWN])
 
 
-def _changed(plan: ShardingPlan, golden: str | PathLike[str]) -> Iterator[str]:
+def _changed(plan: PlanRecord, golden: str | PathLike[str]) -> Iterator[str]:
     if change := ShardingPlan.load(golden).diff(plan):
         yield f"golden={str(golden)!r}: it changed; to accept that, plan.save({str(golden)!r})"
         yield from (f"  {line}" for line in str(change).splitlines())

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from autoshard.inspection.report.names import fold_names
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names
+from autoshard.plans.record import PlanRecord
 from autoshard.plans.values import Value
 from passes.ir.mesh import Mesh
 from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 NOTHING = "-"
 SHOWN = 12  # lines of a section that are printed; `changes` has all
@@ -54,7 +51,7 @@ class PlanDiff:
         return "\n".join(lines)
 
 
-def difference(before: ShardingPlan, after: ShardingPlan) -> PlanDiff:
+def difference(before: PlanRecord, after: PlanRecord) -> PlanDiff:
     """What `after` has otherwise than `before`."""
     return PlanDiff(
         (
@@ -71,7 +68,7 @@ def difference(before: ShardingPlan, after: ShardingPlan) -> PlanDiff:
     )
 
 
-def _settings(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _settings(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     if before.mesh != after.mesh:
         yield Change("settings", "mesh", _mesh(before.mesh), _mesh(after.mesh))
     chosen = [one.search.chosen if one.search else ", ".join(r or NOTHING for r in one.recipes) for one in (before, after)]
@@ -98,7 +95,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-def _time(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _time(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     if before.cost is None or after.cost is None:
         return
     for what in ("step_time", "compute", "exposed_comm", "hidden_comm"):
@@ -107,7 +104,7 @@ def _time(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
             yield _numbers("step", what.replace("_", " "), *pair, format_seconds)
 
 
-def _memory(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _memory(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     if before.cost is None or after.cost is None:
         return
     kinds = {"peak": (before.cost.peak_memory, after.cost.peak_memory)}
@@ -126,8 +123,8 @@ def _numbers(section: str, what: str, before: float, after: float, form: Callabl
 
 def _values(
     section: str,
-    before: ShardingPlan,
-    after: ShardingPlan,
+    before: PlanRecord,
+    after: PlanRecord,
     values: Mapping[str, Value],
     others: Mapping[str, Value],
 ) -> Iterator[Change]:
@@ -159,7 +156,7 @@ def _different(old: str, new: str) -> tuple[str, str]:
     return (old, new) if types[0] != types[1] else (old.partition("] ")[2] or old, new.partition("] ")[2] or new)
 
 
-def _layouts(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     """Of what the program computes, by module: how many values live otherwise, and how most of them do."""
     total: dict[str, int] = {}
     changed: dict[str, list[tuple[str, str]]] = {}
@@ -188,7 +185,7 @@ def _modules(graph: str) -> dict[str, str]:
     return found
 
 
-def _collectives(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _collectives(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     """Those whose exposed time changes most, or else their bytes, come first."""
     one, other = _grouped(before.collectives), _grouped(after.collectives)
     found = []
@@ -223,7 +220,7 @@ def _several(collectives: Iterable[Collective]) -> str:
     return f"{len(runs)} x, {format_bytes(sum(one.bytes for one in runs))}" if runs else NOTHING
 
 
-def _remarks(before: ShardingPlan, after: ShardingPlan) -> Iterator[Change]:
+def _remarks(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     texts = [{f"{r.pass_name}: {r.text} [{r.origin}]": "" for r in one.remarks if not r.routine} for one in (before, after)]
     for text in texts[0]:
         if text not in texts[1]:

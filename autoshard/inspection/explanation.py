@@ -8,17 +8,18 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from autoshard.inspection.history import History, Touch, lines_of, touches_between
-from autoshard.inspection.report.names import fold_names, fold_text
 from autoshard.inspection.subject import Subject, subject_of
-from autoshard.planner.evaluation import passes_of
+from autoshard.planner.evaluation import phases_of
+from autoshard.planner.state import PlanningState
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names, fold_text
+from autoshard.plans.record import PlanRecord
 from passes.base import PassContext, Remark
-from passes.cost.regions import is_fusible
+from passes.cost.fused_regions import is_fusible
 from passes.ir.edges import Edge, chain_of
 from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
 from passes.ir.layout import Layout
@@ -29,10 +30,6 @@ from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.search.bundles import together
 from passes.search.pinned import Alternative, alternatives
-
-if TYPE_CHECKING:
-    from autoshard.inspection.replan import Basis
-    from autoshard.plans.plan import ShardingPlan
 
 SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
 # plan near the bound is told
@@ -74,27 +71,27 @@ class Explanation:
         return "\n".join(line for text in _lines(self) for line in _wrapped(text))
 
 
-def explain(plan: ShardingPlan, what: str) -> Explanation:
-    """Everything the plan knows of `what`. Raises UserError for an unknown name."""
-    subject = subject_of(plan, what)
+def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> Explanation:
+    """Say everything that the plan, and the planner's `state` behind it, know of `what`. Raises UserError for an unknown name."""
+    subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
-    is_quick = plan.basis is not None and plan.basis.is_quick
+    is_quick = state is not None and state.is_quick
     forced, solved = _pins(plan), 1 if is_quick or len(priced) > 1 else SOLVED
     return Explanation(
         what,
         subject.kind,
         plan.mesh,
-        tuple(_choice(plan, node, forced, solved=solved if node in priced else None) for node in nodes),
+        tuple(_choice(plan, state, node, forced, solved=solved if node in priced else None) for node in nodes),
         subject.collectives,
-        tuple(_touches(plan, subject)),
+        tuple(_touches(plan, state, subject)),
         tuple(remark for remark in plan.remarks if remark.node in {node.name for node in subject.nodes}),
         plan.cost.step_time if plan.cost else None,
-        tuple(_notes(plan)),
+        tuple(_notes(plan, state)),
     )
 
 
-def _layout(plan: ShardingPlan, node: Node) -> Layout | None:
+def _layout(plan: PlanRecord, node: Node) -> Layout | None:
     if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
         return plan.parameters[input_of(node).name].layout
     return plan.layouts.get(node.name)
@@ -106,12 +103,19 @@ def _largest(nodes: list[Node]) -> list[Node]:
     return sorted(own, key=lambda node: (node.op != "placeholder", -tensor_of(node).numel()))[:PRICED]
 
 
-def _choice(plan: ShardingPlan, node: Node, forced: dict[str, tuple[str, ...]], *, solved: int | None) -> Choice:
+def _choice(
+    plan: PlanRecord,
+    state: PlanningState | None,
+    node: Node,
+    forced: dict[str, tuple[str, ...]],
+    *,
+    solved: int | None,
+) -> Choice:
     layout = _layout(plan, node)
     assert layout is not None
     priced: tuple[Alternative, ...] = ()
-    if solved is not None and plan.basis is not None and plan.mesh.hardware is not None:
-        searched = plan.basis.searched
+    if solved is not None and state is not None and plan.mesh.hardware is not None:
+        searched = state.searched
         own = next((one for one in searched.graph.graph.nodes if one.name == node.name), None)
         if own is not None:
             priced = alternatives(searched, own, asked=layout, most=LISTED, solved=solved)
@@ -126,7 +130,7 @@ def _choice(plan: ShardingPlan, node: Node, forced: dict[str, tuple[str, ...]], 
     )
 
 
-def _pins(plan: ShardingPlan) -> dict[str, tuple[str, ...]]:
+def _pins(plan: PlanRecord) -> dict[str, tuple[str, ...]]:
     """Who insisted on a placement of a value, or of what is made of it in front of its users, by node name."""
     found: dict[str, list[str]] = {}
     for line in plan.graphs.get("PLACED", "").splitlines():
@@ -139,32 +143,32 @@ def _pins(plan: ShardingPlan) -> dict[str, tuple[str, ...]]:
     return {name: tuple(dict.fromkeys(texts)) for name, texts in found.items()}
 
 
-def _touches(plan: ShardingPlan, subject: Subject) -> Iterator[Touch]:
+def _touches(plan: PlanRecord, state: PlanningState | None, subject: Subject) -> Iterator[Touch]:
     """What passes did to the subject's values, and to the moves of them; of a plan from a file, what each stage did."""
     names = {node.name for node in subject.nodes} | {one.id.partition("@")[0] for one in subject.collectives}
-    for touch in _touches_of_stages(plan) if plan.basis is None else _touches_of_passes(plan, plan.basis):
+    for touch in _touches_of_stages(plan) if state is None else _touches_of_passes(plan, state):
         source = re.search(r"= \w+\(%(\w+)", touch.line)
         if touch.node in names or (touch.what == "added" and source is not None and source[1] in names):
             yield touch
 
 
-def _touches_of_stages(plan: ShardingPlan) -> Iterator[Touch]:
+def _touches_of_stages(plan: PlanRecord) -> Iterator[Touch]:
     """From the texts of the program that the plan holds, as far as these are of whole tensors."""
     texts = [(stage, plan.graphs[stage.name]) for stage in Stage if stage <= Stage.COLLECTIVE and stage.name in plan.graphs]
     for (_, old), (stage, new) in pairwise(texts):
         yield from touches_between(f"until {stage.name}", lines_of(old), lines_of(new))
 
 
-def _touches_of_passes(plan: ShardingPlan, basis: Basis) -> Iterator[Touch]:
-    problem, gm = basis.problem, copy_graph(basis.folded.graph)
-    passes, history = passes_of(problem, gm, plan.recipes, plan.solution), History()
-    upto = next(i for i, one in enumerate(passes) if one.gives > one.takes and one.gives.name == "COLLECTIVE") + 1
-    PassManager(passes[:upto], (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+def _touches_of_passes(plan: PlanRecord, state: PlanningState) -> Iterator[Touch]:
+    problem, gm = state.problem, copy_graph(state.folded.graph)
+    phases, history = phases_of(problem, gm, plan.recipes, plan.solution), History()
+    passes = (*phases.place, *phases.make_explicit, *phases.make_collectives)
+    PassManager(passes, (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
     yield from history.touches
 
 
-def _notes(plan: ShardingPlan) -> Iterator[str]:
-    if plan.basis is None:
+def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
+    if state is None:
         yield (
             "a plan from a file does not hold its model: it knows stages, not the passes between them, and not what other "
             "layouts would cost; for these make it again with autoshard.plan(...), or ask "
@@ -173,10 +177,10 @@ def _notes(plan: ShardingPlan) -> Iterator[str]:
     elif plan.mesh.hardware is None:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
-        searched = plan.basis.prepared
+        searched = state.prepared
         if searched is not None and (axes := together(searched.draft.bundles, plan.mesh)):
             yield f"alternatives are of plans that use {axes} alike, as this one was found"
-        runs = repeats_of(plan.basis.folded.graph).runs
+        runs = repeats_of(state.folded.graph).runs
         for run in runs:
             yield f"{run}: equal layers take equal choices"
 

@@ -6,18 +6,16 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from autoshard.planner.evaluation import Folded
 from autoshard.plans.collectives import Collective
+from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
 from passes.ir.graph import InputRole, input_of, is_tensor, origin_of, outputs_of, placeholders, returned
-from passes.ir.repeats import moved_to
+from passes.ir.repeats import Repeats, moved_to
 from passes.ir.text import parse_graph
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,20 @@ class Subject:
     collectives: tuple[Collective, ...]
 
 
-def subject_of(plan: ShardingPlan, what: str) -> Subject:
-    """What `what` names. Raises UserError where it names nothing, with what is near."""
-    gm = captured_graph(plan)
+def subject_of(plan: PlanRecord, what: str, folded: Folded | None) -> Subject:
+    """Find what `what` names in the `folded` graph, or in the text of a plan without one. Raises UserError where it names
+    nothing, with what is near."""
+    gm = parse_graph(plan.graph("CAPTURED"))[0] if folded is None else folded.graph
     named = what.strip().removeprefix("%")
-    for found in _readings(plan, gm, named):
+    kept = _kept(named, folded.repeats) if folded is not None else named
+    for found in _readings(plan, gm, named, kept):
         if found.nodes or found.collectives:
             return found
     raise UserError(_unknown(plan, gm, what))
 
 
-def captured_graph(plan: ShardingPlan) -> GraphModule:
-    """The captured graph, with its repeated layers left out."""
-    return plan.basis.folded.graph if plan.basis is not None else parse_graph(plan.graph("CAPTURED"))[0]
-
-
-def _readings(plan: ShardingPlan, gm: GraphModule, what: str) -> Iterator[Subject]:
-    kept = _kept(plan, what)
+def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterator[Subject]:
+    """Read `what`; `kept` is its name in the layer that stands for it."""
     inputs = {input_of(n).name: n for n in placeholders(gm.graph) if input_of(n).role in (InputRole.PARAMETER, InputRole.INPUT)}
     if kept in inputs:
         node = inputs[kept]
@@ -67,11 +62,8 @@ def _readings(plan: ShardingPlan, gm: GraphModule, what: str) -> Iterator[Subjec
     yield Subject(what, "module", nodes, tuple(one for one in plan.collectives if _is_inside(one.origin.fqn, what)))
 
 
-def _kept(plan: ShardingPlan, name: str) -> str:
-    """The name of the layer that stands for one that was left out."""
-    if plan.basis is None:
-        return name
-    repeats = plan.basis.folded.repeats
+def _kept(name: str, repeats: Repeats) -> str:
+    """The name in the layer that stands for one that was left out."""
     if (kept := repeats.parameters.get(name) or repeats.nodes.get(name)) is not None:
         return kept
     for run in repeats.runs:
@@ -82,7 +74,7 @@ def _kept(plan: ShardingPlan, name: str) -> str:
     return name
 
 
-def _moving(plan: ShardingPlan, gm: GraphModule, nodes: tuple[Node, ...]) -> Iterator[Collective]:
+def _moving(plan: PlanRecord, gm: GraphModule, nodes: tuple[Node, ...]) -> Iterator[Collective]:
     """The collectives of the modules and lines that these values are of."""
     places = {str(origin_of(user)) for node in nodes for user in (node, *node.users) if str(origin_of(user))}
     own = {input_of(node).name.rpartition(".")[0] for node in nodes if node.op == "placeholder"} - {""}
@@ -91,7 +83,7 @@ def _moving(plan: ShardingPlan, gm: GraphModule, nodes: tuple[Node, ...]) -> Ite
             yield one
 
 
-def _captured(plan: ShardingPlan, gm: GraphModule, names: Iterable[str]) -> Iterator[Node]:
+def _captured(plan: PlanRecord, gm: GraphModule, names: Iterable[str]) -> Iterator[Node]:
     """What values of the program with collectives are made of, in the captured one."""
     lines = (re.match(r"%(\w+): .* = \w+(?:\.\w+)?\(%(\w+)", line) for line in plan.graphs.get("COLLECTIVE", "").splitlines())
     made_of = {match[1]: match[2] for match in lines if match}
@@ -122,7 +114,7 @@ def _is_inside(fqn: str, module: str) -> bool:
     return bool(module) and (fqn == module or fqn.startswith(f"{module}."))
 
 
-def _unknown(plan: ShardingPlan, gm: GraphModule, what: str) -> str:
+def _unknown(plan: PlanRecord, gm: GraphModule, what: str) -> str:
     named = what.strip().removeprefix("%")
     lines = dict.fromkeys(filter(None, (_line(node) for node in gm.graph.nodes)))
     if re.fullmatch(r".+:\d+", named):

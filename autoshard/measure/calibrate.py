@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.config.topology import hardware_of
 from autoshard.measure.fit_hardware import ProductTime, TransferTime, fit_links, fit_products
-from passes.cost.collective import collective_seconds
-from passes.cost.compute import Product, product_seconds
+from passes.cost.collective_time import collective_seconds
+from passes.cost.kernel_time import Product, product_seconds
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
@@ -168,7 +168,7 @@ def _measure_products(device: str, effort: Effort, clock: Clock) -> Iterator[Pro
 
 
 def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardware) -> float:
-    """Part of the rate that a causal attention forward reaches, as `passes.cost.compute.ATTENTION` counts it."""
+    """Part of the rate that a causal attention forward reaches, as `passes.cost.kernel_time.ATTENTION` counts it."""
     heads, width, positions = 8, 64, effort.attended
     dtype = "bf16" if device == "cuda" else "f32"
     query = torch.randn(1, heads, positions, width, device=device).to(DTYPES[dtype])

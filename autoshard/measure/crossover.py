@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import sympy
 
-from passes.cost import collective as wire
-from passes.cost import compute as kernel
+from passes.cost import collective_time as wire
+from passes.cost import kernel_time as kernel
 from passes.errors import UserError
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.text import DTYPES

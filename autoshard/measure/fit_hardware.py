@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.cost.compute import Product
+from passes.cost.kernel_time import Product
 from passes.hardware.hardware import Group, Hardware, Link
 
 TILES = (4, 8, 16, 32, 64, 128, 256)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from passes.cost import collective as wire
+from passes.cost import collective_time as wire
 from passes.errors import UserError
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.text import DTYPES

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.capture.garbage import uncollected
 from autoshard.config.progress import Progress
-from autoshard.inspection.report.cost_table import format_memory
 from autoshard.planner.evaluation import Folded, Judged, in_chunks, judge, seeded
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
@@ -404,6 +403,6 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
 def _too_small(limit: int, smallest: int, cost: Cost) -> str:
     return (
         f"no plan fits in {format_bytes(limit)} on a device: the one that takes least has a peak of "
-        f"{format_bytes(cost.peak_memory)} ({format_memory(cost.memory)}). Give memory_limit={smallest}, "
+        f"{format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
         "a larger mesh, a smaller batch, or mixed_precision. The largest values are made at"
     )

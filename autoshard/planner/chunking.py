@@ -17,7 +17,7 @@ from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import Trial, program_of_split
 from passes.base import Remark
-from passes.cost.phases import unchanged
+from passes.cost.forward_backward import unchanged
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
 from passes.decompose_matmuls import exposed_by_form

@@ -12,26 +12,24 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
-from autoshard.config.constraints import check_options, recipes_of, rule_of_thumb
-from autoshard.config.options import AUTO, Options
+from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
+from autoshard.config.constraints import check_options
+from autoshard.config.options import Options
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import equipped, hardware_of
 from autoshard.debug.dumping import GraphDump, dump_of
-from autoshard.inspection.replan import Basis
-from autoshard.phases import default_pipeline
 from autoshard.planner.candidates import QUICK, search
-from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
+from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, phases_of
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
+from autoshard.planner.state import PlanningState
 from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.outcome import Cost, Recomputation, Search
-from autoshard.plans.plan import ShardingPlan
-from passes.base import Observer, Pass, PassContext, Remark
-from passes.cast_parameters import CastParameters
-from passes.checkpoint import Checkpoint
+from autoshard.plans.record import PlanRecord
+from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
@@ -39,12 +37,9 @@ from passes.ir.mesh import Mesh
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
-from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
 from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
-from passes.seed import Seed
-from passes.solve import Solve
 
 _log = logging.getLogger("autoshard.planner")
 
@@ -53,7 +48,7 @@ _log = logging.getLogger("autoshard.planner")
 class Planned:
     """A plan, the captured border of the model, and the per-device program. `seconds` is time by phase."""
 
-    plan: ShardingPlan
+    plan: PlanRecord
     captured: Captured
     graph: GraphModule
     seconds: Mapping[str, float]
@@ -70,8 +65,9 @@ def plan_ahead(
     device: str = "cpu",
     every: bool = False,
     progress: Progress = silent,
-) -> ShardingPlan:
-    """The plan of a call on global arguments, with what a step will cost where the hardware is known.
+) -> tuple[PlanRecord, PlanningState]:
+    """Plan a call on global arguments, with what a step will cost where the hardware is known; beside the plan, what the
+    planner knows of the model then.
 
     No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search
     simulates all recipes, hopeless ones too. `progress` is told each phase as it begins.
@@ -91,7 +87,7 @@ def plan_problem(
     every: bool = False,
     quick: bool = False,
     folded: Folded | None = None,
-) -> ShardingPlan:
+) -> tuple[PlanRecord, PlanningState]:
     """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
     is known; a `quick` search takes the first good plan."""
     if folded is None:
@@ -108,11 +104,7 @@ def plan_problem(
         if (dump := dump_of(problem.options)) is not None:
             _dump(problem, folded, decision, dump)
     gap = QUICK if quick else Goal.gap
-    return replace(made, basis=Basis(problem, folded, _replan, decision.prepared, gap=gap))
-
-
-def _replan(problem: Problem, folded: Folded | None, quick: bool) -> ShardingPlan:
-    return plan_problem(problem, quick=quick, folded=folded)
+    return made, PlanningState(problem, folded, decision.prepared, gap=gap)
 
 
 def make_plan(
@@ -126,7 +118,7 @@ def make_plan(
     stored: Mapping[str, Layout] | None = None,
     device: str = "cpu",
     batch_axes: tuple[int, ...] | None = None,
-    plan: ShardingPlan | Callable[[], ShardingPlan] | None = None,
+    plan: PlanRecord | Callable[[], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
 ) -> Planned:
@@ -157,9 +149,9 @@ def make_plan(
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
 
-    def followed(folded: Folded) -> ShardingPlan:
+    def followed(folded: Folded) -> PlanRecord:
         assert plan is not None
-        found = plan if isinstance(plan, ShardingPlan) else plan()
+        found = plan if isinstance(plan, PlanRecord) else plan()
         check_model(found, module, folded.text, settings_of(options, training=training, device=device))
         return found
 
@@ -170,7 +162,7 @@ def make_plan(
 def program_problem(
     problem: Problem,
     *,
-    follow: Callable[[Folded], ShardingPlan] | None = None,
+    follow: Callable[[Folded], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
@@ -239,7 +231,7 @@ def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     return decision
 
 
-def _followed(plan: ShardingPlan) -> _Decision:
+def _followed(plan: PlanRecord) -> _Decision:
     return _Decision(
         plan.recipes,
         plan.solution,
@@ -294,17 +286,16 @@ def _programmed(
     """The per-device program of the whole model, and its plan."""
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
-    place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.passes or default_pipeline(place=place)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, checkpoint)
+    solution = None if decision.solution is None else decision.solution.expanded(folded.repeats)
+    phases = phases_of(problem, gm, decision.recipes, solution, decision.recomputation)
+    passes = phases.fill(options.passes) if options.passes else phases.passes
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
     if dump is not None:
         observers = (*observers, dump.of(passes, options))
     PassManager(passes, observers).run(gm, ctx)
     recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
-    plan = ShardingPlan(
+    plan = PlanRecord(
         mesh=problem.mesh,
         recipes=decision.recipes,
         remarks=_remarks((*decision.remarks, *ctx.remarks)),
@@ -328,26 +319,17 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump
     if solution is not None and judged.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
     gm = copy_graph(judged.graph)
-    checkpoint = Checkpoint(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), checkpoint)
+    passes = phases_of(problem, gm, decision.recipes, solution, decision.recomputation).passes
     ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
 
 
-def _configured(
-    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, checkpoint: Checkpoint
-) -> tuple[Pass, ...]:
-    """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Checkpoint(): checkpoint}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Checkpoint) else one for one in passes)
-
-
-def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> ShardingPlan:
+def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> PlanRecord:
     """The plan of the whole model, from what was found on the graph that was judged."""
     folded = judged.folded
     parameters = expand_names(folded.repeats, judged.facts["parameters"])
     order = problem.captured.parameters
-    return ShardingPlan(
+    return PlanRecord(
         mesh=problem.mesh,
         recipes=judged.recipes,
         parameters={name: replace(parameters[name], name=name) for name in order},

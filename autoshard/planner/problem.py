@@ -13,15 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
-from autoshard.config.constraints import insisted
+from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options
 from passes.cast_parameters import CastParameters
 from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
-from passes.recipes.data import DATA_RECIPES
-from passes.seed import Insisted, Seed
+from passes.recipes import recipe_named, with_frees
+from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
 
@@ -54,49 +54,48 @@ class Problem:
         }
         return Seed(
             self.resharding(recipes),
-            tuple(one for one in self.insisted_parameters() if one.name in parameters),
-            (*insisted(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
-            insisted(self.options.outputs, "outputs", outputs, self.mesh),
+            tuple(one for one in self.parameter_constraints() if one.name in parameters),
+            (*constraints_on(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
+            constraints_on(self.options.outputs, "outputs", outputs, self.mesh),
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
 
     def resharding(self, recipes: Recipes) -> Recipes:
-        """`recipes` with `Options(reshard_after_forward=...)`: where one is like another but for that, the other."""
+        """Return `recipes` with `Options(reshard_after_forward=...)`: the twin of one that is otherwise."""
         keeps = self.options.keeps_gathered
-        like = {None: {}, True: {"fsdp": "zero2"}, False: {"zero2": "fsdp"}}[keeps]
-        return tuple(like.get(recipe, recipe) if recipe else recipe for recipe in recipes)
+        return recipes if keeps is None else freeing(recipes, frees_gathered=not keeps)
 
-    def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Insisted, ...]:
+    def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
         """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""
         if self.batch_axes is None:
             return ()
         first = next((shape for shape in inputs.values() if shape), None)
         axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
         split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
-        said = {(one.name, one.axis) for one in insisted(self.options.inputs, "inputs", inputs, self.mesh)}
+        said = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
-            Insisted(name, axis, Shard(0) if name in split and number in axes else R)
+            Constraint(name, axis, Shard(0) if name in split and number in axes else R)
             for name in inputs
             for number, axis in enumerate(self.mesh.names)
             if (name, axis) not in said
         )
 
-    def insisted_parameters(self) -> tuple[Insisted, ...]:
+    def parameter_constraints(self) -> tuple[Constraint, ...]:
         """What the user insists on for parameters of the whole model, by the names in the graph.
 
         Raises ConstraintError where two names of one parameter are given different placements.
         """
         shapes, tied = self.captured.shapes(InputRole.PARAMETER), self.captured.tied
         names = shapes | {alias: shapes[name] for alias, name in tied.items()}
-        found: dict[tuple[str, str], Insisted] = {}
-        for one in insisted(self.options.params, "params", names, self.mesh):
+        found: dict[tuple[str, str], Constraint] = {}
+        for one in constraints_on(self.options.params, "params", names, self.mesh):
             other = found.setdefault((tied.get(one.name, one.name), one.axis), one)
             if other.placement != one.placement:
                 raise ConstraintError(
                     f"Options(params=...): {other.name!r} and {one.name!r} are one parameter, which cannot be both "
                     f"{other.placement} and {one.placement} on axis {one.axis!r}; give it one placement"
                 )
-        return tuple(Insisted(name, axis, one.placement) for (name, axis), one in found.items())
+        return tuple(Constraint(name, axis, one.placement) for (name, axis), one in found.items())
 
     def check_batch(self, recipes: Recipes) -> None:
         """Raise InputError where the axes that `recipes` split the batch over do not divide it."""
@@ -113,8 +112,15 @@ class Problem:
 
 
 def data_axes(recipes: Recipes) -> tuple[int, ...]:
-    """Axes that split the batch."""
-    return tuple(axis for axis, recipe in enumerate(recipes) if recipe in DATA_RECIPES)
+    """Return the axes that split the batch."""
+    return tuple(axis for axis, name in enumerate(recipes) if name is not None and recipe_named(name).carries_batch)
+
+
+def freeing(recipes: Recipes, *, frees_gathered: bool) -> Recipes:
+    """Return `recipes` with twins where gathered parameters are to be freed after the forward, or are not."""
+    return tuple(
+        None if name is None else with_frees(recipe_named(name), frees_gathered=frees_gathered).name for name in recipes
+    )
 
 
 def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:

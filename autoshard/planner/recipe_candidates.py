@@ -8,21 +8,25 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from autoshard.capture.garbage import uncollected
-from autoshard.config.constraints import recipes_of
-from autoshard.planner.evaluation import Folded, seeded
+from autoshard.config.axis_recipes import recipes_of
+from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
-from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.problem import Problem, Recipes, freeing
 from autoshard.planner.recomputation import room_for
 from passes.base import PassContext
 from passes.errors import RecipeError
-from passes.fuse_collectives import FuseCollectives
-from passes.insert_reshards import InsertReshards
 from passes.manager import PassManager
-from passes.propagate import Propagate
-from passes.recipes.data import SHARDED_RECIPES
+from passes.recipes import recipe_named, registered_recipes
 from passes.search.find import Prepared
 
-EXPERTS = ("fsdp", "zero2", "ddp", "hsdp", "megatron", "fsdp+megatron", "zero2+megatron", "ddp+megatron", "hsdp+megatron")
+
+def expert_names() -> Iterator[str]:
+    """Yield what is tried: every recipe alone, then each that carries the batch with each that does not: `fsdp+megatron`."""
+    recipes = registered_recipes()
+    yield from (recipe.name for recipe in recipes)
+    for inner in recipes:
+        if not inner.carries_batch:
+            yield from (f"{outer.name}+{inner.name}" for outer in recipes if outer.carries_batch)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Experts:
     def __iter__(self) -> Iterator[tuple[str, Recipes]]:
         """By name; of those that come to the same, the first."""
         seen: set[Recipes] = set()
-        for name in EXPERTS:
+        for name in expert_names():
             try:
                 recipes = recipes_of(name, self.problem.mesh)
             except RecipeError:
@@ -58,17 +62,19 @@ class Experts:
     def _gathers_again(self, recipes: Recipes) -> bool:
         """Whether parameters are gathered once more in the backward, all of them that are gathered."""
         axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
-        return {recipe for recipe, size in axes if size > 1 and recipe in SHARDED_RECIPES} == {"fsdp"}
+        chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
+        storing = [recipe for recipe in chosen if recipe.store is not None]
+        return bool(storing) and all(recipe.frees_gathered for recipe in storing)
 
     def _placed(self, recipes: Recipes) -> GraphModule:
         """The layouts, which are the same where parameters are gathered again and where they are kept."""
         if self._gathers_again(recipes):
-            recipes = tuple("zero2" if recipe == "fsdp" else recipe for recipe in recipes)
+            recipes = freeing(recipes, frees_gathered=False)
         seed = self.problem.seed(self.folded.graph, recipes)
         if seed not in self.folded.placed:
             with uncollected():
                 gm = seeded(self.problem, self.folded, recipes)
-                passes = (Propagate(), InsertReshards(), FuseCollectives())
-                PassManager(passes).run(gm, PassContext(self.problem.mesh))
+                phases = phases_of(self.problem, gm, recipes)
+                PassManager((phases.choose, *phases.make_explicit)).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.folded.placed[seed]

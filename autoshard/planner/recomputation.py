@@ -8,12 +8,12 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from autoshard.compile.compiled import Split, split_program
+from autoshard.phases import Phases
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
 from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
-from passes.checkpoint import Checkpoint
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
@@ -128,7 +128,7 @@ class Settling:
         """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
         everything is kept, where that is far too much and no other step is compared with it."""
         problem, gm = self.problem, copy_graph(self.graph)
-        PassManager((Checkpoint(kept),)).run(gm, PassContext(problem.mesh))
+        PassManager(Phases(kept=kept).rematerialize).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
         if self.quick and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):

@@ -6,25 +6,21 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from autoshard.config.options import Options
 from autoshard.config.settings import Settings, settings_of
-from autoshard.inspection.report.names import fold_text
+from autoshard.plans.names import fold_text
+from autoshard.plans.record import PlanRecord, structure
 from autoshard.plans.values import Value
 from passes.errors import PlanError
 from passes.ir.mesh import Mesh
-from passes.ir.text import GAP
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 SHOWN = 5  # differences that a message lists
 
 
-def check_asked(plan: ShardingPlan, mesh: Mesh, options: Options) -> None:
+def check_asked(plan: PlanRecord, mesh: Mesh, options: Options) -> None:
     """Raise PlanError where `plan` was made for another mesh or with other options; warn where with another torch."""
     asked = settings_of(options, training=plan.settings.training, device=plan.settings.device)
     found = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
@@ -42,7 +38,7 @@ def check_asked(plan: ShardingPlan, mesh: Mesh, options: Options) -> None:
         )
 
 
-def check_model(plan: ShardingPlan, module: nn.Module, captured: str, settings: Settings) -> None:
+def check_model(plan: PlanRecord, module: nn.Module, captured: str, settings: Settings) -> None:
     """Raise PlanError where `plan` was made for another model, other inputs or another mode.
 
     `captured` is the text of the graph as captured now, for the mode and device of `settings`. Ops may differ where
@@ -55,12 +51,6 @@ def check_model(plan: ShardingPlan, module: nn.Module, captured: str, settings: 
     if not found and settings.device == plan.settings.device:
         found = list(_program(structure(captured), structure(plan.graph("CAPTURED"))))
     _refuse(found, "Make a plan for this model and these inputs")
-
-
-def structure(graph: str) -> list[str]:
-    """Lines of a graph's text without the mesh, and without where they come from: a moved line is no other program."""
-    lines = (line.partition(f"{GAP}# ")[0] for line in graph.splitlines())
-    return [line for line in lines if line.startswith(("%", "return", " "))]
 
 
 def _refuse(found: list[str], advice: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+
+from passes.ir.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(astuple(self))
+
+    def __str__(self) -> str:
+        """Return `"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
+        sizes = sorted(asdict(self).items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,20 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from autoshard.plans.codec import decode, encode
+from autoshard.plans.record import PlanRecord
 from passes.errors import PlanError
 
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
+Plan = TypeVar("Plan", bound=PlanRecord)
 
 SCHEMA, VERSION = "autoshard.plan", 5
 
 _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).save(path)"
 
 
-def dump_plan(plan: ShardingPlan) -> str:
+def dump_plan(plan: PlanRecord) -> str:
     """The plan as JSON text; `parse_plan` reads it back equal."""
     data = {"schema": SCHEMA, "version": VERSION, "fingerprint": plan.fingerprint, **encode(plan)}
     data["graphs"] = {stage: _pack(text) for stage, text in plan.graphs.items()}
@@ -37,7 +37,7 @@ def dump_plan(plan: ShardingPlan) -> str:
     return "{\n" + ",\n".join(members) + "\n}\n"
 
 
-def parse_plan(kind: type[ShardingPlan], text: str, *, source: str = "the plan") -> ShardingPlan:
+def parse_plan(kind: type[Plan], text: str, *, source: str = "the plan") -> Plan:
     """Inverse of `dump_plan`. Raises PlanError that says which part of `source` is damaged and what to do."""
     try:
         return _parse(kind, text)
@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
         raise PlanError(f"{path} cannot be read: it is no text, so not a plan; {_AGAIN}") from error
 
 
-def _parse(kind: type[ShardingPlan], text: str) -> ShardingPlan:
+def _parse(kind: type[Plan], text: str) -> Plan:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -88,7 +88,7 @@ def _parse(kind: type[ShardingPlan], text: str) -> ShardingPlan:
     return plan
 
 
-def _check_axes(plan: ShardingPlan) -> None:
+def _check_axes(plan: PlanRecord) -> None:
     """Every layout has a placement per axis of the mesh."""
     if len(plan.recipes) != plan.mesh.ndim:
         raise PlanError(f"recipes has {len(plan.recipes)} entries for a mesh of {plan.mesh.ndim} axes")

@@ -15,7 +15,7 @@ from autoshard.capture.signature import Signature, bind_call
 from autoshard.compile.compiled import Program, Split
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.debug.dumping import GraphDump
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import is_connection_error, peer_error
 from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.parameters import Place

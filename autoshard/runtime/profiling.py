@@ -11,15 +11,15 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from autoshard.compile.compiled import Program as Compiled
-from autoshard.inspection.report.names import fold_names
 from autoshard.measure.fit_hardware import LONG, ProductTime, TransferTime, fit_links, fit_products
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names
 from autoshard.runtime.agreement import exchange
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.process_groups import MeshGroups
 from passes._torch import flatten_pytree
-from passes.cost.compute import Product
-from passes.cost.from_graph import program_of
+from passes.cost.build_program import program_of
+from passes.cost.kernel_time import Product
 from passes.cost.program import Program, Task
 from passes.cost.simulate import simulate
 from passes.errors import UserError

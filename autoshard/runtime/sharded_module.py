@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from autoshard.compile.compiled import Mode
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, differences, exchange, together
 from autoshard.runtime.build import build_program
 from autoshard.runtime.execution import Execution, LocalProgram, Slot, bind, parameter_slots

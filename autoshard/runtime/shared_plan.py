@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 
-from autoshard.plans.plan import ShardingPlan
+from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import of_first, together
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.process_groups import MeshGroups

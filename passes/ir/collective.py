@@ -38,7 +38,8 @@ def take_part(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
 
 
 def take_term(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """`R -> P(sum)` on `axes`: the first rank keeps the value, the others hold zero; nothing is sent."""
+    """`R -> P` on `axes`: of a sum or product the first rank keeps the value and the others hold zero or one; of a
+    maximum, minimum or mean all keep it. Nothing is sent."""
     return value
 
 

@@ -28,6 +28,7 @@ from passes.errors import GraphTextError
 from passes.ir.mesh import Mesh
 
 PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
+IDENTITIES = {"sum": 0, "product": 1}  # terms that change nothing; for the others, equal terms reduce to themselves
 
 
 class _Interned(type):
@@ -181,13 +182,29 @@ def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: t
     return True
 
 
+def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
+    """Return the digit of `dim` inside those that the axes of `layout` already use."""
+    outer = math.prod(mesh.sizes[axis] for axis in layout.axes_on(dim))
+    for axis in layout.axes_on(dim):
+        placement = layout.on(axis)
+        assert isinstance(placement, Shard)
+        outer = max(outer, placement.outer * mesh.sizes[axis])
+    return Shard(dim, outer)
+
+
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """As `is_even`, but the innermost digit of a dim may be padded: how parameters are stored."""
+    """Return whether a value of `shape` can have `layout` at all: no other one can be stored, moved or lowered.
+
+    As `is_even`, but the innermost digit of a dim may be padded, as that of a parameter is. What a call computes on is
+    even besides.
+    """
     return _is_storable(layout, tuple(shape), mesh.sizes)
 
 
 @lru_cache(maxsize=1 << 16)
 def _is_storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    if any(isinstance(placement, Shard) and placement.dim >= len(shape) for placement in layout.placements):
+        return False
     for dim, size in enumerate(shape):
         axes = layout.axes_on(dim)
         if not axes:
@@ -243,15 +260,15 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
 
 def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
     """One rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
-    reduction's identity elsewhere (for max and min: the value itself everywhere)."""
+    reduction's identity elsewhere (for max, min and avg: the value itself everywhere)."""
     for dim in range(tensor.dim()):
         for axis in reversed(layout.axes_on(dim)):
             placement = layout.on(axis)
             assert isinstance(placement, Shard)
             tensor = take_digit(tensor, placement, mesh.sizes[axis], coordinate[axis])
     for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial) and placement.op == "sum" and coordinate[axis]:
-            tensor = torch.zeros_like(tensor)
+        if isinstance(placement, Partial) and placement.op in IDENTITIES and coordinate[axis]:
+            tensor = torch.full_like(tensor, IDENTITIES[placement.op])
     return tensor
 
 

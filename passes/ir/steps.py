@@ -35,9 +35,13 @@ class Step:
 def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target` for a tensor of global `shape`.
 
-    Cheapest: fewest elements received per rank, then fewest collectives, then first found (Dijkstra).
-    Raises CompilerError where no sequence exists.
+    Cheapest: fewest elements received per rank, then fewest collectives, then first found (Dijkstra). There is a way
+    between any two layouts that `is_storable` allows: reduce what is partial, gather all axes, take parts and terms.
+    Raises CompilerError for a layout that it does not allow.
     """
+    for layout in (source, target):
+        if not is_storable(layout, shape, mesh):
+            raise CompilerError(f"{layout.format(mesh)} does not split a tensor of shape {shape}")
     frontier: list[tuple[int, int, int, Layout, tuple[Step, ...]]] = [(0, 0, 0, source, ())]
     done: set[Layout] = set()
     pushed = 0
@@ -53,7 +57,7 @@ def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mes
             sends = int(step.kind not in (take_part, take_term))
             entry = (received + step.received, collectives + sends, pushed, step.layout, (*steps, step))
             heapq.heappush(frontier, entry)
-    raise CompilerError(f"no way from {source.format(mesh)} to {target.format(mesh)} for a tensor of shape {shape}")
+    raise AssertionError(f"no way from {source.format(mesh)} to {target.format(mesh)} for a tensor of shape {shape}")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -90,7 +94,7 @@ def _kind(have: Placement, to: Placement) -> Kind | None:
         case _, Shard():
             return take_part
         case _, Partial():
-            return take_term if to == Partial("sum") else None
+            return take_term
     return None
 
 

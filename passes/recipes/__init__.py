@@ -1,1 +1,23 @@
-"""Expert plans as placements of parameters and pins of values; they know graphs, not models."""
+"""Expert plans, one record a file; they know graphs, not models.
+
+    ddp zero2 fsdp hsdp   data parallelism
+    megatron/             tensor and sequence parallelism, found in the graph
+    recipe                what a recipe is
+    registry              recipes by name
+"""
+
+from __future__ import annotations
+
+from passes.recipes.recipe import Decision, Decisions, Recipe, Site
+from passes.recipes.registry import recipe_named, register_recipe, registered_recipes, with_frees
+
+__all__ = [
+    "Decision",
+    "Decisions",
+    "Recipe",
+    "Site",
+    "recipe_named",
+    "register_recipe",
+    "registered_recipes",
+    "with_frees",
+]

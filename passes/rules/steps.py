@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.ir.collective import all_gather, all_reduce, all_to_all, reduce_scatter, take_part, take_term
-from passes.ir.layout import Layout, Partial, Shard
+from passes.ir.layout import IDENTITIES, Layout, Partial, Shard
 from passes.ir.mesh import Mesh
 
 aten = torch.ops.aten
@@ -125,10 +125,18 @@ def _take_part(call: StepCall) -> Node:
 def _take_term(call: StepCall) -> Node:
     value = call.value
     held = value.meta["val"]
-    zero = call.emit(aten.full.default, [], 0, dtype=held.dtype, device=held.device, pin_memory=False)
+    identities: dict[str, Node] = {}
     for axis in call.axes:
+        placement = call.after.on(axis)
+        assert isinstance(placement, Partial)
+        if placement.op not in IDENTITIES:
+            continue
+        if placement.op not in identities:
+            fill = IDENTITIES[placement.op]
+            full = call.emit(aten.full.default, [], fill, dtype=held.dtype, device=held.device, pin_memory=False)
+            identities[placement.op] = full
         first = call.view(call.emit(aten.eq.Scalar, call.emitter.coordinate(axis), 0), [])
-        value = call.emit(aten.where.self, first, value, zero)
+        value = call.emit(aten.where.self, first, value, identities[placement.op])
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from torch.fx import Node
 
-from passes.cost.regions import source_of
+from passes.cost.fused_regions import source_of
 from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,
@@ -25,9 +25,8 @@ from passes.ir.graph import (
     results_of,
     tensor_of,
 )
-from passes.ir.layout import Layout, R, Shard, is_even, is_storable, replicated
+from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.ir.mesh import Mesh
-from passes.recipes.data import next_digit
 from passes.search.bundles import Bundles
 from passes.search.choices import Choice, Choices
 from passes.search.draft import Draft, Owner, Part, Undecided
@@ -85,8 +84,9 @@ class _Builder:
     def _add(self, nodes: tuple[Node, ...], choices: tuple[Choice, ...], parts: Sequence[Part] = ()) -> int:
         if time.perf_counter() > self.deadline:
             raise TimeoutError
-        parts = parts or [self._part_of(nodes[0], choices)]
-        self.variables.append(Undecided(nodes, choices, self.segment.get(nodes[0], 0), tuple(parts)))
+        parts = parts or [self._part_of(node, choices) for node in nodes[:1]]
+        segment = self.segment.get(nodes[0], 0) if nodes else 0
+        self.variables.append(Undecided(nodes, choices, segment, tuple(parts)))
         return len(self.variables) - 1
 
     def _part_of(self, node: Node, choices: tuple[Choice, ...], numbers: Ints | None = None) -> Part:
@@ -163,8 +163,7 @@ class _Builder:
         if not nodes and not positions:
             return
         choice = Choice((layout,) * len(positions), (layout,) * len(nodes))
-        anchor = nodes or self.outline.nodes[:1]
-        variable = self._add(anchor, (choice,))
+        variable = self._add(nodes, (choice,))
         for slot, node in enumerate(nodes):
             self.owners[node] = Owner(variable, slot)
         for slot, position in enumerate(positions):

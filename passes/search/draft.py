@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Undecided:
-    """A variable without costs."""
+    """A variable without costs. One without nodes is of outputs alone: it needs layouts, and costs nothing by itself."""
 
     nodes: tuple[Node, ...]
     choices: tuple[Choice, ...]
@@ -74,13 +74,16 @@ def priced(draft: Draft, kernels: Kernels, deadline: float) -> Built:
     for one in draft.variables:
         if time.perf_counter() > deadline:
             raise TimeoutError
-        variables.append(Variable(one.nodes[0].name, one.nodes, one.choices, one.segment, *_costs(one, kernels)))
+        name = one.nodes[0].name if one.nodes else "outputs"
+        variables.append(Variable(name, one.nodes, one.choices, one.segment, *_costs(one, kernels)))
     problem = Problem(tuple(variables), draft.values, draft.segments)
     return Built(problem, draft.first, draft.owners, draft.ends)
 
 
 def _costs(variable: Undecided, kernels: Kernels) -> tuple[Floats, Floats, Floats]:
     """Per choice: seconds, bytes that stay, bytes of one node while it runs."""
+    if not variable.parts:
+        return np.zeros(len(variable.choices)), np.zeros(len(variable.choices)), np.zeros(len(variable.choices))
     costs = [_part_costs(part, kernels) for part in variable.parts]
     seconds, state, held = (np.array([one[row] for one in costs]) for row in range(3))
     return seconds.sum(0), state.sum(0), held.max(0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from passes.cost.regions import is_alias, is_fusible, regions
+from passes.cost.fused_regions import is_alias, is_fusible, regions
 from passes.ir.graph import is_reshard, item_of, operands, results_of
 from passes.ir.layout import Partial
 from passes.search.choices import Choice, Choices

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
-from passes.cost.compute import kernel_seconds
-from passes.cost.regions import bytes_read, is_alias, is_fusible, regions, source_of
+from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, regions, source_of
+from passes.cost.kernel_time import kernel_seconds
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
 from passes.ir.layout import Layout
 from passes.rules.rule import Call, Tensor, call_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule, Node
 
-from passes.cost.regions import is_alias, is_fusible, source_of
+from passes.cost.fused_regions import is_alias, is_fusible, source_of
 from passes.ir.graph import OutputRole, is_reshard, operands, outputs_of, results_of, returned
 from passes.recipes.weights import weights_of
 from passes.search.choices import Rows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cost.collective import collective_seconds, link_of
+from passes.cost.collective_time import collective_seconds, link_of
 from passes.errors import CompilerError
 from passes.hardware.hardware import Hardware
 from passes.ir.collective import COMMUNICATING, take_part

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from passes.cost.bucket import bucket
-from passes.cost.collective import collective_seconds
+from passes.cost.best_schedule import bucketed, schedule
+from passes.cost.bucketing import bucket
+from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
-from passes.cost.schedule import bucketed, schedule
 from passes.cost.simulate import simulate
 from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program

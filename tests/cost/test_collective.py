@@ -9,7 +9,7 @@ import sympy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes.cost.collective import (
+from passes.cost.collective_time import (
     SYMBOLS,
     collective_formula,
     collective_seconds,

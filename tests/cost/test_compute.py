@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.compute import (
+from passes.cost.kernel_time import (
     PRODUCT,
     Product,
     attention_seconds,

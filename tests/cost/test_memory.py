@@ -11,8 +11,8 @@ import torch
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.config.options import Options
 from autoshard.planner.planning import make_plan
-from passes.cost.from_graph import program_of
-from passes.cost.memory import bytes_by_kind
+from passes.cost.build_program import program_of
+from passes.cost.liveness import bytes_by_kind
 from passes.cost.program import STATE, Program
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.mesh import Mesh

@@ -14,11 +14,11 @@ from autoshard.compile.compiled import Split, split_program
 from autoshard.config.options import Options, Overlap
 from autoshard.planner.planning import make_plan
 from examples.llama import TINY, Llama
-from passes.cost.from_graph import program_of, program_of_graph
-from passes.cost.last_program import LastProgram
-from passes.cost.phases import joined, phases, unchanged
+from passes.cost.best_schedule import schedule
+from passes.cost.build_program import program_of, program_of_graph
+from passes.cost.forward_backward import joined, phases, unchanged
 from passes.cost.program import OPTIMIZER, Program, Task
-from passes.cost.schedule import schedule
+from passes.cost.program_memo import ProgramMemo
 from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.hardware.hardware import hardware_named
@@ -192,7 +192,7 @@ def test_a_phase_that_reads_what_has_another_name_keeps_its_order() -> None:
 
 def test_a_program_is_made_again_only_for_a_graph_that_was_changed() -> None:
     gm, mesh = parse_graph(KEPT)
-    mesh, programs = mesh.on(hardware_named("h100")), LastProgram()
+    mesh, programs = mesh.on(hardware_named("h100")), ProgramMemo()
     first = programs.of(gm, mesh, fused=True)
     assert programs.of(gm, mesh, fused=True) is first
     assert len(programs.of(gm, mesh, fused=False).tasks) > len(first.tasks)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
-from passes.cost.regions import MAX_NODES, is_alias, is_fusible, region_bytes, regions, source_of
+from passes.cost.fused_regions import MAX_NODES, is_alias, is_fusible, region_bytes, regions, source_of
 from passes.ir.graph import set_value
 from passes.ir.text import parse_graph
 

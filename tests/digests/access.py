@@ -17,7 +17,7 @@ from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import Planned, make_plan
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint", "plan.replan": "plan.with_"}
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
 
 
@@ -36,11 +36,38 @@ class Program:
         return self.planned.plan
 
 
+@dataclass(frozen=True)
+class Around:
+    """What a program is planned around, as at run time."""
+
+    batch_axes: tuple[int, ...] | None = None  # that the caller splits the batch over; None: free to choose
+    follows: ShardingPlan | None = None
+    stored_as: ShardingPlan | None = None  # of an earlier program, whose parameters' layouts stay
+
+
 def make_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mesh: Mesh, options: Options, *, training: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: Mesh,
+    options: Options,
+    around: Around,
+    *,
+    training: bool,
 ) -> Program:
     """Plan the whole model, then partition and order its program, as `autoshard()` does before it compiles."""
-    planned = make_plan(model, args, kwargs, mesh, options, training=training)
+    stored = None if around.stored_as is None else {n: v.layout for n, v in around.stored_as.parameters.items()}
+    planned = make_plan(
+        model,
+        args,
+        kwargs,
+        mesh,
+        options,
+        training=training,
+        stored=stored,
+        batch_axes=around.batch_axes,
+        plan=around.follows,
+    )
     split = split_program(planned.graph, mode=options.compile)
     overlap = OverlapPhase.of(options, planned.plan.mesh)
     remarks = () if overlap is None else overlap.apply(split, mode=options.compile)

@@ -17,6 +17,7 @@ from examples import gpt, llama, vit
 from tests import models
 
 Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]  # a model and the global arguments of one call
+WHAT_IF = ({"mesh": "dp=4"}, {"hardware": "a100", "optimizer": "sgd"}, {"memory_limit": "1KB"})
 HSDP_MEGATRON = {"r": "hsdp", "s": "hsdp", "tp": "megatron"}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDE = replace(llama.TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
@@ -26,8 +27,10 @@ WIDE = replace(llama.TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096,
 class Case:
     """A model, where it is to run and how, and what of it is digested beside its plan.
 
-    `program`: what would be compiled; `step`: that, and the numbers of a step on simulated ranks; `changes`: what
-    `plan.replan` gives for each.
+    `program`: what would be compiled; `step`: that, and the numbers of a step on simulated ranks; `evaluation`: and what
+    would be compiled for a call without gradients. Where it `follows`, that is of the plan, read from a file; else it is
+    planned anew, with the batch split over `batch_axes`. `changes`: what `plan.replan` gives for each. `slow`: takes ten
+    seconds or more.
     """
 
     name: str
@@ -38,7 +41,11 @@ class Case:
     training: bool = True
     program: bool = False
     step: bool = False
+    evaluation: bool = False
+    follows: bool = False
+    batch_axes: tuple[int, ...] | None = None
     changes: tuple[Mapping[str, Any], ...] = ()
+    slow: bool = False
 
     def where(self) -> Mesh:
         """The mesh with its hardware: never that of the machine that digests."""
@@ -104,11 +111,12 @@ TINY_VIT = on_meta(vit.step_of, vit.Config(), 16)
 
 RAN = partial(Case, hardware="cpu", step=True)
 PROGRAM = partial(Case, program=True)
+SLOW = partial(Case, slow=True)
 
 RECIPES = (
     RAN("mlp-ddp", small("mlp"), "dp=4", Options(recipe="ddp")),
     RAN("gpt-zero2", small("gpt"), "dp=2", Options(recipe="zero2")),
-    RAN("llama-fsdp-megatron", small("llama"), "dp=2,tp=2", Options(recipe="fsdp+megatron")),
+    RAN("llama-fsdp-megatron", small("llama"), "dp=2,tp=2", Options(recipe="fsdp+megatron"), evaluation=True),
     RAN("dropout-fsdp", small("gpt_dropout"), "dp=2", Options(recipe="fsdp")),
     RAN("conv-fsdp", small("conv_net"), "dp=2", Options(recipe="fsdp")),
     RAN("irregular-zero2", small("irregular"), "dp=4", Options(recipe="zero2")),
@@ -147,25 +155,27 @@ OPTIONS = (
     PROGRAM("small-buckets", TINY_LLAMA, "dp=8", Options(recipe="zero2", optimizer="sgd", overlap=Overlap(bucket_bytes=60_000))),
     PROGRAM("no-overlap", TINY_LLAMA, "dp=4", Options(recipe="fsdp", overlap=False, compile="eager")),
     PROGRAM("chunks", WIDE_BLOCKS, "tp=8", Options(recipe="megatron")),
+    Case("kept", TINY_GPT, "dp=4", Options(recipe="fsdp", reshard_after_forward=False)),
     PROGRAM("one-operator", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", overlap=Overlap(symmetric_memory=True))),
     PROGRAM("no-chunks", WIDE_BLOCKS, "tp=8", Options(recipe="megatron", overlap=Overlap(split_matmuls=False))),
     PROGRAM("inference", small("gpt_logits"), "dp=2,tp=2", Options(recipe="fsdp+megatron"), training=False),
 )
 
 SEARCHED = (
-    PROGRAM("auto-mlp", small("mlp"), "dp=2,tp=2"),
-    Case("auto-llama", TINY_LLAMA, "dp=2,tp=2", changes=({"recipe": "fsdp"}, {"memory_limit": "1500KB"})),
+    PROGRAM("auto-mlp", small("mlp"), "dp=2,tp=2", batch_axes=(0,), changes=WHAT_IF),
+    Case("auto-llama", TINY_LLAMA, "dp=2,tp=2", changes=({"recipe": "fsdp"}, {"memory_limit": "1500KB"}), slow=True),
     Case("auto-moe", small("moe"), "ep=4", hardware="a100"),
     Case("auto-conv", small("conv_net"), "dp=4", hardware="a100-pcie"),
-    PROGRAM("auto-inference", small("gpt_logits", torch.float32), "dp=2,tp=2", training=False),
+    PROGRAM("auto-inference", small("gpt_logits", torch.float32), "dp=2,tp=2", training=False, follows=True),
     Case("auto-vit", TINY_VIT, "dp=4"),
     Case("auto-chunks", WIDE_BLOCKS, "tp=8", Options(inputs={"x": {"tp": "R"}})),
-    Case("auto-limit", on_meta(llama.step_of, WIDE, 64, 256), "dp=8", Options(memory_limit="900MB"), hardware="a100-pcie"),
+    SLOW("auto-limit", on_meta(llama.step_of, WIDE, 64, 256), "dp=8", Options(memory_limit="900MB"), hardware="a100-pcie"),
 )
 
 REAL = (
-    Case("8b-fsdp", on_meta(llama.llama3_8b), "dp=32", Options(recipe="fsdp", mixed_precision=BF16)),
-    Case("8b-fsdp-megatron", on_meta(llama.llama3_8b), "dp=8,tp=8", Options(recipe="fsdp+megatron", mixed_precision=BF16)),
+    SLOW("8b-fsdp", on_meta(llama.llama3_8b), "dp=32", Options(recipe="fsdp", mixed_precision=BF16)),
+    SLOW("8b-auto", on_meta(llama.llama3_8b), "dp=32", Options(mixed_precision=BF16)),
+    SLOW("8b-fsdp-megatron", on_meta(llama.llama3_8b), "dp=8,tp=8", Options(recipe="fsdp+megatron", mixed_precision=BF16)),
 )
 
 CASES = {case.name: case for case in (*RECIPES, *CONSTRAINTS, *OPTIONS, *SEARCHED, *REAL)}

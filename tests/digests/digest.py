@@ -24,6 +24,7 @@ Texts = dict[str, str]  # by kind: "LOCAL program text", ...
 Record = dict[str, str]  # by kind: a digest of a text, or a figure
 
 LINE = re.compile(r"[\w./-]+\.py:\d+")  # of the model's code: it may move
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 SEARCHED_FOR = re.compile(r"(?<=[;\d%]) \d+(\.\d+)? (s|ms|us|min)$", re.MULTILINE)  # how long a search took
 DIGITS = 12  # of the largest number of a tensor that count
 
@@ -34,8 +35,8 @@ def digest_of(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """`text` without lines and files of the model's code, and with names as they were at the baseline."""
-    text = LINE.sub("<line>", text)
+    """`text` without lines and files of the model's code or addresses, and with names as they were at the baseline."""
+    text = ADDRESS.sub("<address>", LINE.sub("<line>", text))
     for new, old in RENAMED.items():
         text = re.sub(rf"\b{re.escape(new)}\b", old, text)
     return text

@@ -17,7 +17,7 @@ from passes.lower_reshards import LowerReshards
 from passes.manager import PassManager
 from passes.observers import Verifier
 from passes.propagate import Propagate
-from passes.seed import Insisted, Seed
+from passes.seed import Constraint, Seed
 
 assert passes.rules
 
@@ -134,6 +134,6 @@ def test_an_op_without_a_rule_runs_replicated_with_a_remark() -> None:
 
 
 def test_the_users_placement_comes_before_the_recipe() -> None:
-    seed = Seed(("fsdp", None), params=(Insisted("w", "dp", Shard(1)),))
+    seed = Seed(("fsdp", None), params=(Constraint("w", "dp", Shard(1)),))
     gm, ctx = place(linear(), seed=seed)
     assert layouts(gm, ctx)["w"] == "{dp:S(1), tp:R}"

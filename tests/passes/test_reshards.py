@@ -103,10 +103,10 @@ def test_moving_a_shard_to_another_dim_is_one_all_to_all() -> None:
     assert steps("{tp:S(0)}", "{tp:S(1)}", (8, 6), Mesh("tp=2")) == [(all_to_all, (0,))]
 
 
-def test_a_maximum_cannot_become_a_partial_sum() -> None:
-    mesh = Mesh("tp=2")
-    with pytest.raises(CompilerError, match="no way from"):
-        plan_steps(parse_layout("{}", mesh), parse_layout("{tp:P(max)}", mesh), (8, 6), mesh)
+def test_a_layout_that_does_not_split_the_shape_is_refused() -> None:
+    mesh = Mesh("a=2,b=2,c=2")
+    with pytest.raises(CompilerError, match="does not split a tensor of shape"):
+        steps("{a:S(0/3), b:P(sum)}", "{a:S(0/3), b:S(0/6), c:S(0/12)}", (18, 6), mesh)
 
 
 def test_a_moved_parameter_is_gathered_in_front_of_its_use() -> None:

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 import passes.rules  # registers the rules
 from autoshard.config.options import Options
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases
 from passes.base import PassContext
 from passes.errors import ConstraintError, MemoryLimitError, UserError
 from passes.insert_reshards import InsertReshards
@@ -18,9 +18,8 @@ from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.propagate import Propagate
 from passes.search.find import Goal
-from passes.seed import Insisted, Seed
+from passes.seed import Constraint, Seed
 from passes.solve import Solve
 from tests.models import build
 from tests.spmd.oracle import check_step
@@ -80,13 +79,13 @@ def test_too_little_memory_says_what_the_smallest_plan_needs() -> None:
 
 
 def test_pins_that_no_layout_meets_are_named() -> None:
-    seed = Seed(params=(Insisted("up", "dp", Shard(1, 3)),))
+    seed = Seed(params=(Constraint("up", "dp", Shard(1, 3)),))
     with pytest.raises(ConstraintError, match=r"up of shape .* cannot be laid out as insisted: dp:S\(1/3\) \(options\)"):
         solved(mlp("dp=2", 64, 256), seed=seed)
 
 
 def test_pins_are_kept() -> None:
-    seed = Seed(params=(Insisted("up", "dp", Shard(0)),), inputs=(Insisted("x", "dp", Shard(1)),))
+    seed = Seed(params=(Constraint("up", "dp", Shard(0)),), inputs=(Constraint("x", "dp", Shard(1)),))
     gm, mesh = solved(mlp("dp=2", 65536, 256), seed=seed)
     assert stored(gm, mesh)["up"] == "{dp:S(0)}"
     assert layout_of(placeholders(gm.graph, InputRole.INPUT)[0]).format(mesh) == "{dp:S(1)}"
@@ -103,7 +102,7 @@ def test_the_same_graph_gives_the_same_layouts() -> None:
 
 
 def pipeline(goal: Goal):  # type: ignore[no-untyped-def]
-    return tuple(Solve(goal) if isinstance(one, Propagate) else one for one in default_pipeline())
+    return Phases(choose=Solve(goal)).passes
 
 
 @pytest.mark.slow

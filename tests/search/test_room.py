@@ -67,8 +67,8 @@ def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
         model, tokens = Llama(CONFIG), torch.empty(64, CONFIG.seq, dtype=torch.long)
     made = plan(model, Mesh(mesh, hardware="h100"), (tokens, tokens), options=Options())
     again = made.replan(recompute="block").recomputation
-    assert made.basis is not None and made.basis.prepared is not None and again is not None
-    relief = made.basis.prepared.relief
+    assert made.state is not None and made.state.prepared is not None and again is not None
+    relief = made.state.prepared.relief
     assert again.freed is not None and again.compute is not None
     assert sum(step.nbytes for step in relief) == pytest.approx(again.freed, rel=0.3)
     assert sum(step.nbytes * step.seconds for step in relief) == pytest.approx(again.compute, rel=0.5)

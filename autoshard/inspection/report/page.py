@@ -1,7 +1,7 @@
-"""A plan as one HTML page that opens from a file and asks no network for anything.
+"""A plan as one HTML page that opens from a file and needs no network.
 
-The page is a template with its style and scripts beside this module; the plan stands in it as JSON, which
-`page_data` makes, and compressed: a model of 80 layers that runs has each of them in its program.
+The template, style and scripts lie next to this module. `page_data` makes the plan's JSON, which is compressed: a plan of
+a model that runs has all 80 layers in its program.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from autoshard.inspection.report.cost_table import format_declined
 from autoshard.inspection.report.dims import Letters
 from autoshard.inspection.report.modules import module_table, read_placed
-from autoshard.inspection.report.names import fold_names, pattern_of
 from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
 from autoshard.plans.collectives import Collective
+from autoshard.plans.names import fold_names, pattern_of
 from autoshard.plans.outcome import Cost
+from autoshard.plans.record import PlanRecord
 from autoshard.plans.values import Value
-from passes.cost.collective import link_of
+from passes.cost.collective_time import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline
 from passes.ir.graph import has_layout, input_of, is_tensor, layout_of, note_of, origin_of, placeholders, tensor_of
@@ -33,15 +34,12 @@ from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 from passes.ir.text import DTYPE_NAMES, format_target
 
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
-
 STYLE, SCRIPTS = "page.css", ("format.js", "timeline.js", "drawings.js", "about.js", "views.js", "page.js")
 MICROSECONDS = 1e6
 
 
-def format_page(plan: ShardingPlan) -> str:
-    """The page's text."""
+def format_page(plan: PlanRecord) -> str:
+    """Return the page's text."""
     folder = files("autoshard.inspection.report")
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(plan), separators=(",", ":"), ensure_ascii=False)
@@ -54,8 +52,8 @@ def format_page(plan: ShardingPlan) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 
-def page_data(plan: ShardingPlan) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values; times are in microseconds."""
+def page_data(plan: PlanRecord) -> dict[str, Any]:
+    """Return everything that the page shows as JSON values; times are in microseconds."""
     graph, letters = read_placed(plan)
     table = module_table(plan, graph, letters)
     values = list(_values(plan, graph, letters))
@@ -92,7 +90,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
     return {**asdict(cost), "hidden_comm": cost.hidden_comm, "peak_memory": cost.peak_memory}
 
 
-def _search(plan: ShardingPlan) -> dict[str, Any]:
+def _search(plan: PlanRecord) -> dict[str, Any]:
     assert plan.search is not None
     simulated = [
         {"name": one.name, "fits": one.fits, "note": one.note, **_cost(one.cost)} for one in plan.search.candidates if one.cost
@@ -107,8 +105,8 @@ def _search(plan: ShardingPlan) -> dict[str, Any]:
     }
 
 
-def _values(plan: ShardingPlan, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
-    """Parameters, inputs and outputs as they are given, then what the program makes."""
+def _values(plan: PlanRecord, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
+    """Yield parameters, inputs and outputs, then intermediate values."""
     named = {input_of(node).name: node for node in placeholders(graph)}
     sections = (("parameter", plan.parameters), ("input", plan.inputs), ("output", plan.outputs))
     for role, values in sections:
@@ -146,8 +144,8 @@ def _value(name: str, role: str, value: Value, notation: str, mesh: Mesh) -> dic
     }
 
 
-def _parameters(plan: ShardingPlan, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Equal parameters of equal layers together: their folded name, and all their names."""
+def _parameters(plan: PlanRecord, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return equal parameters of equal layers together: their folded name, and all their names."""
     notations = {str(value["name"]): value["notation"] for value in values if value["role"] == "parameter"}
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, value in plan.parameters.items():
@@ -167,7 +165,7 @@ def _collective(one: Collective) -> dict[str, Any]:
 
 
 def _step(timeline: Timeline) -> dict[str, Any]:
-    """Tasks and buffers as columns: a model of many layers has tens of thousands."""
+    """Return tasks and buffers as columns: a model of many layers has tens of thousands."""
     program = timeline.program
     firsts = [first for first, _ in timeline.lives]
     lasts = [last for _, last in timeline.lives]

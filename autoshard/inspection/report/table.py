@@ -1,4 +1,4 @@
-"""A ShardingPlan as text: one screen, colour on a terminal, plain in a pipe."""
+"""A PlanRecord as text: one screen, colour on a terminal, plain in a pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -16,23 +15,21 @@ from rich.text import Text
 from autoshard.inspection.report.collective_table import collectives_table
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined, format_recomputation
 from autoshard.inspection.report.modules import ModuleRow, ModuleTable, module_table, read_placed
-from autoshard.inspection.report.names import fold_text
 from autoshard.inspection.report.timeline import is_timed
+from autoshard.plans.names import fold_text
+from autoshard.plans.record import PlanRecord
 from autoshard.plans.values import Value
 from passes.errors import GraphTextError
 from passes.ir.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
-
-WIDTH, WIDEST = 100, 140  # columns where nothing says how many there are, and at most
+WIDTH, WIDEST = 100, 140  # columns where the terminal does not say, and at most
 NOTHING = 5e-9  # seconds
 FIGURES = 11  # columns of one figure and what stands around it
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 
-def format_plan(plan: ShardingPlan, *, width: int | None = None, colour: bool | None = None) -> str:
-    """Cost, candidates, modules (repeated layers folded), collectives and remarks of a plan, on one screen."""
+def format_plan(plan: PlanRecord, *, width: int | None = None, colour: bool | None = None) -> str:
+    """Return cost, candidates, modules (equal layers folded), collectives and remarks of a plan as one screen of text."""
     colour = sys.stdout.isatty() if colour is None else colour
     columns = width or min(shutil.get_terminal_size((WIDTH, 40)).columns, WIDEST)
     file = io.StringIO()
@@ -41,15 +38,15 @@ def format_plan(plan: ShardingPlan, *, width: int | None = None, colour: bool | 
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
-def format_html(plan: ShardingPlan) -> str:
-    """The same as an HTML fragment, for a notebook."""
+def format_html(plan: PlanRecord) -> str:
+    """Return the same as an HTML fragment, for a notebook."""
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_jupyter=False)
     _print(plan, console)
     style = "font-family:ui-monospace,Menlo,Consolas,monospace;line-height:1.3;white-space:pre;overflow-x:auto"
     return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
-def _print(plan: ShardingPlan, console: Console) -> None:
+def _print(plan: PlanRecord, console: Console) -> None:
     recipes = ", ".join(
         f"{n}={s} {r or '-'}" for n, s, r in zip(plan.mesh.names, plan.mesh.sizes, plan.recipes, strict=True)
     )
@@ -75,7 +72,7 @@ def _print(plan: ShardingPlan, console: Console) -> None:
         console.print(f"[yellow]remark[/yellow] {escape(remark)}", highlight=False, soft_wrap=False)
 
 
-def _print_modules(plan: ShardingPlan, modules: ModuleTable, console: Console) -> None:
+def _print_modules(plan: PlanRecord, modules: ModuleTable, console: Console) -> None:
     console.print(_borders(modules))
     console.print(_modules_table(modules, timed=is_timed(plan), columns=console.width))
     if modules.sizes:
@@ -98,7 +95,7 @@ def _cells(row: ModuleRow | None, *, timed: bool) -> tuple[RenderableType, ...]:
 
 
 def _borders(modules: ModuleTable) -> Text:
-    """What is given and what is returned, on one line."""
+    """Return inputs and outputs on one line."""
     sides = (("in  ", modules.inputs), ("out ", modules.outputs))
     text = Text()
     for name, values in sides:
@@ -109,7 +106,7 @@ def _borders(modules: ModuleTable) -> Text:
 
 
 def _indented(rows: tuple[ModuleRow, ...], columns: int) -> Iterator[tuple[str, ModuleRow | None]]:
-    """Modules of one list of layers stand together below its name; one alone does where its line would be too long."""
+    """Yield rows with the modules of one list of layers under its name; a single one only where its line would be too long."""
     groups: dict[str, list[ModuleRow]] = {}
     for row in rows:
         groups.setdefault(_layer_of(row.name) or row.name, []).append(row)
@@ -124,7 +121,7 @@ def _indented(rows: tuple[ModuleRow, ...], columns: int) -> Iterator[tuple[str, 
 
 
 def _layer_of(name: str) -> str:
-    """`"layers.0-31"` of `"layers.0-31.attention.wq"`; empty for what is in no list of layers."""
+    """Return `"layers.0-31"` of `"layers.0-31.attention.wq"`; empty for a module in no list of layers."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part[:1].isdigit() or part.startswith("{")), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -138,7 +135,7 @@ def _figures(row: ModuleRow, *, timed: bool) -> tuple[str, ...]:
 
 
 def styled(notation: str) -> Text:
-    """Axes that shard a dim stand out, and terms that are not summed yet."""
+    """Colour the axes that shard a dim, and partial sums."""
     text = Text(notation)
     text.highlight_regex(r"(?<=[A-Z0-9])_[\w./]+", "green")
     text.highlight_regex(r"\{[^}]*\}", "red")
@@ -148,10 +145,10 @@ def styled(notation: str) -> Text:
 def _legend(modules: ModuleTable, axis: str) -> str:
     sizes = " ".join(f"{letter}={size}" for letter, size in modules.sizes.items())
     letter = list(modules.sizes)[-1]
-    return f"[dim]{sizes}; {letter}_{axis}: {letter} is cut over {axis}; {{U_{axis}}}: a term of a sum over {axis}[/dim]"
+    return f"[dim]{sizes}; {letter}_{axis}: {letter} sharded over {axis}; {{U_{axis}}}: partial sum over {axis}[/dim]"
 
 
-def _memory_line(plan: ShardingPlan) -> str:
+def _memory_line(plan: PlanRecord) -> str:
     stored = sum(_size(v, v.local_shape(plan.mesh)) for v in plan.parameters.values())
     whole = sum(_size(v, v.shape) for v in plan.parameters.values())
     return f"parameters per rank: {format_bytes(stored)} of {format_bytes(whole)}, gradients the same"

@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.inspection.report.timeline import memory_by_turn, timeline_of
 from autoshard.plans.collectives import Collective
+from autoshard.plans.record import PlanRecord
 from passes.cost.program import ACROSS, COMPUTE, INSIDE, STREAMS
 from passes.cost.simulate import Timeline
-
-if TYPE_CHECKING:
-    from autoshard.plans.plan import ShardingPlan
 
 MICROSECONDS = 1e6
 TRACKS = {COMPUTE: "compute", INSIDE: "links inside a node", ACROSS: "links between nodes"}
 EXPOSED = len(STREAMS)  # the track of exposed communication, below the links
 
 
-def format_trace(plan: ShardingPlan) -> str:
-    """A track per stream and one for what is exposed, memory by kind as counters. Raises UserError without a step."""
+def format_trace(plan: PlanRecord) -> str:
+    """Return a track per stream and one of exposed communication, with memory by kind as counters.
+
+    Raises UserError for a plan without a simulated step.
+    """
     timeline = timeline_of(plan)
     collectives = {one.id: one for one in plan.collectives}
     events = [*_tracks(plan, timeline), *_tasks(timeline, collectives), *_exposed(timeline), *_memory(timeline)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
-def _tracks(plan: ShardingPlan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _tracks(plan: PlanRecord, timeline: Timeline) -> Iterator[dict[str, Any]]:
     hardware = f" {plan.mesh.hardware.name}" if plan.mesh.hardware else ""
     yield _named("process_name", f"one of {plan.mesh.size}{hardware}: {plan.mesh}", 0)
     used = {task.stream for task in timeline.program.tasks}
@@ -67,7 +68,7 @@ def _tasks(timeline: Timeline, collectives: dict[str, Collective]) -> Iterator[d
 
 
 def _exposed(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Stretches in which the device computes nothing; those of two links at once are one."""
+    """Yield the intervals in which the device computes nothing; overlapping ones of two links are one."""
     clock = 0.0
     for number, start, end in sorted(timeline.exposed_spans, key=lambda span: span[1:]):
         start, clock = max(start, clock), max(end, clock)

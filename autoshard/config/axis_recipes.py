@@ -1,0 +1,62 @@
+"""Read `Options(recipe=...)`: one recipe per mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.config.axis_names import usual_recipe
+from passes.errors import RecipeError
+from passes.ir.mesh import Mesh
+from passes.recipes import Recipe, recipe_named
+
+AUTO = "auto"  # layouts are searched for; where they cannot be, and before a search, `rule_of_thumb` holds
+
+
+def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tuple[str | None, ...]:
+    """Return one recipe's name (or None) per axis of `mesh`. Raises RecipeError, and MeshError for an unknown axis."""
+    if recipe is None:
+        return (None,) * mesh.ndim
+    if recipe == AUTO:
+        return rule_of_thumb(mesh)
+    return tuple(None if one is None else one.name for one in _spread(_given(recipe, mesh), mesh))
+
+
+def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
+    """Return `megatron` for an axis named `tp`, `fsdp` for those that carry data by their name, None for every other."""
+    return tuple(map(usual_recipe, mesh.names))
+
+
+def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe | None, ...]:
+    """Return the recipe of each axis as the user wrote it."""
+    if isinstance(recipe, str):
+        return _joined(recipe, mesh)
+    if not isinstance(recipe, Mapping):
+        raise RecipeError(
+            f"Options(recipe={recipe!r}): give a name such as 'fsdp', or a recipe per axis: {{'dp': 'fsdp'}}"
+        )
+    chosen: list[Recipe | None] = [None] * mesh.ndim
+    for axis, name in recipe.items():
+        chosen[mesh.index(axis)] = None if name is None else recipe_named(name)
+    return tuple(chosen)
+
+
+def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
+    """`"a+b"` on n axes: `b` on the last, `a` on all before it."""
+    recipes = [recipe_named(name.strip()) for name in recipe.split("+")]
+    if len(recipes) > mesh.ndim:
+        raise RecipeError(
+            f"recipe {recipe!r} needs {len(recipes)} axes, but the mesh {mesh} has {mesh.ndim}; "
+            f"give one recipe per axis, such as {{{mesh.names[0]!r}: {recipes[0].name!r}}}"
+        )
+    return tuple([recipes[0]] * (mesh.ndim - len(recipes)) + recipes)
+
+
+def _spread(recipes: tuple[Recipe | None, ...], mesh: Mesh) -> tuple[Recipe | None, ...]:
+    """Replace each recipe that is made of others by them, over the axes that it is given."""
+    found = list(recipes)
+    for recipe in dict.fromkeys(recipes):
+        if recipe is not None and recipe.spread is not None:
+            axes = tuple(axis for axis, one in enumerate(recipes) if one is recipe)
+            for axis, part in zip(axes, recipe.spread(mesh, axes), strict=True):
+                found[axis] = part
+    return tuple(found)

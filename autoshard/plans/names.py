@@ -1,0 +1,33 @@
+"""Fold names that differ in numbers only into one: `layers.0-31.w{1,3}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+
+def pattern_of(name: str) -> str:
+    """Return `"layers.#.w"`: the common form of names that differ in numbers only."""
+    return re.sub(r"\d+", "#", name)
+
+
+def fold_names(names: Iterable[str]) -> str:
+    """Return `"layers.0-1.w"` of `["layers.0.w", "layers.1.w"]`; all must have one pattern."""
+    split = [re.split(r"(\d+)", name) for name in names]
+    columns = [list(dict.fromkeys(parts)) for parts in zip(*split, strict=True)]
+    return "".join(column[0] if len(column) == 1 else _range(column) for column in columns)
+
+
+def _range(numbers: list[str]) -> str:
+    values = sorted(int(n) for n in numbers)
+    if values == list(range(values[0], values[-1] + 1)):
+        return f"{values[0]}-{values[-1]}"
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+def fold_text(lines: Iterable[str]) -> list[str]:
+    """Join lines that differ in numbers only into one, with their count."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(pattern_of(line), []).append(line)
+    return [same[0] if len(same) == 1 else f"{same[0]} (and {len(same) - 1} alike)" for same in groups.values()]

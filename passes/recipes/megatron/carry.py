@@ -1,0 +1,158 @@
+"""Carry the sharding of column-parallel linears through the forward, to the linears that take it as rows."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from passes.ir.graph import item_of, operands, tensor_of
+from passes.ir.layout import Placement, Shard
+from passes.recipes.megatron.linears import Linear, digits_of
+from passes.recipes.weights import on_parameter
+from passes.rules.rule import Row, factor_row, row_sharding, space_of
+
+aten = torch.ops.aten
+
+
+class Carry:
+    """What is carried through the forward, and which digits each linear may still try.
+
+    Linears are taken in program order. Where an op cannot carry a sharding on, one of the linears that it came from tries its
+    next digit, or stays whole, and the forward is walked again: each walk takes one digit away, so it ends.
+
+    A low-rank adapter, `base(x) + B(A(x))` as in LoRA (Hu et al. 2021), is no block of two linears: taken as one, `A` by
+    columns and `B` by rows, its sum is whole where that of a column-parallel base is sharded. So `A`, which has few
+    columns, stays whole, and `B` is sharded as the base is.
+    """
+
+    def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
+        self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
+        self.digits = {node: digits_of(linear, size) for node, linear in linears.items()}
+        self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
+        self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
+        self._reset()
+        while not self._walk():
+            self._reset()
+
+    def _reset(self) -> None:
+        self.carried: dict[Node, tuple[Placement | None, ...]] = {}
+        self.sources: dict[Node, tuple[Node, ...]] = {}
+        self.columns: dict[Node, Placement] = {}  # linear -> placement of its weight
+        self.rows: dict[Node, Placement] = {}
+        self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
+        self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
+        self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
+
+    def _walk(self) -> bool:
+        """Carry shardings through the forward; False where a linear had to change."""
+        return all(self._linear(self.linears[node]) if node in self.linears else self._op(node) for node in self.forward)
+
+    def _linear(self, linear: Linear) -> bool:
+        carried = self._of(linear.x)
+        if isinstance(carried, Shard):
+            return self._row(linear, carried)
+        if not self.digits[linear.node]:
+            self.stream[linear.node] = None
+            return True
+        return self._column(linear)
+
+    def _row(self, linear: Linear, carried: Shard) -> bool:
+        node = linear.node
+        row = row_sharding(linear.space, linear.activation, carried, self.size)
+        if row is None:
+            return self._blocked(node)
+        need = row.operands[linear.weight]
+        if not isinstance(need, Shard):
+            return self._carry_on(node, row)
+        if not self._place(linear.w, need, node):
+            return self._blocked(node)
+        self.rows[node] = need
+        self.stream[node] = None
+        self.through[node] = self.sources[linear.x]
+        return True
+
+    def _column(self, linear: Linear) -> bool:
+        node = linear.node
+        row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
+        if row is None or not self._place(linear.w, row.operands[linear.weight], node):
+            return self._retry(node)
+        self.columns[node] = row.operands[linear.weight]
+        self.carried[node], self.sources[node] = row.results, (node,)
+        return True
+
+    def _op(self, node: Node) -> bool:
+        inputs = operands(node)
+        if not any(isinstance(p, Shard) for i in inputs for p in self.carried.get(i, ())):
+            if node.target is aten.embedding.default or any(i in self.stream for i in inputs):
+                self.stream[node] = None
+                self._pass_through(node, inputs)
+            return True
+        if (item := item_of(node)) is not None:
+            source, position = item
+            self.carried[node] = (self.carried[source][position],)
+            self.sources[node] = self.sources[source]
+            return True
+        space = space_of(node)
+        if space is None:
+            return self._blocked(node)
+        first = next(i for i, value in enumerate(inputs) if isinstance(self._of(value), Shard))
+        placement = self._of(inputs[first])
+        assert placement is not None
+        row = row_sharding(space, first, placement, self.size)
+        return self._carry_on(node, row) if row is not None else self._blocked(node)
+
+    def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
+        """A view, a scale or a bias leaves the result of a row-parallel linear what it is; a sum with another value does not."""
+        values = [value for value in inputs if value in self.stream]
+        if len(values) == 1 and values[0] in self.through:
+            self.through[node] = self.through[values[0]]
+
+    def _carry_on(self, node: Node, row: Row) -> bool:
+        """Take `row` at `node`, if its other operands can follow."""
+        inputs = operands(node)
+        for value, need in zip(inputs, row.operands, strict=True):
+            have = self._of(value)
+            if have == need or (have is None and not isinstance(need, Shard)):
+                continue
+            if have is None and self._is_adapted(value, node):
+                return False
+            if have is not None or value in self.stream:
+                return self._blocked(node)
+            if value in self.weights and not self._place(value, need, node):
+                return self._blocked(node)
+        self.carried[node] = tuple(p if isinstance(p, Shard) else None for p in row.results)
+        self.sources[node] = tuple(dict.fromkeys(s for v in inputs for s in self.sources.get(v, ())))
+        return True
+
+    def _of(self, value: Node) -> Placement | None:
+        return self.carried.get(value, (None,))[0]
+
+    def _place(self, value: Node, placement: Placement, by: Node) -> bool:
+        """Shard the parameter that `value` is a form of; False where it cannot be, or already is otherwise."""
+        parameter = self.weights[value]
+        wanted = on_parameter(value, placement, self.weights, self.size)
+        if wanted is None:
+            return False
+        return self.placed.setdefault(parameter, (wanted, by))[0] == wanted
+
+    def _blocked(self, node: Node) -> bool:
+        """No sharding gets past `node`: one linear that it came from tries something else."""
+        for value in operands(node):
+            for source in reversed(self.sources.get(value, ())):
+                if self.digits[source]:
+                    self.blockers.setdefault(source, node)
+                    return self._retry(source)
+        raise AssertionError(f"{node} blocks a sharding that nobody made")
+
+    def _is_adapted(self, value: Node, node: Node) -> bool:
+        """Keep `A` whole where `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
+        ranks = self.through.get(value, ())
+        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
+            return False
+        self.adapters[ranks[0]] = node
+        self.digits[ranks[0]] = ()
+        return True
+
+    def _retry(self, linear: Node) -> bool:
+        self.digits[linear] = self.digits[linear][1:]
+        return False

@@ -1,0 +1,96 @@
+"""Define a recipe: all that the compiler has to know of one expert's way to use one mesh axis.
+
+A recipe is a record of facts and functions. Passes and the planner read them; nobody compares names. A new recipe is one
+record, registered with `register_recipe`:
+
+    register_recipe(Recipe("rows", "rows of embedding tables are sharded", decide=shard_tables))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from passes.errors import RecipeError
+from passes.ir.layout import Layout, Placement
+from passes.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a recipe is applied: a normalized graph, and one axis of a mesh."""
+
+    gm: GraphModule
+    mesh: Mesh
+    axis: int
+    batch_parts: int  # how many parts other axes cut the batch into
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.mesh.sizes[self.axis]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A placement on the axis of a recipe, and why."""
+
+    placement: Placement
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a recipe decides on its axis. It is a default: constraints of the user come first."""
+
+    parameters: Mapping[str, Decision] = field(default_factory=dict)  # by FQN: stored and used like this
+    values: Mapping[Node, Decision] = field(default_factory=dict)  # by the call that makes the value
+    remarks: tuple[tuple[Node, str], ...] = ()
+
+
+Decide = Callable[[Site], Decisions]
+Store = Callable[[Layout, int, Sequence[int], Mesh], Placement | None]
+Spread = Callable[[Mesh, tuple[int, ...]], tuple["Recipe", ...]]
+
+
+def decide_nothing(site: Site) -> Decisions:
+    """Leave every value to what the data flow gives it."""
+    return Decisions()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One expert's plan for one mesh axis.
+
+    - `carries_batch`: inputs are split over the axis along dim 0, as data parallelism does.
+    - `decide`: which parameters and values the axis shards, found in the graph, as tensor parallelism does.
+    - `store(layout, axis, shape, mesh)`: how the axis holds a parameter between steps, beside what other axes hold: `R`
+      whole, `S(dim)` in parts, None where it cannot be split. One in parts is gathered before use; gradients and optimizer
+      state are held like their parameter.
+    - `frees_gathered`: gathered parameters are freed after the forward and gathered again for the backward.
+    - `twin`: the name of the recipe that differs in `frees_gathered` alone.
+    - `spread(mesh, axes)`: for a recipe made of others, one of them per axis that it is given. Raises RecipeError.
+
+    Raises RecipeError for a name that cannot be written in `Options(recipe="a+b")`, or facts that contradict each other.
+    """
+
+    name: str
+    summary: str  # one line
+    _: KW_ONLY
+    carries_batch: bool = False
+    decide: Decide = decide_nothing
+    store: Store | None = None
+    frees_gathered: bool = False
+    twin: str = ""
+    spread: Spread | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name in ("auto", "none"):
+            raise RecipeError(f"Recipe({self.name!r}): a recipe's name is a word such as 'fsdp', and not 'auto' or 'none'")
+        if self.frees_gathered and self.store is None:
+            raise RecipeError(
+                f"Recipe({self.name!r}): frees_gathered=True, but without store= parameters are never gathered; give "
+                "store=first_dim_that_divides, or leave frees_gathered out"
+            )

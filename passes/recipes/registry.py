@@ -1,0 +1,43 @@
+"""Find a recipe by its name. The order is that in which `recipe="auto"` tries them."""
+
+from __future__ import annotations
+
+import difflib
+
+from passes.errors import RecipeError
+from passes.recipes.ddp import DDP
+from passes.recipes.fsdp import FSDP
+from passes.recipes.hsdp import HSDP
+from passes.recipes.megatron import MEGATRON
+from passes.recipes.recipe import Recipe
+from passes.recipes.zero2 import ZERO2
+
+_RECIPES = {recipe.name: recipe for recipe in (FSDP, ZERO2, DDP, HSDP, MEGATRON)}
+
+
+def register_recipe(recipe: Recipe) -> None:
+    """Make `recipe` known by its name, to options and to the search. Raises RecipeError where the name is taken."""
+    if _RECIPES.setdefault(recipe.name, recipe) != recipe:
+        raise RecipeError(f"there is a recipe {recipe.name!r} already: {_RECIPES[recipe.name].summary}; choose another name")
+
+
+def registered_recipes() -> tuple[Recipe, ...]:
+    """Return all recipes, in the order of their registration."""
+    return tuple(_RECIPES.values())
+
+
+def recipe_named(name: str) -> Recipe:
+    """Return the recipe of that name. Raises RecipeError where there is none."""
+    if name not in _RECIPES:
+        close = difflib.get_close_matches(name, _RECIPES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = f"recipes are {', '.join(_RECIPES)}, or two of them joined, such as 'fsdp+megatron'"
+        raise RecipeError(f"unknown recipe {name!r}; {known}.{hint}")
+    return _RECIPES[name]
+
+
+def with_frees(recipe: Recipe, *, frees_gathered: bool) -> Recipe:
+    """Return `recipe`, or its twin where that frees gathered parameters as is asked and `recipe` does not."""
+    if recipe.frees_gathered == frees_gathered or not recipe.twin:
+        return recipe
+    return recipe_named(recipe.twin)
