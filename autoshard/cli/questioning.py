@@ -40,12 +40,12 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _diff(given: argparse.Namespace) -> None:
-    """What the second plan has otherwise than the first: time, memory, layouts, collectives; equal layers as one line."""
+    """Show what is different in the second plan: time, memory, layouts, collectives; equal layers as one line."""
     print(ShardingPlan.load(given.before).diff(ShardingPlan.load(given.after)))
 
 
 def _explain(given: argparse.Namespace) -> None:
-    """What was chosen for a parameter, module, value, collective or source line; what else there was, and its price in the
+    """Show what was chosen for a parameter, module, value, collective or source line; what else there was, and its price in the
     whole step; who insisted; where it came from; which passes touched it. A saved plan knows all but prices and passes."""
     if given.mesh is None and ":" in given.target:
         raise UserError(f"give --mesh to plan {given.target} on, or a saved plan")

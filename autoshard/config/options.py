@@ -207,7 +207,7 @@ class Options:
         return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
-        """The memory limit in bytes, on a device that has `available`."""
+        """Return the memory limit in bytes, on a device that has `available`."""
         if self.memory_limit is None:
             return int(available * USABLE_MEMORY)
         if isinstance(self.memory_limit, int) and self.memory_limit > 0 and self.memory_limit is not True:

@@ -50,7 +50,7 @@ class Splits:
 def global_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], splits: Splits
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every tensor in its global shape, on meta.
+    """Return the arguments with every tensor in its global shape, on meta.
 
     Raises CaptureError where `forward` takes no such call.
     """

@@ -16,7 +16,7 @@ Decided = Callable[[], ShardingPlan]  # waits for what the first rank decided
 
 
 def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> ShardingPlan:
-    """The plan that the first rank was given, on every rank; a file is read there alone.
+    """Return the plan that the first rank was given, on every rank; a file is read there alone.
 
     Raises PlanError there, and DistributedError elsewhere, where it cannot be read.
     """

@@ -79,7 +79,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
 
 
 def _place(scheduled: Any, places: dict[Node, int]) -> int:
-    """Where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
+    """Return where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
     origins = [origin for part in scheduled.get_nodes() for origin in part.node.get_origins()]
     for graph in {origin.graph for origin in origins if origin not in places}:
         places |= {node: number for number, node in enumerate(graph.nodes)}

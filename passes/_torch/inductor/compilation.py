@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch.inductor_patterns import possible_patterns
-from passes._torch.inductor_settings import order_settings
+from passes._torch.inductor.inductor_patterns import possible_patterns
+from passes._torch.inductor.inductor_settings import order_settings
 from passes._torch.patches import replaced
 from passes._torch.results import InductorCode
 
@@ -29,7 +29,7 @@ _KEEP_ORDER = order_settings(inductor_config.get_config_copy())
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
-    """What Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    """Return what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
