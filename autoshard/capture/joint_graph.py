@@ -151,7 +151,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Placeholders with roles and readable names; literals become BUFFER placeholders behind the others."""
+    """Placeholders with roles and readable names; literals become BUFFER placeholders after the others."""
     gm = joint.graph_module
     old = gm.graph.find_nodes(op="placeholder")
     inputs = [

@@ -52,10 +52,10 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
     return joint
 
 
-def _joined(before: tuple[Run, ...], behind: tuple[Run, ...]) -> tuple[Run, ...] | None:
-    """Runs that were removed in front of the trace and behind it, as one; None where the latter do not hold the former."""
+def _joined(before: tuple[Run, ...], after: tuple[Run, ...]) -> tuple[Run, ...] | None:
+    """Join runs that were removed before the trace and after it; None where the latter do not hold the former."""
     left, found = list(before), []
-    for run in behind:
+    for run in after:
         inside = [
             one
             for one in left

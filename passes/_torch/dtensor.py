@@ -31,7 +31,7 @@ def dtensor_spec(
 ) -> DTensorSpec:
     """Return where a contiguous tensor of global `shape` lives."""
     stride = torch.empty(shape, device="meta").stride()
-    # A shard of blocks can also say that another axis comes first; DTensor must be told where it does not.
+    # A shard of blocks can also say that another axis comes first; say so where it does not.
     is_order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, device_mesh) is not None
     return DTensorSpec(
         device_mesh,

@@ -78,7 +78,7 @@ def _is_on_gpu(graph: Graph) -> bool:
 
 @cache
 def _is_padding(check: Callable[..., Any]) -> bool:
-    """Return whether an entry's check asks, behind its own, whether a product is worth padding."""
+    """Return whether an entry's check asks, after its own, whether a product is worth padding."""
     return inspect.isfunction(check) and inspect.getclosurevars(check).nonlocals.get("extra_check") in _PADDING
 
 
