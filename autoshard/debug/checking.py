@@ -137,7 +137,7 @@ def check(
         model,
         call.args,
         call.kwargs,
-        mesh_of(mesh),
+        mesh_of(mesh, options.hardware),
         options,
         training=torch.is_grad_enabled(),
         plan=plan,

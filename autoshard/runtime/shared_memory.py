@@ -42,7 +42,7 @@ def share_memory(graphs: Sequence[GraphModule]) -> None:
 
 
 def shared_bytes(graphs: Sequence[GraphModule]) -> dict[str, int]:
-    """Bytes that each rank of a group shares, by the group's name, in an order that is equal on all ranks."""
+    """Return the bytes that each rank of a group shares, by the group's name, in an order that is equal on all ranks."""
     found: dict[str, int] = {}
     for gm in graphs:
         for node in gm.graph.nodes:

@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch.inductor_patterns import possible_patterns
-from passes._torch.inductor_settings import order_settings
+from passes._torch.inductor.inductor_patterns import possible_patterns
+from passes._torch.inductor.inductor_settings import order_settings
 from passes._torch.patches import replaced
 from passes._torch.results import InductorCode
 
@@ -29,7 +29,7 @@ _KEEP_ORDER = order_settings(inductor_config.get_config_copy())
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
-    """What Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    """Return what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
@@ -39,7 +39,7 @@ def run_joint_graph_passes(gm: GraphModule) -> None:
 
 
 def _last_uses(folder: ConstantFolder) -> dict[Node, list[Node]]:
-    """By node, whose values can go behind it: as torch finds them, but for its walk through all arguments."""
+    """Return by node whose values can go after it: as torch finds them, but for its walk through all arguments."""
     graph = folder.module.graph
     assert isinstance(graph, Graph)
     last, output = defaultdict[Node, list[Node]](list), graph.output_node()
@@ -82,7 +82,7 @@ def inductor_compile(
     """Compile a flat ATen graph on fake `inputs`.
 
     `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
-    where the graph has them: by default Inductor moves each wait behind its collective.
+    where the graph has them: by default Inductor moves each wait after its collective.
     """
     options: dict[str, Any] = {"fx_graph_cache": True}
     if keep_order:

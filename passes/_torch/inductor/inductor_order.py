@@ -15,7 +15,7 @@ from torch.fx import Node
 class JoinsBetweenCollectives(CustomSchedulerPass):
     """Make a kernel wait for the last collective that the graph has before it, until kernels are joined.
 
-    So none of those that lead to a collective is joined with one behind it: it would hold that collective back, and with
+    So none of those that lead to a collective is joined with one after it: it would hold that collective back, and with
     it all that come after, since a joined kernel runs where the last of its calls stood.
     """
 
@@ -41,7 +41,7 @@ class JoinsBetweenCollectives(CustomSchedulerPass):
 class GraphOrder(CustomSchedulerPass):
     """Put kernels, collectives and waits in the order of the graph, a joined kernel where the last of its calls stood.
 
-    Without it a kernel stands where the first of its calls stood, and what the last one waits for in front of it; and
+    Without it a kernel stands where the first of its calls stood, and what the last one waits for before it; and
     where a value's readers make it again, its kernel stands with the first reader.
     """
 
@@ -53,7 +53,7 @@ class GraphOrder(CustomSchedulerPass):
 
 
 def _in_order(nodes: list[Any]) -> list[Any]:
-    """Nodes of Inductor's scheduler, each behind what it waits for; of those that can run, the one that stands first."""
+    """Return nodes of Inductor's scheduler, each after what it waits for; of those that can run, the one that stands first."""
     makers = {name: number for number, node in enumerate(nodes) for name in node.get_buffer_names()}
     readers: list[list[int]] = [[] for _ in nodes]
     missing = [0] * len(nodes)
@@ -79,7 +79,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
 
 
 def _place(scheduled: Any, places: dict[Node, int]) -> int:
-    """Where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
+    """Return where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
     origins = [origin for part in scheduled.get_nodes() for origin in part.node.get_origins()]
     for graph in {origin.graph for origin in origins if origin not in places}:
         places |= {node: number for number, node in enumerate(graph.nodes)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from passes._torch.inductor_order import GraphOrder, JoinsBetweenCollectives
+from passes._torch.inductor.inductor_order import GraphOrder, JoinsBetweenCollectives
 from passes._torch.supported import OLDEST, release, unsupported
 
 # A setting, what keeps the order, and the release that it came with.

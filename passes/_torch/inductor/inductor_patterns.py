@@ -71,20 +71,20 @@ class _Possible(dict[Any, Any]):
 
 
 def _is_on_gpu(graph: Graph) -> bool:
-    """Whether any input is."""
+    """Return whether any input is."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return any(isinstance(value, torch.Tensor) and value.device.type in ("cuda", "xpu") for value in values)
 
 
 @cache
 def _is_padding(check: Callable[..., Any]) -> bool:
-    """Whether an entry's check asks, behind its own, whether a product is worth padding."""
+    """Return whether an entry's check asks, after its own, whether a product is worth padding."""
     return inspect.isfunction(check) and inspect.getclosurevars(check).nonlocals.get("extra_check") in _PADDING
 
 
 @cache
 def _called(pattern: PatternExpr) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """Of each call in a pattern, the keys that it may have in a graph's table of nodes; parts that may match anything, or be
+    """Return the keys that each call in a pattern may have in a graph's table of nodes; parts that may match anything, or be
     missing, are of no call."""
     return tuple(dict.fromkeys(_calls(pattern)))
 
