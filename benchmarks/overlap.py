@@ -25,7 +25,7 @@ from autoshard import Mesh, Options
 from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.axis_recipes import recipes_of
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases, replaced
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold
 from autoshard.planner.planning import make_plan
@@ -88,7 +88,7 @@ def measure(name: str, case: Case, bucket_bytes: int, cutting: DecomposeMatmuls)
     """Print one case."""
     problem = captured_problem_of(case)
     lowered, cut = program_of_step(case, problem), program_of_step(case, problem, cutting)
-    unfused = program_of_step(case, problem, without=FuseCollectives)
+    unfused = program_of_step(case, problem, without=FuseCollectives.name)
     limit = int(MORE_MEMORY * simulate(lowered).peak_memory)
     clock = time.process_time()
     best = schedule(cut, memory_limit=limit, buckets=sizes(bucket_bytes))
@@ -166,13 +166,14 @@ def captured_problem_of(case: Case) -> Problem:
     return captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
 
 
-def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: type[Pass] | None = None) -> Program:
+def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: str | None = None) -> Program:
     """The step of the whole model, without buckets and in no better order; `on_halves` run on forward and backward, and
     the passes before these are the usual, `without` one."""
     folded, mesh = fold(problem), problem.mesh
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
-    usual = default_pipeline(problem.seed(gm, recipes_of(case.recipe, mesh)), problem.cast)[1:]
-    PassManager(tuple(one for one in usual if without is None or not isinstance(one, without))).run(gm, ctx)
+    phases = Phases(problem.seed(gm, recipes_of(case.recipe, mesh)), problem.cast)
+    usual = (*phases.place, *phases.lower, *phases.rematerialize)
+    PassManager(replaced(usual, without) if without else usual).run(gm, ctx)
     split = split_program(gm, mode="eager")
     assert split.backward is not None
     forward, backward = (layered(half, split.forward, folded.repeats) for half in (split.forward, split.backward))

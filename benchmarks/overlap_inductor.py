@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
-from autoshard.phases import overlap_pipeline
+from autoshard.phases import OverlapPasses
 from autoshard.planner.planning import make_plan
 from autoshard.planner.prediction import memory_of
 from autoshard.runtime.process_groups import axes_used
@@ -116,7 +116,7 @@ def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> 
     """What our passes make of a copy of a graph."""
     gm = copy_graph(given)
     given = options.hiding or Overlap()
-    passes = overlap_pipeline(memory_limit=limit, bucket_bytes=given.bucket_bytes, split_matmuls=True, fused=True)
+    passes = OverlapPasses(limit, given.bucket_bytes).passes
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 

@@ -22,7 +22,7 @@ from autoshard.cli.main import main
 from autoshard.debug import dumping
 from autoshard.debug.bisection import bisect
 from autoshard.debug.replay import replay
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases, default_passes, inserted
 from autoshard.planner.planning import make_plan
 from passes import observers
 from passes.base import Pass, PassContext
@@ -99,7 +99,7 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
 
 
 def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
-    options = Options(passes=default_pipeline(place=Solve()), dump=tmp_path / "dump", recompute="block")
+    options = Options(passes=Phases(choose=Solve()).passes, dump=tmp_path / "dump", recompute="block")
     make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options)
     files = sorted((tmp_path / "dump").iterdir())
     first = next(place for place, path in enumerate(files) if path.name == "04_solve.txt")
@@ -203,7 +203,7 @@ def test_the_log_tells_of_passes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="autoshard"):
         make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
     told = [record.getMessage() for record in caplog.records if record.name == "autoshard.passes"]
-    assert [text.partition(":")[0] for text in told] == [one.name for one in default_pipeline()]
+    assert [text.partition(":")[0] for text in told] == [one.name for one in default_passes()]
     assert next(text for text in told if text.startswith("seed")).endswith(": +2 reshard")
 
 
@@ -222,8 +222,7 @@ class Negates(Pass):
 
 
 def test_bisect_finds_the_pass_that_changes_the_numbers() -> None:
-    passes = default_pipeline(Seed(("fsdp", "megatron")))
-    wrong = (passes[0], Negates(), *passes[1:])
+    wrong = inserted(Phases(Seed(("fsdp", "megatron"))).passes, Negates(), before="seed")
     torch.manual_seed(0)
     found = bisect(Model(), "dp=2,tp=2", (torch.randn(4, 6),), options=Options(passes=wrong))
     assert not found and found.first is not None and found.first.pass_name == "negates"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoshard import Options, ShardingPlan
 from autoshard.compile.compiled import split_program
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases, default_passes
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
 from autoshard.plans.collectives import collectives_of
 from passes.ir.graph import transfer_of
@@ -24,7 +24,7 @@ from passes.ir.text import parse_graph
 from passes.solve import Solve
 from tests.models import Case, build
 
-PASSES = {*(one.name for one in default_pipeline()), "solve"}
+PASSES = {*(one.name for one in default_passes()), "solve"}
 
 
 def check_names(plan: ShardingPlan, model: nn.Module) -> None:
@@ -69,7 +69,7 @@ class Searched(nn.Module):
 def test_a_searched_plan() -> None:
     with torch.device("meta"):
         case = Case(Searched(), (torch.empty(8192, 4096), torch.empty(8192, 4096)), {})
-    mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(passes=default_pipeline(place=Solve()))
+    mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(passes=Phases(choose=Solve()).passes)
     planned = make_plan(case.model, case.args, case.kwargs, mesh, options)
     check_names(planned.plan, case.model)
     check_sent(planned)

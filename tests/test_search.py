@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
-from autoshard.phases import default_pipeline
+from autoshard.phases import default_passes, inserted
 from autoshard.planner.evaluation import fold, judge, seeded
 from autoshard.planner.planning import make_plan
 from autoshard.planner.prediction import state_of
@@ -125,9 +125,8 @@ def test_an_op_without_a_rule_is_told_of_or_refused() -> None:
 
 
 def test_a_pipeline_of_ones_own_places_values_itself() -> None:
-    pipeline = default_pipeline()
     model, args = on_meta(64, 8)
-    found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(passes=pipeline))
+    found = plan(model, Mesh("dp=2,tp=2"), args, options=Options(passes=default_passes()))
     assert found.search is None and found.recipes == ("fsdp", "megatron")
 
 
@@ -179,9 +178,8 @@ class MoveAgain(Pass):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_what_is_moved_again_instead_of_kept_computes_what_one_device_does(name: str) -> None:
-    passes = list(default_pipeline())
-    passes.insert([one.name for one in passes].index("lower_reshards"), MoveAgain())
-    ranks = check_step(build(name), "dp=2,tp=2", Options(recipe="zero2+megatron", passes=tuple(passes)))
+    passes = inserted(default_passes(), MoveAgain(), before="lower_reshards")
+    ranks = check_step(build(name), "dp=2,tp=2", Options(recipe="zero2+megatron", passes=passes))
     gathers = [one for one in ranks.planned.plan.collectives if one.kind == "all_gather" and one.axes == ("tp",)]
     assert any(one.recomputed and not one.reason.startswith("megatron: gathered") for one in gathers)
 

@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 from autoshard.capture.capture import Captured
 from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
+from autoshard.phases import Phases
 from passes.base import PassContext
 from passes.fold import Fold
 from passes.ir.graph import Output, OutputRole, copy_graph, input_of, placeholders, set_input, set_outputs, set_value
 from passes.ir.layers import Indexed, Layers, depth_of
 from passes.ir.repeats import Repeats, Run, repeats_of, set_repeats
 from passes.manager import PassManager
-from passes.normalize import Normalize
 
 MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where gradients of a value that two layers use are
 # summed in the layer next to them
@@ -42,7 +42,7 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
     progress("trace")
     joint, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
     progress("fold")
-    PassManager((Normalize(), fold)).run(joint, ctx)
+    PassManager(Phases().prepare_folded(fold)).run(joint, ctx)
     runs = _joined(before.runs, repeats_of(joint).runs)
     if runs is None:
         return None

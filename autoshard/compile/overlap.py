@@ -11,10 +11,9 @@ from torch.fx import GraphModule, Node
 from autoshard.capture.garbage import uncollected
 from autoshard.compile.compiled import Mode, Split
 from autoshard.config.options import Options, Overlap
-from autoshard.phases import overlap_pipeline
-from passes.base import Observer, Pass, PassContext, Remark
-from passes.cost.build_program import OPTIMIZER_STATES
-from passes.decompose_matmuls import DecomposeMatmuls
+from autoshard.phases import OverlapPasses
+from passes.base import Observer, PassContext, Remark
+from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh
 from passes.ir.repeats import repeats_of
@@ -47,7 +46,7 @@ class OverlapPhase:
         for gm in (split.forward, split.backward):
             if gm is not None:
                 with uncollected():
-                    PassManager(self._passes(split, gm, mode), observers).run(gm, ctx)
+                    PassManager(self._passes(split, gm, mode).passes, observers).run(gm, ctx)
         return tuple(ctx.remarks)
 
     def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
@@ -57,13 +56,12 @@ class OverlapPhase:
         those that are kept do not look alike.
         """
         ctx = PassContext(self.mesh)
-        for one in self._passes(split, gm, mode):
-            if isinstance(one, DecomposeMatmuls):
-                one.run(gm, ctx)
+        for one in self._passes(split, gm, mode).chunk:
+            one.run(gm, ctx)
         return tuple(ctx.remarks)
 
-    def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> tuple[Pass, ...]:
-        return overlap_pipeline(
+    def _passes(self, split: Split, gm: GraphModule, mode: Mode) -> OverlapPasses:
+        return OverlapPasses(
             memory_limit=None if self.memory_limit is None else max(0, self.memory_limit - self._beside(split, gm)),
             bucket_bytes=self.given.bucket_bytes,
             split_matmuls=self.given.split_matmuls,

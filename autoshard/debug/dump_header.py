@@ -9,18 +9,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from autoshard.config.axis_recipes import recipes_of
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases, default_passes
 from autoshard.plans.codec import decode, encode
 from passes.base import Pass
 from passes.cast_parameters import CastParameters
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
-from passes.propagate import Propagate
 from passes.seed import Seed
 
 UnknownOps = Literal["replicate", "error"]
 PLACING = ("propagate", "solve")  # either has the same place
-_KINDS = {one.name: type(one) for one in default_pipeline()}
+_KINDS = {one.name: type(one) for one in default_passes()}
 _LINE = re.compile(r"# pass (\w+)(?: (\{.*\}))?")
 
 
@@ -37,15 +36,14 @@ class Header:
 
     @staticmethod
     def unknown() -> Header:
-        """The default pipeline, of which nobody says what the model and the user set."""
-        return Header(tuple((one.name, None if one.name in ("seed", "cast_parameters") else one) for one in default_pipeline()))
+        """The default passes, of which nobody says what the model and the user set."""
+        return Header(tuple((one.name, None if one.name in ("seed", "cast_parameters") else one) for one in default_passes()))
 
     def placed_by(self, recipe: str, mesh: Mesh) -> Header:
         """With layouts by a recipe, instead of what was insisted on or searched for."""
-        known = {name: one for name, one in self.passes if one is not None}
-        cast = known.get(CastParameters.name, CastParameters())
-        given: dict[str, Pass] = {"seed": Seed(recipes_of(recipe, mesh)), "cast_parameters": cast}
-        given |= dict.fromkeys(PLACING, Propagate())
+        cast = next((one for _, one in self.passes if isinstance(one, CastParameters)), CastParameters())
+        phases = Phases(Seed(recipes_of(recipe, mesh)), cast)
+        given = {one.name: one for one in phases.constrain} | dict.fromkeys(PLACING, phases.choose)
         return replace(self, passes=tuple((name, given.get(name, one)) for name, one in self.passes))
 
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from autoshard.inspection.history import History, Touch, lines_of, touches_between
 from autoshard.inspection.subject import Subject, subject_of
-from autoshard.planner.evaluation import passes_of
+from autoshard.planner.evaluation import phases_of
 from autoshard.planner.state import PlanningState
 from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names, fold_text
@@ -161,9 +161,9 @@ def _touches_of_stages(plan: PlanRecord) -> Iterator[Touch]:
 
 def _touches_of_passes(plan: PlanRecord, state: PlanningState) -> Iterator[Touch]:
     problem, gm = state.problem, copy_graph(state.folded.graph)
-    passes, history = passes_of(problem, gm, plan.recipes, plan.solution), History()
-    upto = next(i for i, one in enumerate(passes) if one.gives > one.takes and one.gives.name == "COLLECTIVE") + 1
-    PassManager(passes[:upto], (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
+    phases, history = phases_of(problem, gm, plan.recipes, plan.solution), History()
+    passes = (*phases.place, *phases.make_explicit, *phases.make_collectives)
+    PassManager(passes, (history,)).run(gm, PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops))
     yield from history.touches
 
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.shallow import shallow_graph
 from autoshard.config.progress import Progress, silent
-from autoshard.phases import default_pipeline
+from autoshard.phases import Passes, Phases
 from autoshard.planner.chunking import Chunking
 from autoshard.planner.prediction import cost_of
 from autoshard.planner.problem import Problem, Recipes
@@ -33,8 +33,8 @@ from passes.ir.repeats import Repeats, numbered, repeats_of
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
-from passes.normalize import Normalize
 from passes.observers import Logger
+from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
 from passes.search.bundles import Bundles
 from passes.search.find import Prepared
@@ -64,13 +64,13 @@ class Folded:
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
     """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
     otherwise no more than the layers that are kept is traced."""
-    how = Fold(_tags(problem), margin=MARGIN)
+    how, phases = Fold(_tags(problem), margin=MARGIN), Phases()
     if whole:
-        return _normalized(problem, how)
+        return _normalized(problem, phases.prepare_folded(how))
     with uncollected():
         ctx = PassContext(problem.mesh)
         gm = shallow_graph(problem.captured, how, ctx, progress)
-    return _normalized(problem, how) if gm is None else _folded(problem, gm, ctx)
+    return _normalized(problem, phases.prepare_folded(how)) if gm is None else _folded(problem, gm, ctx)
 
 
 def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
@@ -101,10 +101,10 @@ def _is_said_of_all(problem: Problem) -> bool:
     return all(len(tags) == 1 for tags in alike.values())
 
 
-def _normalized(problem: Problem, *passes: Pass) -> Folded:
+def _normalized(problem: Problem, passes: Passes) -> Folded:
     with uncollected():
         gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
-        PassManager((Normalize(), *passes)).run(gm, ctx)
+        PassManager(passes).run(gm, ctx)
     return _folded(problem, gm, ctx)
 
 
@@ -204,7 +204,7 @@ def _judged_whole(
 ) -> Judged:
     """With all layers planned, as equal ones are not equal in the program."""
     expanded = None if solution is None else solution.expanded(folded.repeats)
-    whole, layers = _normalized(problem), folded.remarks[-1]
+    whole, layers = _normalized(problem, Phases().prepare), folded.remarks[-1]
     told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
     return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
 
@@ -213,11 +213,12 @@ def _judged(
     problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float, *, quick: bool
 ) -> Judged:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
-    passes = passes_of(problem, gm, recipes, solution)
+    phases = phases_of(problem, gm, recipes, solution)
+    passes = (*phases.place, *phases.lower)
     recorder = Recorder(passes)
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
     trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
-    PassManager((Rematerialize(trial.kept),), (recorder,)).run(gm, ctx)
+    PassManager(replace(phases, kept=trial.kept).rematerialize, (recorder,)).run(gm, ctx)
     chunking = Chunking(problem, folded.repeats, trial, quick)
     return Judged(
         folded,
@@ -233,18 +234,22 @@ def _judged(
     )
 
 
-def passes_of(
-    problem: Problem, gm: GraphModule, recipes: Recipes, solution: Solution | None
-) -> tuple[Pass, ...]:
-    """What makes the program of a candidate of `gm`, which is normalized, but for what is computed again in it."""
-    place = None if solution is None else Solve(solution=solution)
-    return default_pipeline(problem.seed(gm, recipes), problem.cast, place)[1:-1]
+def phases_of(
+    problem: Problem,
+    gm: GraphModule,
+    recipes: Recipes,
+    solution: Solution | None = None,
+    recomputation: Recomputation | None = None,
+) -> Phases:
+    """Return the passes that make the program of a candidate of `gm`, with what is computed again in it if that is known."""
+    choose = Propagate() if solution is None else Solve(solution=solution)
+    return Phases(problem.seed(gm, recipes), problem.cast, choose, None if recomputation is None else recomputation.kept)
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
     """A copy of `folded` with pins and casts, as the search is given it."""
     gm = copy_graph(folded.graph)
-    PassManager((problem.seed(gm, recipes), problem.cast)).run(gm, PassContext(problem.mesh))
+    PassManager(phases_of(problem, gm, recipes).constrain).run(gm, PassContext(problem.mesh))
     return gm
 
 

@@ -19,9 +19,8 @@ from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import equipped, hardware_of
 from autoshard.debug.dumping import GraphDump, dump_of
-from autoshard.phases import default_pipeline
 from autoshard.planner.candidates import QUICK, search
-from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, passes_of
+from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, phases_of
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
@@ -30,8 +29,7 @@ from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord
-from passes.base import Observer, Pass, PassContext, Remark
-from passes.cast_parameters import CastParameters
+from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.ir.graph import Origin, copy_graph
 from passes.ir.layout import Layout
@@ -39,13 +37,9 @@ from passes.ir.mesh import Mesh
 from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
-from passes.normalize import Normalize
 from passes.observers import Logger, Timer, Verifier
-from passes.rematerialize import Rematerialize
 from passes.search.find import Goal, Prepared
 from passes.search.solution import Solution
-from passes.seed import Seed
-from passes.solve import Solve
 
 _log = logging.getLogger("autoshard.planner")
 
@@ -292,10 +286,9 @@ def _programmed(
     """The per-device program of the whole model, and its plan."""
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
-    place = None if decision.solution is None else Solve(solution=decision.solution.expanded(folded.repeats))
-    pipeline = options.passes or default_pipeline(place=place)
-    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = _configured(pipeline, problem.seed(gm, decision.recipes), problem.cast, rematerialize)
+    solution = None if decision.solution is None else decision.solution.expanded(folded.repeats)
+    phases = phases_of(problem, gm, decision.recipes, solution, decision.recomputation)
+    passes = phases.fill(options.passes) if options.passes else phases.passes
     recorder, dump = Recorder(passes), dump_of(options)
     observers: tuple[Observer, ...] = (timer, Verifier(), recorder, Logger(), *watching)
     if dump is not None:
@@ -326,18 +319,9 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump
     if solution is not None and judged.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
     gm = copy_graph(judged.graph)
-    rematerialize = Rematerialize(None if decision.recomputation is None else decision.recomputation.kept)
-    passes = (Normalize(), *passes_of(problem, gm, decision.recipes, solution), rematerialize)
+    passes = phases_of(problem, gm, decision.recipes, solution, decision.recomputation).passes
     ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
-
-
-def _configured(
-    passes: tuple[Pass, ...], seed: Seed, cast: CastParameters, rematerialize: Rematerialize
-) -> tuple[Pass, ...]:
-    """A pipeline with what options say filled in, where a pass was left as it is by default."""
-    fill: dict[Pass, Pass] = {Seed(): seed, CastParameters(): cast, Rematerialize(): rematerialize}
-    return tuple(fill.get(one, one) if isinstance(one, Seed | CastParameters | Rematerialize) else one for one in passes)
 
 
 def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> PlanRecord:

@@ -9,16 +9,13 @@ from torch.fx import GraphModule
 
 from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import recipes_of
-from autoshard.planner.evaluation import Folded, seeded
+from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
 from autoshard.planner.recomputation import room_for
 from passes.base import PassContext
 from passes.errors import RecipeError
-from passes.fuse_collectives import FuseCollectives
-from passes.insert_reshards import InsertReshards
 from passes.manager import PassManager
-from passes.propagate import Propagate
 from passes.recipes import recipe_named, registered_recipes
 from passes.search.find import Prepared
 
@@ -77,7 +74,7 @@ class Experts:
         if seed not in self.folded.placed:
             with uncollected():
                 gm = seeded(self.problem, self.folded, recipes)
-                passes = (Propagate(), InsertReshards(), FuseCollectives())
-                PassManager(passes).run(gm, PassContext(self.problem.mesh))
+                phases = phases_of(self.problem, gm, recipes)
+                PassManager((phases.choose, *phases.make_explicit)).run(gm, PassContext(self.problem.mesh))
             self.folded.placed[seed] = gm
         return self.folded.placed[seed]

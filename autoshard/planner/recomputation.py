@@ -8,6 +8,7 @@ from functools import cached_property
 from torch.fx import GraphModule
 
 from autoshard.compile.compiled import Split, split_program
+from autoshard.phases import Phases
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
 from autoshard.plans.outcome import Recomputation
@@ -20,7 +21,6 @@ from passes.ir.blocks import Blocks
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
 from passes.ir.repeats import Repeats
 from passes.manager import PassManager
-from passes.rematerialize import Rematerialize
 from passes.search.find import Prepared
 from passes.search.keep import Keep
 from passes.search.room import Room
@@ -128,7 +128,7 @@ class Settling:
         """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
         everything is kept, where that is far too much and no other step is compared with it."""
         problem, gm = self.problem, copy_graph(self.graph)
-        PassManager((Rematerialize(kept),)).run(gm, PassContext(problem.mesh))
+        PassManager(Phases(kept=kept).rematerialize).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
         if self.quick and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):

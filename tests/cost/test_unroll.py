@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.capture.capture import capture
 from autoshard.compile.compiled import split_program
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases
 from passes.base import Pass, PassContext
 from passes.cost.build_program import program_of
 from passes.cost.program import Buffer, Program, Task
@@ -150,8 +150,8 @@ def test_a_folded_llama_unrolls_to_the_whole_one() -> None:
 
 def planned(case: models.Case, recipes: tuple[str, ...], *fold: Pass) -> tuple[Program, Repeats]:
     gm = capture(case.model.float(), case.args, case.kwargs, training=True).graph_module
-    normalize, *others = default_pipeline(Seed(recipes))
-    PassManager((normalize, *fold, *others)).run(gm, PassContext(MESH))
+    phases = Phases(Seed(recipes))
+    PassManager((*phases.prepare, *fold, *phases.place, *phases.lower, *phases.rematerialize)).run(gm, PassContext(MESH))
     split = split_program(gm, mode="inductor")
     program = program_of(split.forward, split.backward, MESH, outputs=split.outputs, gradients=split.gradients)
     return program, repeats_of(gm)

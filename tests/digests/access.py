@@ -17,7 +17,7 @@ from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import Planned, make_plan
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint"}
+RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint", "plan.replan": "plan.with_"}
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
-from autoshard.phases import default_pipeline, overlap_pipeline
+from autoshard.phases import OverlapPasses, default_passes, replaced
 from autoshard.planner.planning import make_plan
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
@@ -39,9 +39,8 @@ def _hardware(links: str) -> Hardware:
     return replace(h100, name=links, flops=rates, launch=1e-6, tile=1, units=1, inside=link, across=link)
 
 
-def _halves(case: Case, recipe: str, mesh: Mesh, without: type[Pass] | None = None) -> list[GraphModule]:
-    pipeline = tuple(one for one in default_pipeline() if without is None or not isinstance(one, without))
-    options = Options(recipe=recipe, passes=pipeline)
+def _halves(case: Case, recipe: str, mesh: Mesh, without: str | None = None) -> list[GraphModule]:
+    options = Options(recipe=recipe, passes=replaced(default_passes(), without) if without else None)
     split = split_program(make_plan(case.model.float(), case.args, case.kwargs, mesh, options).graph, mode="eager")
     assert split.backward is not None
     return [split.forward, split.backward]
@@ -72,7 +71,7 @@ def _ordered(gm: GraphModule, mesh: Mesh, limit: int) -> float:
 )
 def test_no_pass_makes_a_step_slower(make: Callable[[], Case], recipe: str, links: str) -> None:
     mesh = Mesh(AXES).on(_hardware(links))
-    for gm, unfused in zip(_halves(make(), recipe, mesh), _halves(make(), recipe, mesh, FuseCollectives), strict=True):
+    for gm, unfused in zip(_halves(make(), recipe, mesh), _halves(make(), recipe, mesh, FuseCollectives.name), strict=True):
         given = _as_it_stands(gm, mesh)
         assert given.step_time <= _as_it_stands(unfused, mesh).step_time
         for room in (None, given.peak_memory):
@@ -82,9 +81,9 @@ def test_no_pass_makes_a_step_slower(make: Callable[[], Case], recipe: str, link
                 behind = _behind(gm, mesh, one)
                 assert _ordered(behind, mesh, cap) <= before
                 assert _as_it_stands(behind, mesh).peak_memory <= cap
-            whole = overlap_pipeline(memory_limit=room, bucket_bytes=BUCKET, split_matmuls=True, fused=True)
-            for passes in ((ScheduleOverlap(room),), whole):
-                unordered = _as_it_stands(_behind(gm, mesh, *passes[:-1]), mesh)
-                timeline = _as_it_stands(_behind(gm, mesh, *passes), mesh)
+            whole = OverlapPasses(room, bucket_bytes=BUCKET)
+            for before_order in ((), (*whole.chunk, BucketCollectives(BUCKET, room))):
+                unordered = _as_it_stands(_behind(gm, mesh, *before_order), mesh)
+                timeline = _as_it_stands(_behind(gm, mesh, *before_order, ScheduleOverlap(room)), mesh)
                 assert timeline.step_time <= given.step_time
                 assert timeline.peak_memory <= (cap if room else int(MORE_MEMORY * unordered.peak_memory))

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 import passes.rules  # registers the rules
 from autoshard.config.options import Options
-from autoshard.phases import default_pipeline
+from autoshard.phases import Phases
 from passes.base import PassContext
 from passes.errors import ConstraintError, MemoryLimitError, UserError
 from passes.insert_reshards import InsertReshards
@@ -18,7 +18,6 @@ from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.propagate import Propagate
 from passes.search.find import Goal
 from passes.seed import Constraint, Seed
 from passes.solve import Solve
@@ -103,7 +102,7 @@ def test_the_same_graph_gives_the_same_layouts() -> None:
 
 
 def pipeline(goal: Goal):  # type: ignore[no-untyped-def]
-    return tuple(Solve(goal) if isinstance(one, Propagate) else one for one in default_pipeline())
+    return Phases(choose=Solve(goal)).passes
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 from autoshard import Options, autoshard
-from autoshard.phases import default_pipeline
+from autoshard.phases import default_passes
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
 from tests.models import build
@@ -59,7 +59,7 @@ def _train(rank: int, fault: str) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     options = Options(recipe=recipe, compile="eager")
     if fault == "order":
-        options = replace(options, passes=(*default_pipeline(), Shuffle(rank)), overlap=False)
+        options = replace(options, passes=(*default_passes(), Shuffle(rank)), overlap=False)
     model = autoshard(case.model, mesh, args, options=options)
     parts = model.shard(*case.args)
     if rank == 1 and fault == "batch":

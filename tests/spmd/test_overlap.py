@@ -17,7 +17,7 @@ from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.options import Options, Overlap
 from autoshard.debug.simulated_ranks import Call
-from autoshard.phases import default_pipeline
+from autoshard.phases import default_passes, replaced
 from autoshard.planner.planning import program_problem
 from autoshard.planner.problem import captured_problem
 from examples import llama
@@ -170,7 +170,7 @@ def test_training_in_mixed_precision_with_and_without_each_pass(
     """Ten steps, each of the same parameters with and without; `changing` are the passes that change the program."""
     case, mesh = _made(name), Mesh(axes).on(_hardware())
     problem = captured_problem(*case, mesh, Options(mixed_precision=POLICY), training=True, device="cpu")
-    whole, unfused = default_pipeline(), tuple(one for one in default_pipeline() if not isinstance(one, FuseCollectives))
+    whole, unfused = default_passes(), replaced(default_passes(), FuseCollectives.name)
     given = [Options(recipe=recipe, mixed_precision=POLICY, passes=pipeline) for pipeline in (whole, unfused)]
     fused, plain = (program_problem(replace(problem, options=options)) for options in given)
     ranks, split = Ranks.of(Call(*case), fused), split_program(fused.graph, mode="eager")
