@@ -158,6 +158,6 @@ def test_readme_shows_the_example_and_its_plan(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.gloo
 def test_quickstart_prints_what_readme_shows() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(QUICKSTART)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     output = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True).stdout
     assert blocks_of(README)[1].text in output
