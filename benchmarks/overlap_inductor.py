@@ -3,8 +3,9 @@
 Each case of `benchmarks.overlap`, by default with four layers: its lowered forward and backward graphs are given to
 `schedule_overlap_bucketing` of Inductor, with and without buckets, and to our passes. The results are simulated
 with collective times by our model, and again by Inductor's model of NCCL; both schedulers are given the times that they are
-evaluated by. Inductor may take a twentieth or a gigabyte more memory than the lowered graph by its own count, which is its
-default. Ours may take what Inductor's faster variant took by the simulator's count, and in a second run the device's memory. Nothing runs on devices.
+evaluated by. Inductor may take a twentieth or a gigabyte more memory than the lowered graph by its own count,
+which is its default. Ours may take what Inductor's faster variant took by the simulator's count, and in a second run the
+device's memory. Nothing runs on devices.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the rotary embedding of x [batch, heads, seq, head_dim], in its dtype; cos and sin are [seq, head_dim], in float32."""
+    """Return x [batch, heads, seq, head_dim] rotated, in its dtype; cos and sin are [seq, head_dim], in float32."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
