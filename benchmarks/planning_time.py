@@ -1,4 +1,4 @@
-"""How long a plan takes, and how good the searched one is beside the experts': `python -m benchmarks.planning`.
+"""How long a plan takes, and how it compares with recipes: `python -m benchmarks.planning_time`.
 
 For each model, built on meta: seconds of each phase from module to plan, peak memory of this process, the step that
 the search predicts with its proven bound, and the simulated step of the chosen plan and of each simulated recipe.
