@@ -121,6 +121,12 @@ def test_every_page_is_in_the_index() -> None:
     assert {page.name for page in PAGES if page.name != "index.md"} == {Path(link).name for link in listed}
 
 
+def test_every_command_is_in_the_index() -> None:
+    known = next(iter(_parser()._subparsers._group_actions)).choices
+    listed = re.findall(r"^\| `python -m autoshard (\w+)` \|", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(known)
+
+
 def test_readme_is_read_in_one_sitting() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
