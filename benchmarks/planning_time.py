@@ -1,7 +1,7 @@
-"""How long a plan takes, and how good the searched one is beside the experts': `python -m benchmarks.planning`.
+"""How long a plan takes, and how it compares with recipes: `python -m benchmarks.planning_time`.
 
 For each model, built on meta: seconds of each phase from module to plan, peak memory of this process, the step that
-the search predicts with the bound it proves, and the simulated step of the chosen plan and of every recipe, with ratios.
+the search predicts with its proven bound, and the simulated step of the chosen plan and of each simulated recipe.
 Each model is planned in a process of its own.
 """
 
@@ -70,15 +70,15 @@ def measure(name: str, hardware: str, recipe: str) -> None:
     plan = ShardingPlan.of(*plan_ahead(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy), progress=phases))
     phases("")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    behind = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture", "trace"))
+    after = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture", "trace"))
     total = sum(phases.seconds.values())
-    print(f"{name} on {case.mesh} {hardware}: {total:.1f} s, {behind:.1f} s behind capture, {peak:.2f} GB", flush=True)
+    print(f"{name} on {case.mesh} {hardware}: {total:.1f} s, {after:.1f} s after capture, {peak:.2f} GB", flush=True)
     print("  " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.seconds.items() if seconds >= 0.05))
     _compare(plan)
 
 
 class _Phases:
-    """Seconds by phase, as planning tells of them."""
+    """Seconds by phase, as planning reports them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

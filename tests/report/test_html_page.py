@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoshard import ShardingPlan
-from autoshard.inspection.report.page import format_page, page_data
+from autoshard.inspection.report.html_page import format_page, page_data
 from passes.base import Remark
 from passes.ir.graph import Origin
 from tests.report.plans import deep, searched, tiny_llama, unknown_hardware
