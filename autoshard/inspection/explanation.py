@@ -20,11 +20,10 @@ from autoshard.plans.names import fold_names, fold_text
 from autoshard.plans.record import PlanRecord
 from passes.base import PassContext, Remark
 from passes.cost.fused_regions import is_fusible
-from passes.ir.edges import Edge, chain_of
-from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
+from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, repeats_of, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import repeats_of
+from passes.ir.propagation_edges import Edge, chain_of
 from passes.ir.text import format_type
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager

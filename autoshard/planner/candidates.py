@@ -37,7 +37,7 @@ OFF = 0.1  # of a step: a plan whose simulated step is longer by more, than a qu
 # it has proven, is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
-# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
+# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning_time), simulated 326 ms (benchmarks.grid)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
-from passes.ir.edges import Edge
-from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
+from passes.ir.folded_layers import Repeats
+from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, repeats_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Repeats, numbered, repeats_of
+from passes.ir.numbering import numbered
+from passes.ir.propagation_edges import Edge
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager

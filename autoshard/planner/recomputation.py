@@ -17,9 +17,9 @@ from passes.cost.build_program import program_of
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
-from passes.ir.blocks import Blocks
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
-from passes.ir.repeats import Repeats
+from passes.ir.recompute_blocks import Blocks
 from passes.manager import PassManager
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared

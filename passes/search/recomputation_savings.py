@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from passes.ir.repeats import repeats_of
+from passes.ir.graph import repeats_of
 from passes.search.model.memory_budget import RecomputationCurve, recomputation_curve
 from passes.search.model.node_costs import NodeCosts
 from passes.search.model.skeleton import Skeleton

@@ -14,9 +14,9 @@ from torch.fx import Graph
 
 from passes.cost.fused_regions import is_alias, node_nbytes
 from passes.cost.saved_values import saved_or_remade
-from passes.ir.blocks import Blocks
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import transfer_of
-from passes.ir.repeats import Repeats
+from passes.ir.recompute_blocks import Blocks
 from passes.search.solvers.highs import MixedIntegerProgram
 
 GAP = 1e-4  # of the seconds that are recomputed: to which the program is solved

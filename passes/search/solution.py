@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
+from passes.ir.folded_layers import Repeats, expand_names
 from passes.ir.graph import (
     OutputRole,
     input_of,
@@ -20,7 +21,6 @@ from passes.ir.graph import (
     returned,
 )
 from passes.ir.layout import Layout
-from passes.ir.repeats import Repeats, expand_names
 from passes.search.model.factor_graph import FactorGraph
 from passes.search.model.skeleton import Skeleton
 from passes.search.solvers.evaluate import Assignment

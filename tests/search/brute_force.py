@@ -96,7 +96,7 @@ class _Plans:
         return load.ravel()
 
     def moved(self, variable: int, option: _Option, open_: dict[int, Standing]) -> _Moved | None:
-        """Return the values that are open after a strategy, and the load of transitions that follow; None if impossible."""
+        """Return the values that are open after a strategy, and the load of its transitions; None if one is impossible."""
         load = np.zeros(3 * len(self.factor_graph.segments))
         before = dict(open_)
         for value, made in option.made:

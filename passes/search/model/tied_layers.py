@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from passes.ir.graph import input_of, pins_of
-from passes.ir.layers import Indexed, Layers, depth_of
-from passes.ir.repeats import repeats_of
+from passes.ir.equal_layers import Indexed, Layers, depth_of
+from passes.ir.graph import input_of, pins_of, repeats_of
 
 
 @dataclass(frozen=True)

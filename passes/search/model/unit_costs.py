@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from passes.cost.collective_time import collective_seconds, link_of
 from passes.errors import CompilerError
 from passes.hardware.hardware import Hardware
-from passes.ir.collective import COMMUNICATING, take_part
+from passes.ir.collectives import TAKE_PART, Kind
 from passes.ir.layout import Layout, Placement, Shard, is_even, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.steps import Kind, plan_steps
+from passes.ir.routes import plan_steps
 from passes.search.model.factor_graph import Floats, Ints
 
 Shape = tuple[int, ...]
@@ -184,14 +184,14 @@ class UnitCosts:
 
     def _leg(self, leg: _Leg, whole: float, bucket: int) -> _Seconds:
         """Return seconds inside a node, across, and of local steps."""
-        if leg.kind is take_part:
+        if leg.kind is TAKE_PART:
             return 0.0, 0.0, 0.0  # a view
-        if leg.kind not in COMMUNICATING:
+        if not leg.kind.communicates:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
         message = max(nbytes, bucket)
-        seconds = collective_seconds(leg.kind.__name__, message, group, self.hardware)
+        seconds = collective_seconds(leg.kind.name, message, group, self.hardware)
         taken = seconds * nbytes / message if message else 0.0
         return (taken, 0.0, 0.0) if link_of(group) == "inside" else (0.0, taken, 0.0)
 
