@@ -21,11 +21,6 @@ def rewrite(pass_: Pass, before: str) -> str:
     return text
 
 
-def rewrite_with_remarks(pass_: Pass, before: str) -> tuple[str, list[str]]:
-    """Return the text of what `pass_` makes of the graph, and what it says."""
-    return _run(pass_, before, changed=True)
-
-
 def assert_declines(pass_: Pass, before: str) -> None:
     """Fail unless `pass_` leaves the graph as it is and says so."""
     after, _ = _run(pass_, before, changed=False)
