@@ -33,11 +33,11 @@ from autoshard.planner.problem import Problem, captured_problem
 from examples import gpt, llama
 from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES
-from passes.cost.best_schedule import MORE_MEMORY, schedule
-from passes.cost.bucketing import bucket, sizes
 from passes.cost.build_program import program_of, program_of_graph
-from passes.cost.exposed_bound import exposed_bound
 from passes.cost.program import COMPUTE, Program, Task
+from passes.cost.scheduling.best_schedule import MORE_MEMORY, schedule
+from passes.cost.scheduling.bucketing import bucket, sizes
+from passes.cost.scheduling.exposed_bound import exposed_bound
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.decompose_matmuls import DecomposeMatmuls

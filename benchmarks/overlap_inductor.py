@@ -36,11 +36,11 @@ from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext
-from passes.cost.best_schedule import memory_cap, schedule
-from passes.cost.bucketing import bucket, seconds_by_sort, sizes
 from passes.cost.build_program import program_of_graph
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
+from passes.cost.scheduling.best_schedule import memory_cap, schedule
+from passes.cost.scheduling.bucketing import bucket, seconds_by_sort, sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, results_of, transfer_of
 from passes.ir.mesh import Mesh

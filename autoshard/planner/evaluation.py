@@ -37,8 +37,8 @@ from passes.manager import PassManager
 from passes.observers import Logger
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
-from passes.search.bundles import Bundles
-from passes.search.find import Prepared
+from passes.search.model.axis_groups import AxisGroups
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -59,7 +59,7 @@ class Folded:
     remarks: tuple[Remark, ...]
     text: str
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
-    prepared: dict[tuple[Seed, Mesh, Bundles], Prepared] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[Seed, Mesh, AxisGroups], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

@@ -38,7 +38,8 @@ from passes.ir.mesh import Mesh
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Goal, Prepared
+from passes.search.goal import Goal
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 _log = logging.getLogger("autoshard.planner")

@@ -29,7 +29,7 @@ REORDERED_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class Pricing:
-    """What the price of a kernel depends on beside the kernel."""
+    """Hold what the price of a kernel depends on besides the kernel."""
 
     mesh: Mesh
     hardware: Hardware

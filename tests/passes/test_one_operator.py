@@ -16,8 +16,8 @@ from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode, symmetric
 from passes.base import PassContext
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import note_of, origin_of, transfer_of
