@@ -17,7 +17,13 @@ from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import Planned, make_plan
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint", "plan.replan": "plan.with_"}
+RENAMED: Mapping[str, str] = {
+    "rematerialize": "checkpoint",
+    "plan.replan": "plan.with_",
+    "sharded over": "is cut over",
+    "partial sum over": "a term of a sum over",
+    "in the backward, except": "in the backward, but for",
+}
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
 
 
