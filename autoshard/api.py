@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
@@ -47,7 +48,7 @@ def plan(
     *,
     options: Options | None = None,
 ) -> ShardingPlan:
-    """How `model` would be distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
+    """Plan how `model` is distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
 
     `args` and `kwargs` are the arguments of one call with the global batch; they, and the model's parameters,
     may be on meta. The plan is for training where gradients are enabled and something needs one.
@@ -56,8 +57,9 @@ def plan(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     check_call(args, kwargs)
-    options, training = options_given(options), torch.is_grad_enabled()
-    return ShardingPlan.of(*plan_ahead(model, tuple(args), kwargs or {}, mesh_of(mesh), options, training=training))
+    options = options_given(options)
+    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
+    return ShardingPlan.of(*plan_ahead(model, tuple(args), kwargs or {}, wanted, options, training=training))
 
 
 @overload
@@ -161,12 +163,14 @@ class _Planner:
         check_options(options, mesh)
         if given is not None:
             check_asked(given, mesh, options)
+        elif options.recipe == AUTO:
+            batch_axes_of(options, mesh)  # asked now, not at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
         self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
     def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
-        """The program for a call with this rank's part of each input."""
+        """Return the program for a call with this rank's part of each input."""
         splits = self._splits()
         args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
         return self.plan(
@@ -190,7 +194,7 @@ class _Planner:
         batch_axes: tuple[int, ...] | None = None,
         followed: Decided | None,
     ) -> LocalProgram:
-        """The program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
+        """Return the program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
         (None: as the plan says). `followed` is what the first rank decided."""
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
@@ -219,16 +223,20 @@ class _Planner:
         return self._splits().data_axes if self.options.recipe == AUTO and self.given is None else None
 
     def _splits(self) -> Splits:
-        """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
+        """Return how a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
         if self.first is None:
-            recipes = recipes_of(self.options.recipe, self.mesh)
-            return Splits(self.mesh, data_axes(recipes), self.options.inputs)
+            return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {
             name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
         }
         first = next(iter(layouts.values()), None)
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
+
+    def _data_axes(self) -> tuple[int, ...]:
+        if self.options.recipe == AUTO:
+            return batch_axes_of(self.options, self.mesh)
+        return data_axes(recipes_of(self.options.recipe, self.mesh))
 
     def _program(self, planned: Planned) -> LocalProgram:
         signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
@@ -248,7 +256,7 @@ class _Planner:
         )
 
     def _scale(self, layout: Layout) -> float:
-        """A loss computed from this rank's part stands for the mean over ranks, unless it is said to be summed."""
+        """Scale the loss of this rank's part: it stands for the mean over ranks, unless it is said to be summed."""
         if self.options.loss == "sum":
             return 1.0
         pairs = zip(self.mesh.sizes, layout.placements, strict=True)

@@ -81,13 +81,15 @@ class Options:
 
     recipe: str | Mapping[str, str | None] | None = "auto"
     """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
-    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`,
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on those that carry data by their name (`dp`, `data`,
+    `fsdp`, ...). Or an expert's: `"ddp"`,
     `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
     one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
 
     hardware: str | Hardware | None = "auto"
-    """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or
-    `"auto"`: the mesh's own, else this machine's."""
+    """What a step is predicted for, on a DeviceMesh or a mesh that names no hardware: a preset such as `"h100"`, a file that
+    `python -m autoshard calibrate` wrote, a `Hardware`, or `None` for unknown figures. `"auto"`: what the mesh names
+    (`Mesh("dp=8", hardware="h100")`), else this machine's. Where both are given they have to be the same."""
 
     memory_limit: int | str | None = None
     """Memory of one device that a plan may use at its peak: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine
@@ -98,10 +100,10 @@ class Options:
     SGD; `None`: no update at all."""
 
     time_limit: float | None = None
-    """Seconds that the search behind capture may take: stating the problem, solving it, simulating what it found and
-    recipes. The best plan so far counts, with the gap that was proven by then; the plan's candidates tell what was left
-    out. What was begun is ended, and the search goes on until one plan fits, 0 being for the first that does. Without a
-    limit the same model, mesh and options give the same plan everywhere."""
+    """Seconds that the search after capture may take: stating the problem, solving it, simulating its plans and recipes'. The
+    best plan so far counts, with the gap that was proven by then; the plan's candidates say what was left out. A phase that
+    has started is finished, and the search goes on until one plan fits: 0 asks for the first that does. Without a limit the
+    same model, mesh and options give the same plan everywhere."""
 
     params: Placements | None = None
     """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; of several that match
@@ -205,7 +207,7 @@ class Options:
         return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
-        """The memory limit in bytes, on a device that has `available`."""
+        """Return the memory limit in bytes, on a device that has `available`."""
         if self.memory_limit is None:
             return int(available * USABLE_MEMORY)
         if isinstance(self.memory_limit, int) and self.memory_limit > 0 and self.memory_limit is not True:

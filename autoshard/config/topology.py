@@ -17,12 +17,15 @@ from passes.ir.mesh import Mesh
 _RACK_WIDE = ("gb200",)  # NVLink joins GPUs of several hosts
 
 
-def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
-    """The axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
+def mesh_of(mesh: DeviceMesh | Mesh | str, hardware: str | Hardware | None = "auto") -> Mesh:
+    """Return the axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
 
-    Raises MeshError where a DeviceMesh has no axis names, or more ranks than the world.
+    A `Mesh` that names its hardware says what is planned for; `hardware`, that of the options, says it for a DeviceMesh,
+    instead of what the device is known by, and for a mesh that names none. Raises MeshError where both name some and they
+    differ, where a DeviceMesh has no axis names, and where it has more ranks than the world.
     """
     if isinstance(mesh, Mesh):
+        _check_one_hardware(mesh, hardware)
         return mesh
     if isinstance(mesh, str):
         return Mesh(mesh)
@@ -44,6 +47,18 @@ def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
     return Mesh(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), ranks=ranks, hardware=hardware)
 
 
+def _check_one_hardware(mesh: Mesh, hardware: str | Hardware | None) -> None:
+    if mesh.hardware is None or hardware == "auto":
+        return
+    asked = hardware_named(hardware) if isinstance(hardware, str) else hardware
+    if asked != mesh.hardware:
+        name = None if asked is None else asked.name
+        raise MeshError(
+            f"Mesh(..., hardware={mesh.hardware.name!r}) and Options(hardware={name!r}) name different hardware; remove one: "
+            "the mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"
+        )
+
+
 def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> Mesh:
     """`mesh` with the hardware asked for; with `"auto"` its own, else this machine's (None where that is unknown)."""
     if hardware != "auto":
@@ -55,7 +70,7 @@ def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> M
 
 
 def hardware_of(device_type: str) -> Hardware | None:
-    """The figures of this process's device: the preset of its name; None for a device that has none.
+    """Return the figures of this process's device: the preset of its name; None for a device that has none.
 
     Of a GPU, memory is what it reports where that is less, and nodes are as large as torchrun starts processes on
     them.
@@ -74,7 +89,7 @@ def hardware_of(device_type: str) -> Hardware | None:
 
 
 def preset_of(device_name: str) -> Hardware | None:
-    """The preset of a GPU as CUDA names it, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the preset of a GPU as CUDA names it, such as "NVIDIA H100 80GB HBM3"."""
     name = device_name.lower()
     if "a100" in name and "pcie" in name:
         return hardware_named("a100-pcie")

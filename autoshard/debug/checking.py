@@ -28,7 +28,7 @@ from autoshard.planner.planning import Planned, make_plan
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError, PlanError, UserError
-from passes.ir.collective import is_step
+from passes.ir.collectives import is_step
 from passes.ir.graph import (
     Origin,
     Stage,
@@ -137,7 +137,7 @@ def check(
         model,
         call.args,
         call.kwargs,
-        mesh_of(mesh),
+        mesh_of(mesh, options.hardware),
         options,
         training=torch.is_grad_enabled(),
         plan=plan,

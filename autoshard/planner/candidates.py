@@ -17,9 +17,11 @@ from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.errors import InputError, MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes, format_seconds
-from passes.search.bundles import Bundles, coarse, single, together
-from passes.search.find import PROOF, Goal, Prepared, prepare
-from passes.search.room import Relief
+from passes.search.goal import Goal
+from passes.search.model.axis_groups import AxisGroups, coarse_groups, format_axis_groups, single_axes
+from passes.search.model.memory_budget import RecomputationCurve
+from passes.search.optimize import PROOF
+from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
@@ -35,7 +37,7 @@ OFF = 0.1  # of a step: a plan whose simulated step is longer by more, than a qu
 # it has proven, is no good one, perhaps
 STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
-# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
+# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning_time), simulated 326 ms (benchmarks.grid)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class _Contest:
     def solve(self) -> None:
         """The solved placement, as far as there is time for it: with each axis by itself and, where the simulator finds that
         far from what is proven, with axes in bundles; of a quick answer, in the best bundles."""
-        whole, bundled = single(self.problem.mesh), coarse(self.problem.mesh)
+        whole, bundled = single_axes(self.problem.mesh), coarse_groups(self.problem.mesh)
         if self.quick:
             self._solve_quickly(bundled or (whole,))
         elif (prepared := self._in_time(whole)) is not None:
@@ -144,26 +146,26 @@ class _Contest:
         if self.prepared is None:
             self._decline(SOLVED)
 
-    def _solve_quickly(self, ways: Sequence[Bundles]) -> None:
+    def _solve_quickly(self, ways: Sequence[AxisGroups]) -> None:
         """A plan that uses axes alike in one of some ways: the best of those by the solver's model."""
         gap, stated = QUICK if self.quick else BUNDLED, [*filter(None, map(self._in_time, ways))]
         if len(stated) > 1:
             steps = {id(prepared): self._first_step(prepared, gap) for prepared in stated}
             stated.sort(key=lambda prepared: steps[id(prepared)])
         for prepared in stated[:1]:
-            self.ask_again(prepared, room_for(self.problem, prepared).relief, gap=gap)
+            self.ask_again(prepared, room_for(self.problem, prepared).recomputation, gap=gap)
 
     def _first_step(self, prepared: Prepared, gap: float) -> float:
         """Seconds of the first plan that the solver finds to fit."""
         try:
-            return next(prepared.solutions(self._goal(room_for(self.problem, prepared).relief, gap=gap))).objective
+            return next(prepared.solutions(self._goal(room_for(self.problem, prepared).recomputation, gap=gap))).objective
         except MemoryLimitError:
             return float("inf")
 
     def _solve(self, prepared: Prepared) -> None:
         """First without counting on anything to be computed again, as what that takes is known less well; unless it is
         computed again in any case."""
-        relief = room_for(self.problem, prepared).relief
+        relief = room_for(self.problem, prepared).recomputation
         if self.problem.options.recompute == "block":
             self.ask(prepared, relief)
             return
@@ -172,10 +174,10 @@ class _Contest:
         if relief and (held is None or self.best is None or held.recomputation is not None):
             self.ask_again(prepared, relief)
 
-    def _in_time(self, bundles: Bundles) -> Prepared | None:
+    def _in_time(self, bundles: AxisGroups) -> Prepared | None:
         return self.prepare(bundles, time.perf_counter() + self.left) if self.left > 0 else None
 
-    def prepare(self, bundles: Bundles, deadline: float = float("inf")) -> Prepared | None:
+    def prepare(self, bundles: AxisGroups, deadline: float = float("inf")) -> Prepared | None:
         """State the problem, unless it is past the deadline."""
         key = self._seed(self._unpinned), self.problem.mesh, bundles
         if key not in self.folded.prepared:
@@ -187,7 +189,7 @@ class _Contest:
         self.prepared = self.folded.prepared[key]
         return self.prepared
 
-    def _prepared(self, seed: Seed, mesh: Mesh, bundles: Bundles, deadline: float) -> Prepared:
+    def _prepared(self, seed: Seed, mesh: Mesh, bundles: AxisGroups, deadline: float) -> Prepared:
         """The problem, made of one that was stated for the same axes if there is one."""
         for (other, axes, alike), prepared in self.folded.prepared.items():
             if (other, axes.names, axes.sizes, alike) == (seed, mesh.names, mesh.sizes, bundles):
@@ -200,7 +202,7 @@ class _Contest:
     def _seed(self, recipes: Recipes) -> Seed:
         return self.problem.seed(self.folded.graph, recipes)
 
-    def ask_again(self, prepared: Prepared, relief: Relief, *, gap: float | None = None) -> None:
+    def ask_again(self, prepared: Prepared, relief: RecomputationCurve, *, gap: float | None = None) -> None:
         """As `ask`, but what was found before stays if it is as good."""
         held = self.solution, self.source, self.judged.pop(SOLVED, None)
         self.best, self.solution, self.source = self._fastest(), None, None
@@ -210,20 +212,20 @@ class _Contest:
             self.solution, self.source, self.judged[SOLVED] = *held[:2], before
         self.best = self._fastest()
 
-    def _goal(self, relief: Relief, asked: float | None = None, gap: float | None = None) -> Goal:
+    def _goal(self, relief: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
         """What is asked of a search: by default, to fit the limit and to be as good as the answer has to be."""
         left = self.left * SHARE
         asked = float(self.limit) if asked is None else asked
         gap = (QUICK if self.quick else Goal.gap) if gap is None else gap
         return Goal(asked, gap, None if left == float("inf") else left, self._keep, relief)
 
-    def ask(self, prepared: Prepared, relief: Relief, *, gap: float | None = None) -> None:
+    def ask(self, prepared: Prepared, relief: RecomputationCurve, *, gap: float | None = None) -> None:
         """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
         By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
         fits, it is proven how good it is, or a better one found.
         """
-        is_whole = prepared.draft.bundles == single(self.problem.mesh)
+        is_whole = prepared.skeleton.axis_groups == single_axes(self.problem.mesh)
         none, some, asked = -sum(step.nbytes for step in relief), float(self.limit), float(self.limit)
         for attempt in range(TRIES):
             if attempt > 0 and self.left <= 0:
@@ -263,12 +265,12 @@ class _Contest:
 
     def try_least(self) -> None:
         """What the solver finds to take little memory, whatever it costs."""
-        prepared = self.prepare(single(self.problem.mesh))
+        prepared = self.prepare(single_axes(self.problem.mesh))
         assert prepared is not None
-        self.ask(prepared, room_for(self.problem, prepared).relief, gap=ANY)
+        self.ask(prepared, room_for(self.problem, prepared).recomputation, gap=ANY)
         if self.best is not None:
             return
-        for solution in prepared.least(keep=self._keep):
+        for solution in prepared.smallest(keep_gathered=self._keep):
             if self.enter_solved(solution, prepared):
                 break
 
@@ -365,7 +367,8 @@ class _Contest:
         return self.proven
 
     def _notes(self, name: str, judged: Judged) -> Iterator[str]:
-        if name == SOLVED and self.source is not None and (axes := together(self.source.draft.bundles, self.problem.mesh)):
+        groups = self.source.skeleton.axis_groups if name == SOLVED and self.source is not None else ()
+        if axes := format_axis_groups(groups, self.problem.mesh):
             yield f"{axes} used alike"
         is_auto = self.problem.options.recompute == "auto" and self.problem.training
         is_slower = judged.cost.peak_memory > self.limit and judged.cost.step_time >= self.best_time
@@ -393,7 +396,7 @@ def _smallest(failed: _Contest) -> tuple[int, Cost]:
             replace(failed.problem, options=options), failed.folded, started=failed.started, prepared=failed.prepared
         )
         assert failed.prepared is not None
-        contest.ask(failed.prepared, room_for(contest.problem, failed.prepared).relief, gap=ANY)
+        contest.ask(failed.prepared, room_for(contest.problem, failed.prepared).recomputation, gap=ANY)
         if contest.best is None:
             break
         least, cost = lower, contest.judged[contest.best].cost

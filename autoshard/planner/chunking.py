@@ -21,9 +21,9 @@ from passes.cost.forward_backward import unchanged
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
 from passes.decompose_matmuls import exposed_by_form
-from passes.ir.chunks import sites_in
-from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin
-from passes.ir.repeats import Repeats, set_repeats
+from passes.ir.folded_layers import Repeats
+from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin, set_repeats
+from passes.ir.matmul_chunks.sites import sites_in
 
 TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
 TOLD_QUICKLY = 0.05  # ... for a quick answer

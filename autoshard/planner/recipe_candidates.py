@@ -17,7 +17,7 @@ from passes.base import PassContext
 from passes.errors import RecipeError
 from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
-from passes.search.find import Prepared
+from passes.search.prepared import Prepared
 
 
 def expert_names() -> Iterator[str]:
@@ -51,7 +51,7 @@ class Experts:
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
         room = room_for(self.problem, prepared)
-        plan = prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
+        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=room)
         return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:

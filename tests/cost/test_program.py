@@ -14,11 +14,11 @@ from autoshard.compile.compiled import Split, split_program
 from autoshard.config.options import Options, Overlap
 from autoshard.planner.planning import make_plan
 from examples.llama import TINY, Llama
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of, program_of_graph
 from passes.cost.forward_backward import joined, phases, unchanged
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.program_memo import ProgramMemo
+from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.hardware.hardware import hardware_named
