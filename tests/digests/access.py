@@ -15,6 +15,7 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.debug.simulated_ranks import Call, Ranks
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.planning import Planned, make_plan
+from autoshard.plans.record import PlanRecord
 from passes.ir.text import format_graph
 
 RENAMED: Mapping[str, str] = {
@@ -38,7 +39,7 @@ class Program:
     remarks: tuple[str, ...]  # of those that cut, join and order messages
 
     @property
-    def plan(self) -> ShardingPlan:
+    def plan(self) -> PlanRecord:
         return self.planned.plan
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule
 
 import passes.rules  # registers the rules
-from passes.base import PassContext
+from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
@@ -23,11 +23,11 @@ from passes.seed import Constraint, Seed
 assert passes.rules
 
 
-def place(text: str, *stages: object, seed: Seed | None = None) -> tuple[GraphModule, PassContext]:
+def place(text: str, *stages: Pass, seed: Seed | None = None) -> tuple[GraphModule, PassContext]:
     gm, mesh = parse_graph(text)
     ctx = PassContext(mesh)
     before = () if seed is None else (seed,)
-    PassManager((*before, Propagate(), *stages), (Verifier(),)).run(gm, ctx)  # type: ignore[arg-type]
+    PassManager((*before, Propagate(), *stages), (Verifier(),)).run(gm, ctx)
     return gm, ctx
 
 
