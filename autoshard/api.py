@@ -21,6 +21,7 @@ from autoshard.debug.dumping import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
 from autoshard.planner.problem import data_axes
+from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
 from autoshard.runtime.execution import LocalProgram
@@ -55,7 +56,8 @@ def plan(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     training = torch.is_grad_enabled()
-    return ShardingPlan.of(*plan_ahead(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training))
+    request = PlanRequest(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training)
+    return ShardingPlan.of(*plan_ahead(request))
 
 
 @overload
@@ -190,18 +192,18 @@ class _Planner:
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
             stored = {name: value.layout for name, value in self.given.parameters.items()}
-        planned = make_plan(
+        request = PlanRequest(
             module,
             args,
             kwargs,
             self.mesh,
             self.options,
             training=training,
-            stored=stored,
             device=self.device,
+            stored=stored,
             batch_axes=batch_axes,
-            plan=followed or given,
         )
+        planned = make_plan(request, plan=followed or given)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         return self._program(planned)

@@ -17,10 +17,12 @@ from torch.fx import GraphModule
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
-from autoshard.planner.evaluation import fold, judge, seeded
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import evaluate, fold, seeded
 from autoshard.planner.planning import make_plan
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import captured_problem
+from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import UnknownOpError
@@ -134,7 +136,7 @@ def test_a_pipeline_of_ones_own_places_values_itself() -> None:
 def test_a_batch_that_the_caller_splits_is_split_over_its_axes_alone(batch: int, expected: str) -> None:
     model, args = on_meta(64, batch)
     mesh = Mesh("dp=2,tp=2", hardware="cpu")
-    made = make_plan(model, args, {}, mesh, Options(), batch_axes=(0,)).plan
+    made = make_plan(PlanRequest(model, args, {}, mesh, Options(), batch_axes=(0,))).plan
     assert [str(placement) for placement in made.inputs["x"].layout.placements] == [expected, "R"]
 
 
@@ -261,14 +263,14 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
-    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    problem = captured_problem(PlanRequest(model, (tokens, tokens), {}, mesh, options))
     folded = fold(problem)
     assert folded.repeats.runs
     for name in ("fsdp", "ddp", "fsdp+megatron"):
         recipes = recipes_of(name, mesh)
         placed = seeded(problem, folded, recipes)
         PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
-        timeline = judge(problem, folded, recipes).timeline
+        timeline = evaluate(problem, folded, recipes, effort=FULL).timeline
         kinds = ("parameter", "gradient", "optimizer")
         stored = sum(buffer.nbytes for buffer in timeline.program.buffers if buffer.kind in kinds)
         assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
@@ -279,7 +281,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options()
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=2)), torch.empty(8, 32, dtype=torch.long)
-    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    problem = captured_problem(PlanRequest(model, (tokens, tokens), {}, mesh, options))
     folded = fold(problem)
     prepared = prepare(seeded(problem, folded, (None, None)), mesh)
     for both in (("fsdp", "zero2"), ("fsdp+megatron", "zero2+megatron")):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: of a capture it is a quarter of the time for 40 layers, of a judgement a half."""
+    """No garbage collection inside: of a capture it is a quarter of the time for 40 layers, of an evaluation a half."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

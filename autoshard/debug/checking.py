@@ -24,6 +24,7 @@ from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError
@@ -127,16 +128,8 @@ def check(
         plan = ShardingPlan.load(plan)
     options = options or (Options() if plan is None else options_of(plan.settings))
     keeper = Keeper()
-    planned = make_plan(
-        model,
-        args,
-        call.kwargs,
-        mesh_of(mesh),
-        options,
-        training=torch.is_grad_enabled(),
-        plan=plan,
-        observers=(keeper,),
-    )
+    request = PlanRequest(model, args, call.kwargs, mesh_of(mesh), options, training=torch.is_grad_enabled())
+    planned = make_plan(request, plan=plan, observers=(keeper,))
     precision = precision_of(call, options)
     return comparison(keeper.graph, planned, call, precision, is_exact=options.mixed_precision is None)
 
