@@ -13,7 +13,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-browser lint clean
+.PHONY: help demo test test-fast test-browser lint clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -22,8 +22,11 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: lint ## lint, then all tests; `pytest -n 2 -m "not slow"` runs those that take a few seconds at most
+test: lint ## lint, types and all tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: three minutes at most
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser]"

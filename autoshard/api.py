@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
-from autoshard.config.options import Options
+from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
+from autoshard.config.validation import check_call
 from autoshard.debug.dumping import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.planning import Planned, make_plan, plan_ahead
@@ -55,8 +56,9 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
-    training = torch.is_grad_enabled()
-    request = PlanRequest(model, args, kwargs or {}, mesh_of(mesh), options or Options(), training=training)
+    check_call(args, kwargs)
+    options, training = options_given(options), torch.is_grad_enabled()
+    request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh), options, training=training)
     return ShardingPlan.of(*plan_ahead(request))
 
 
@@ -109,6 +111,9 @@ def autoshard(
     """
     if mesh is None:
         raise MeshError("autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class")
+    check_call(args, kwargs)
+    args = None if args is None else tuple(args)
+    options = None if options is None else options_given(options)
     if model is None:
         return _decorator(mesh, args, kwargs, plan, options)
     return _distribute(model, mesh, args, kwargs, plan, options)

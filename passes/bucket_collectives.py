@@ -1,4 +1,4 @@
-"""One collective for many parameters: a message costs latency whatever its size."""
+"""Join collectives of parameters and of gradients: each message costs latency, whatever its size."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 MiB = 1 << 20
-BUCKET_BYTES = 400 * MiB  # a sixteenth is what DistributedDataParallel takes by default (bucket_cap_mb)
+BUCKET_BYTES = 400 * MiB  # 16 x 25 MiB, the default of DistributedDataParallel (bucket_cap_mb), which is tried as well
 
 
 @dataclass(frozen=True)
 class BucketCollectives(Pass):
     """Join collectives of parameters and of gradients of a partitioned graph into buckets of at most `limit` bytes.
 
-    1. All-gathers of what is there from the start can start at any time: a bucket stands where the first of its
-       members stood.
-    2. Reduce-scatters and all-reduces whose results are only returned can end at any time: a bucket stands
-       where the last of its members stood.
+    1. All-gathers of what is known from the start can start at any time: a bucket takes the place of its first member.
+    2. Reduce-scatters and all-reduces whose results are only returned can end at any time: a bucket takes the place of
+       its last member.
 
-    Members are of one kind, group and dtype, neighbours in the program, and as many collectives away from the
-    parameter or the result: a bucket must not wait for itself. Bytes are of a collective's larger side.
+    Members have the same kind, group and dtype, are neighbours in the program, and are the same number of collectives
+    away from the parameter or the result, so that a bucket never waits for itself. Bytes are of a collective's larger
+    side.
 
-    Where the figures of the devices are known, only what is faster together is joined, in buckets of the size for which
-    the graph, ordered within `memory_limit` (bytes at its peak), is predicted to be fastest, by mesh axes and dtype; none
-    is one of them: a bucket is copied together and apart, and the latency of messages that are hidden costs nothing. The
-    graph in buckets is priced again: where it is slower, or has no room, nothing is joined. Else a bucket has a sixteenth of
+    If the hardware is known, only members that are faster together are joined. The size of buckets is chosen per mesh axes
+    and dtype: the one for which the graph, scheduled within `memory_limit` (bytes at its peak), is predicted to be fastest.
+    It can be none, since a bucket is copied together and apart, and hidden messages cost no latency. The bucketed graph is
+    priced again: if it is slower or does not fit, nothing is joined. If the hardware is not known, buckets have 1/16 of
     `limit`. `fused` says whether Inductor joins kernels.
 
     Before:
@@ -123,16 +123,25 @@ class BucketCollectives(Pass):
 
 
 def _is_worse(again: Program, best: Schedule, program: Program, cap: int) -> str:
-    """What is worse of a graph in buckets, `again`, than of it without, whose copies were predicted; "" where nothing is."""
+    """Return what is worse in the bucketed graph, `again`, than in `program`; "" if nothing is.
+
+    `best` was found with predicted copies, `again` has those of the graph.
+    """
     peak = simulate(again).peak_memory
-    ordered = prefetch(again, best.window_bytes, fill=best.fill, held_seconds=best.held_seconds, room=best.room_bytes)
+    ordered = prefetch(
+        again,
+        best.window_bytes,
+        fill=best.fill,
+        held_seconds=best.held_seconds,
+        memory_budget=best.memory_budget,
+    )
     timeline = simulate(ordered)
     is_as_predicted = timeline.step_time <= (1 + WORTH) * best.timeline.step_time  # `best` saves more than that
     if max(peak, timeline.peak_memory) <= cap and is_as_predicted:
         return ""
     plain, seconds = (schedule(one, memory_limit=cap).timeline.step_time for one in (program, again))
-    told = f"predicted to take {plain:.5g} s, and {seconds:.5g} s and {peak} of {cap} bytes in buckets"
-    return "" if peak <= cap and seconds <= plain else told
+    reason = f"predicted to take {plain:.5g} s, and {seconds:.5g} s and {peak} of {cap} bytes in buckets"
+    return "" if peak <= cap and seconds <= plain else reason
 
 
 def _join_all(gm: GraphModule, program: Program, joined: Sequence[Sequence[int]]) -> None:
@@ -160,7 +169,7 @@ def _steps(member: Node) -> tuple[str, ...]:
 
 
 def _hoist(members: list[Node]) -> None:
-    """Move what the members are made of in front of the first of them."""
+    """Move what the members are computed from before the first of them."""
     first = min(members)
     needed: set[Node] = set()
     queue = list(members)
@@ -174,7 +183,7 @@ def _hoist(members: list[Node]) -> None:
 
 
 def _sink(waits: list[Node], results: list[Node]) -> None:
-    """Give the results to the users of the waits, and move those behind the results."""
+    """Give the results to the users of the waits, and move those users after the results."""
     moved: set[Node] = set()
     queue = [user for wait in waits for user in wait.users]
     while queue:
@@ -184,9 +193,9 @@ def _sink(waits: list[Node], results: list[Node]) -> None:
             queue.extend(node.users)
     _replace(waits, results)
     last = max(results)
-    behind = last.next
+    after = last.next
     for node in sorted(node for node in moved if node < last):
-        behind.prepend(node)
+        after.prepend(node)
 
 
 def _replace(waits: list[Node], results: list[Node]) -> None:
@@ -200,17 +209,18 @@ def _replace(waits: list[Node], results: list[Node]) -> None:
 
 
 class _Bucket:
-    """Adds one collective for `members` in front of `before`."""
+    """Add one collective for `members` before the node `before`."""
 
     def __init__(self, members: list[Node], before: Node) -> None:
         self.members, self.graph, self.before = members, members[0].graph, before
         self.fake_mode = fake_mode_of([value_of(members[0])])
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call and compute its fake value."""
         return self.known(fake_call(self.fake_mode, op, args, kwargs), op, *args, **kwargs)
 
     def known(self, value: torch.Tensor, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        """A call of which the fake value is known."""
+        """Add a call whose fake value is known."""
         with self.graph.inserting_before(self.before):
             new = add_call(self.graph, op, args, kwargs)
         set_value(new, value)
@@ -220,9 +230,11 @@ class _Bucket:
         return new
 
     def view(self, value: Node, shape: list[int]) -> Node:
+        """Return `value` as `shape`, by a view if it has another."""
         return value if list(tensor_of(value).shape) == shape else self.call(aten.view.default, value, shape)
 
     def collective(self, value: Node) -> Node:
+        """Add the collective of the members and its wait."""
         first = self.members[0]
         transfer = transfer_of(first)
         assert transfer is not None and isinstance(first.target, OpOverload)
@@ -232,6 +244,7 @@ class _Bucket:
         return self.call(c10d.wait_tensor.default, new)
 
     def all_gather(self) -> None:
+        """Gather all members in one message and give the results to the users of their waits."""
         sources = [operands(member)[0] for member in self.members]
         lengths = [tensor_of(source).numel() for source in sources]
         flat = self.call(aten.cat.default, [self.view(s, [n]) for s, n in zip(sources, lengths, strict=True)])
@@ -242,6 +255,7 @@ class _Bucket:
         _replace(waits, [self.view(part, list(tensor_of(wait).shape)) for part, wait in parts])
 
     def reduce_scatter(self) -> list[Node]:
+        """Reduce and scatter all members in one message; return their results."""
         sources = [operands(member)[0] for member in self.members]
         lengths = [tensor_of(member).numel() for member in self.members]
         tables = [self.view(s, [tensor_of(s).numel() // n, n]) for s, n in zip(sources, lengths, strict=True)]
@@ -249,21 +263,23 @@ class _Bucket:
         return self.restored(self.columns(part, lengths))
 
     def all_reduce(self) -> list[Node]:
+        """Reduce all members in one message; return their results."""
         sources = [operands(member)[0] for member in self.members]
         lengths = [tensor_of(source).numel() for source in sources]
         flat = [self.view(source, [1, length]) for source, length in zip(sources, lengths, strict=True)]
         return self.restored(self.columns(self.collective(self.call(aten.cat.default, flat, 1)), lengths))
 
     def restored(self, parts: list[Node]) -> list[Node]:
+        """Return the parts in the shapes of their members."""
         shapes = [list(tensor_of(member).shape) for member in self.members]
         return [self.view(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def columns(self, table: Node, lengths: list[int]) -> list[Node]:
-        """`table` [ranks, sum of lengths], cut into its members' columns."""
+        """Cut `table` [ranks, sum of lengths] into its members' columns."""
         held, parts, start = tensor_of(table), [], 0
         for length in lengths:
             shape, place = (held.shape[0], length), int(held.storage_offset()) + start * held.stride(1)
-            value = fake_view(self.fake_mode, held, shape, held.stride(), place)  # each is of a form of its own
+            value = fake_view(self.fake_mode, held, shape, held.stride(), place)  # its shape, strides and offset are its own
             part = self.known(value, aten.slice.Tensor, table, 1, start, start + length)
             parts.append(self.call(aten.clone.default, part, memory_format=torch.contiguous_format))
             start += length

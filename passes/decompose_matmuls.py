@@ -1,4 +1,4 @@
-"""Tensor parallelism's messages are sent in parts, beside the products that read or make them."""
+"""Split tensor parallelism's messages into chunks that overlap with the matrix products that read or write them."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from passes.ir.one_operator import make_one, why_not_one
 from passes.ir.repeats import repeats_of
 from passes.ir.units import format_bytes, format_seconds
 
-COUNTS = (2, 4, 8)  # chunks that are tried
-WHOLE, ONE = 1, 0  # ways beside them: as it is, or one operator of collective and products
-REACH = 16  # sites to either side of one that it is tried among: those of about a layer
-WORTH = 0.002  # part of the time that cutting one form of products must save: more kernels, more that can go wrong
+COUNTS = (2, 4, 8)  # numbers of chunks to try: each doubling halves what stays exposed and doubles launches and latency
+WHOLE, ONE = 1, 0  # the other ways: unchanged, or one operator of collective and products
+REACH = 16  # sites to either side of one that it is scheduled with: about those of a transformer layer
+WORTH = 0.002  # part of the time that splitting one form of products must save: less is finer than the model
 
 
 @dataclass(frozen=True)
 class DecomposeMatmuls(Pass):
     """Cut a gather and the products that read it, or products and the reduce-scatter of their sum, into chunks of rows.
 
-    1. `mm(all_gather(x), w)` becomes gathers of chunks of `x`, a product of each, and the results put together in
-       the order of rows that they had. What else reads the gathered value is given the chunks put together.
-    2. `reduce_scatter(mm(x, w))`, or an all-reduce, or of a sum of products, becomes products of chunks of `x`, each
-       reduced, and the results put together.
-    3. With `symmetric_memory`, where the ranks of the group read each other's memory, a gather and the products that
-       read it, or a product and its reduce-scatter, can also become one operator, which sends the rows of a rank while it
+    1. `mm(all_gather(x), w)` becomes gathers of chunks of `x`, a product of each, and the results concatenated in the
+       original order of rows. Other readers of the gathered value get the concatenated chunks.
+    2. `reduce_scatter(mm(x, w))`, also an all-reduce, also of a sum of products, becomes products of chunks of `x`, each
+       reduced, and the results concatenated.
+    3. With `symmetric_memory`, if the ranks of the group can read each other's memory, a gather and the products that read
+       it, or a product and its reduce-scatter, can also become one operator, which sends the rows of one rank while it
        multiplies those of another (`passes/cost/pipelined_matmul_time.py`).
 
-    Sites of one form (shapes, group, dtype) are treated alike: cut into the number of chunks that is fastest for one by
-    itself, or made one operator, whichever is faster, and only where `simulate` says that it is worth it: the device waits
-    for them in the scheduled graph; the part of the graph around one of them, scheduled by itself, is faster, and so is the
-    scheduled graph with all that are changed, within `memory_limit` (bytes at the graph's peak; None: a twentieth more than
-    as it is given). Of a graph that leaves out layers it is decided for all. `fused`: as for `schedule_overlap`.
+    Sites of one form (shapes, group, dtype) are treated alike: split into the number of chunks that is fastest for one by
+    itself, or made one operator, whichever is faster. They are changed only if the simulator predicts a gain three times:
+    the device waits for them in the scheduled graph; the part of the graph around one of them, scheduled by itself, gets
+    faster; and so does the scheduled graph with all changes, within `memory_limit` (bytes at the graph's peak; None: 5 %
+    more than in the given order). In a folded graph the decision holds for all layers. `fused`: as for `schedule_overlap`.
 
     Before:
 
@@ -105,33 +105,33 @@ class DecomposeMatmuls(Pass):
         chosen = {form: choice for form, choice in found.items() if choice.way is not None}
         refused = self._apply(gm, chosen, whole, cap, ctx.mesh) if chosen else ""
         for form, choice in found.items():
-            told = refused if form in chosen and refused else choice.told
+            reason = refused if form in chosen and refused else choice.reason
             others = f", with {counts[form] - 1} like it" if counts[form] > 1 else ""
             is_changed = form in chosen and not refused
             how = "left whole" if not is_changed else "joined" if choice.way == ONE else "split"
-            ctx.remark(self, firsts[form], f"{how}{others}: {told}", routine=not is_changed)
+            ctx.remark(self, firsts[form], f"{how}{others}: {reason}", routine=not is_changed)
         return bool(chosen) and not refused
 
     def _choices(self, gm: GraphModule, sites: list[Site], whole: Timeline, mesh: Mesh) -> dict[object, _Choice]:
-        """What pays for the sites of each form, in a graph that runs as `whole` says as it is."""
+        """Return the choice for the sites of each form; `whole` is the timeline of the unchanged graph."""
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         places = {node: place for place, node in enumerate(calls)}
         found: dict[object, _Choice] = {}
         exposed = exposed_by_form(sites, whole.exposed_by_task)
         for form, numbers in _by_form(sites).items():
             if exposed[form] < WORTH * whole.step_time:
-                told = f"all but {format_seconds(exposed[form])} of {format_seconds(whole.step_time)} is hidden"
-                found[form] = _Choice(None, told)
+                reason = f"all but {format_seconds(exposed[form])} of {format_seconds(whole.step_time)} is hidden"
+                found[form] = _Choice(None, reason)
                 continue
             start, end = _around(numbers, sites, places)
             found[form] = self._choice(sites[numbers[0]], calls[start:end], found, mesh)
         return found
 
     def _choice(self, site: Site, calls: list[Node], found: dict[object, _Choice], mesh: Mesh) -> _Choice:
-        """What pays for the sites of a form, as one of them and the `calls` around it say, with what is chosen already."""
-        ways, told = self._ways(site, mesh)
+        """Return the choice for the sites of a form, by scheduling one and the `calls` around it, with the choices `found`."""
+        ways, reason = self._ways(site, mesh)
         if not ways:
-            return _Choice(None, told)
+            return _Choice(None, reason)
         part = self._tried(calls, found)
         whole = self._scheduled(part, mesh).step_time
         times = {}
@@ -141,12 +141,12 @@ class DecomposeMatmuls(Pass):
         best = min(ways, key=times.__getitem__)
         saved = whole - times[best]
         verb = "saves" if best == ONE else "save"
-        told = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {format_seconds(whole)} around it"
-        return _Choice(best if saved >= WORTH * whole else None, told + self._why_not_one(site, mesh))
+        reason = f"{_named(best)} {verb} {format_seconds(max(0.0, saved))} of {format_seconds(whole)} around it"
+        return _Choice(best if saved >= WORTH * whole else None, reason + self._why_not_one(site, mesh))
 
     def _ways(self, site: Site, mesh: Mesh) -> tuple[tuple[int, ...], str]:
-        """The number of chunks that is fastest for a site by itself, and `ONE`, where they are faster than the whole; and
-        what is said where neither is."""
+        """Return the fastest number of chunks for a site by itself and `ONE`, each if faster than the whole, and the reason
+        to give if neither is."""
         cuts = [count for count in COUNTS if site.cut(count) is not None]
         why_not = self._why_not_one(site, mesh)
         ones = [ONE] if self.symmetric_memory and not why_not else []
@@ -159,11 +159,11 @@ class DecomposeMatmuls(Pass):
             times[way] = self._scheduled(part, mesh).step_time
         tried = [min(cuts, key=times.__getitem__), *ones] if cuts else ones
         others = ", ".join(f"{format_seconds(times[way])} in {_named(way)}" for way in tried)
-        told = f"{format_seconds(times[WHOLE])} by itself, {others}{why_not}"
-        return tuple(way for way in tried if times[way] < times[WHOLE]), told
+        reason = f"{format_seconds(times[WHOLE])} by itself, {others}{why_not}"
+        return tuple(way for way in tried if times[way] < times[WHOLE]), reason
 
     def _why_not_one(self, site: Site, mesh: Mesh) -> str:
-        """Why a site cannot be one operator on these ranks, where that is asked for; empty where it can, or is not asked."""
+        """Return why a site cannot be one operator on these ranks; empty if it can, or if that is not wanted."""
         assert mesh.hardware is not None
         group = mesh.group_shape(mesh.axes_of_group(str(site.collective.args[-1])))
         why = why_not_one(site)
@@ -173,15 +173,15 @@ class DecomposeMatmuls(Pass):
         return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
     def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], before: Timeline, cap: int, mesh: Mesh) -> str:
-        """Cut what is chosen; or leave the graph as it is, which takes as long as `before`, and say why."""
+        """Change what is chosen; or undo it, if that is no faster than `before` or takes too much memory, and return why."""
         whole = copy_graph(gm)
         self._change(gm, chosen)
-        behind = self._scheduled(gm, mesh, cap)
+        after = self._scheduled(gm, mesh, cap)
         refused = ""
-        if behind.peak_memory > cap:
-            refused = f"{format_bytes(behind.peak_memory)} at the peak, over {format_bytes(cap)}"
-        elif behind.step_time > (1 - WORTH) * before.step_time:
-            refused = f"{format_seconds(behind.step_time)}, of {format_seconds(before.step_time)} as it is"
+        if after.peak_memory > cap:
+            refused = f"{format_bytes(after.peak_memory)} at the peak, over {format_bytes(cap)}"
+        elif after.step_time > (1 - WORTH) * before.step_time:
+            refused = f"{format_seconds(after.step_time)}, of {format_seconds(before.step_time)} as it is"
         if refused:
             gm.graph = whole.graph
             return f"all that are worth it in parts take {refused}"
@@ -191,7 +191,7 @@ class DecomposeMatmuls(Pass):
         return schedule(self._program(gm, mesh), memory_limit=cap).timeline
 
     def _program(self, gm: GraphModule, mesh: Mesh) -> Program:
-        """Of all layers, where `gm` leaves some out."""
+        """Return the program of all layers, if `gm` leaves some out."""
         return unroll(program_of_graph(gm, mesh, fused=self.fused), repeats_of(gm))
 
     def _tried(self, calls: list[Node], chosen: Mapping[object, _Choice]) -> GraphModule:
@@ -208,10 +208,10 @@ class DecomposeMatmuls(Pass):
 
 
 def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]) -> dict[object, float]:
-    """Seconds that chunks of the sites of each form could hide, of those that each task of a step is `exposed`.
+    """Return, by form, the `exposed` seconds of a step's tasks that chunks could hide.
 
-    Of the messages that nothing waits for, only the one that is exposed longest: the others queue for their link, and would
-    in chunks.
+    Of the messages that nothing waits for, only the one that is exposed longest counts: the others queue for their link,
+    and would do so in chunks.
     """
     forms: dict[str, object] = {site.collective.name: site.form for site in sites}
     found, late = dict.fromkeys(forms.values(), 0.0), list[tuple[float, object]]()
@@ -230,11 +230,11 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
 @dataclass(frozen=True)
 class _Choice:
     way: int | None  # a number of chunks, or `ONE`; None: whole
-    told: str
+    reason: str
 
 
 def _change(site: Site, way: int, by: str) -> None:
-    """Cut a site into chunks, or make it one operator, where that can be."""
+    """Split a site into chunks, or make it one operator, if that is possible."""
     if way == ONE:
         if not why_not_one(site):
             make_one(site, by)
@@ -247,7 +247,7 @@ def _named(way: int) -> str:
 
 
 def _by_form(sites: list[Site]) -> dict[object, list[int]]:
-    """The numbers of the sites of each form."""
+    """Return the numbers of the sites of each form."""
     found: dict[object, list[int]] = {}
     for number, site in enumerate(sites):
         found.setdefault(site.form, []).append(number)
@@ -255,13 +255,13 @@ def _by_form(sites: list[Site]) -> dict[object, list[int]]:
 
 
 def _count(gm: GraphModule, site: Site) -> int:
-    """How many sites it stands for, where `gm` leaves out layers."""
+    """Return how many sites it stands for, if `gm` leaves out layers."""
     return repeats_of(gm).count(origin_of(site.collective).fqn)
 
 
 def _around(alike: list[int], sites: list[Site], places: dict[Node, int]) -> tuple[int, int]:
-    """Of the site in the middle of those `alike`: the calls from the one before it up to the one behind it, no more than
-    `REACH` sites of any form to either side."""
+    """Return the range of calls around the middle one of the sites `alike`: from the site of its form before it to the one
+    after it, at most `REACH` sites of any form to either side."""
     middle = len(alike) // 2
     here = alike[middle]
     first = max(here - REACH, alike[middle - 1] if middle else 0)
@@ -275,7 +275,7 @@ def _place(site: Site, places: dict[Node, int]) -> int:
 
 
 def _calls(site: Site) -> list[Node]:
-    """The calls of a site, in program order."""
+    """Return the calls of a site, in program order."""
     wait = next(iter(site.collective.users))
     inside, queue = set[Node](), [wait] if not site.is_gather else [*site.products, site.joined]
     while queue:

@@ -1,4 +1,7 @@
-"""Activation checkpointing: what the forward of a block keeps for the backward, and what the backward computes again."""
+"""Choose what the forward of each block saves for the backward, and what the backward computes again.
+
+This is rematerialization, or activation checkpointing; the partitioner carries it out by the marks that this pass sets.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from passes.base import Pass, PassContext
-from passes.cost.saved_values import savings
+from passes.cost.saved_values import saved_or_remade
 from passes.ir.blocks import Blocks
 from passes.ir.graph import Stage, output_node, set_saving
 
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Of each block of a model (`passes/ir/blocks.py`), keep what leaves it and compute the rest again in the backward.
+    """Save what leaves each block of a model (`passes/ir/blocks.py`), and compute the rest again in the backward.
 
-    1. What leaves a block is `saved`. Where it was gathered for those that take it, what was gathered is.
-    2. What the backward needs of a block, and what that is computed from, is `remade`, collectives included, from what
-       is saved: by this block, by those before it, or outside of all blocks, as the partitioner says.
-    3. Values whose names are in `kept` are saved as well, and those of kernels that draw random numbers of their own
-       (attention with dropout): once more, they would draw others.
+    1. What leaves a block is `saved`. If it was gathered for its users, what was gathered is saved instead.
+    2. What the backward needs of a block, and what that is computed from, is `remade`, collectives included, from values
+       that are saved: by this block, by earlier ones, or outside of all blocks, where the partitioner decides.
+    3. Values whose kinds are in `kept` are saved as well, and so are results of kernels that draw their own random
+       numbers (attention with dropout): computed again, they would draw others.
 
-    With `kept=None` blocks are the calls of `torch.utils.checkpoint` in the user's program; of all else, the partitioner
-    keeps what is dear to compute.
+    With `kept=None`, blocks are the calls of `torch.utils.checkpoint` in the user's program; everywhere else the
+    partitioner keeps what is expensive to compute.
 
     Before:
 
@@ -73,7 +76,7 @@ class Rematerialize(Pass):
         blocks = Blocks.of_regions(gm.graph) if self.kept is None else Blocks.of(gm.graph)
         if not blocks.block and self.kept is not None:
             ctx.remark(self, output_node(gm.graph), "nothing is computed again: the model has no blocks to keep borders of")
-        found = savings(blocks, frozenset(self.kept or ()))
+        found = saved_or_remade(blocks, frozenset(self.kept or ()))
         for node, saving in found.items():
             set_saving(node, saving)
         return bool(found)

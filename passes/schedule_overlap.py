@@ -1,4 +1,4 @@
-"""Collectives are issued early and awaited late, so that kernels run beside them."""
+"""Issue collectives early and wait for them late, so that kernels overlap with them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from passes.ir.graph import Stage
 class ScheduleOverlap(Pass):
     """Order the calls of a partitioned graph so that communication hides behind compute, as `simulate` predicts it.
 
-    1. Kernels and collectives stand in the fastest order that `passes.cost.best_schedule` finds within `memory_limit`
-       (bytes at the graph's peak; None: a twentieth more than as it is given). What is over the limit as it is given
-       gets no larger.
-    2. A collective is awaited in front of the first call that reads it. A reduction of gradients, whose operand stays
-       in memory until then, is awaited where that is predicted to cost nothing.
-    3. Views stand in front of the first call that reads them.
+    1. Kernels and collectives take the fastest order that `passes.cost.best_schedule` finds within `memory_limit` (bytes
+       at the graph's peak; None: 5 % more than in the given order). If the given order exceeds the limit, the peak must not
+       grow.
+    2. A wait stands before the first call that reads the collective's result. A reduction of gradients keeps its operand
+       in memory until its wait, so that wait stands at the first place where it is predicted to cost nothing.
+    3. Views stand before the first call that reads them.
 
-    An order that is not predicted to be faster is not taken, but waits go late all the same. `fused` says whether
-    Inductor joins kernels, or each call runs by itself.
+    An order that is not predicted to be faster is not taken, but waits still move late. `fused` says whether Inductor
+    joins kernels, or each call runs by itself.
 
     Before:
 
@@ -90,6 +90,7 @@ class ScheduleOverlap(Pass):
 
 
 def _put(gm: GraphModule, order: list[Node]) -> None:
+    """Move the nodes of a graph into this order."""
     end = gm.graph.output_node()
     for node in order:
         if node is not end:
@@ -97,7 +98,7 @@ def _put(gm: GraphModule, order: list[Node]) -> None:
 
 
 def _issue_order(gm: GraphModule, timeline: Timeline) -> list[Node]:
-    """The graph's nodes in the order of a program's tasks, each with what it reads and no task makes in front of it."""
+    """Return the graph's nodes in the order of a program's tasks, each after those that it reads and that no task runs."""
     nodes = {node.name: node for node in gm.graph.nodes}
     due = _due(timeline)
     placed = dict.fromkeys(gm.graph.find_nodes(op="placeholder"))
@@ -112,7 +113,7 @@ def _issue_order(gm: GraphModule, timeline: Timeline) -> list[Node]:
 
 
 def _due(timeline: Timeline) -> dict[int, list[str]]:
-    """Reductions by the turn in front of which they are awaited: that of the first kernel behind their end."""
+    """Return the reductions by the turn before which they are awaited: that of the first kernel after their end."""
     tasks = timeline.program.tasks
     kernels = [turn for turn, task in enumerate(tasks) if not task.is_collective]
     starts = [timeline.starts[turn] for turn in kernels]
@@ -126,7 +127,7 @@ def _due(timeline: Timeline) -> dict[int, list[str]]:
 
 
 def _place(node: Node, placed: dict[Node, None]) -> None:
-    """Put `node` behind what it reads."""
+    """Place `node` after what it reads."""
     stack = [node]
     while stack:
         waiting = [source for source in stack[-1].all_input_nodes if source not in placed]

@@ -18,16 +18,18 @@ from passes.ir.graph import (
     add_reshard,
     input_of,
     is_reshard,
+    origin_of,
     output_node,
     outputs_of,
     pins_of,
     placeholders,
     returned,
+    set_origin,
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_storable, next_digit, replicated
 from passes.recipes import Decision, Decisions, Site, recipe_named
-from passes.recipes.storage import gather_for_use
+from passes.recipes.storage import reshard_for_use
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,8 @@ class _Seeds:
             return
         recipes = {axis: self.recipes[axis] for axis in axes}
         again = all(recipe.frees_gathered for recipe in recipes.values())
-        new = gather_for_use(value, users, f"seed: {recipes[axes[0]].name}", again=again)
+        new = reshard_for_use(value, users, f"seed: {recipes[axes[0]].name}: gathered for use", again=again)
+        set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
         for axis, recipe in recipes.items():
             add_pin(new, Pin(axis, R, f"{recipe.name}: gathered for use"))
 

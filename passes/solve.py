@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from passes.errors import UserError
 from passes.ir.graph import (
     OutputRole,
     Stage,
-    add_reshard,
+    copy_facts,
     input_of,
     is_reshard,
     item_of,
@@ -29,11 +28,10 @@ from passes.ir.graph import (
     returned,
     set_layouts,
     set_needs,
-    set_recompute,
 )
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.recipes.storage import gather_for_use
+from passes.recipes.storage import reshard_for_use
 from passes.recipes.weights import weights_of
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
@@ -142,10 +140,9 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
     for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
         for need, users in _by_need(node).items():
             recompute = keys[node] not in solution.kept
-            if node in weights:
-                new = gather_for_use(node, users, "solve", again=recompute)
-            else:
-                new = _move_for_use(node, users, again=recompute)
+            new = reshard_for_use(node, users, f"solve: {'gathered' if node in weights else 'moved'} for use", again=recompute)
+            if node.op == "placeholder":
+                copy_facts(users[0], new)  # a parameter has no module or line of its own
             set_layouts(new, need)
             set_needs(new, (layout_of(node),))
 
@@ -160,11 +157,3 @@ def _by_need(node: Node) -> dict[Layout, list[Node]]:
         if (need := next((need for need in needs if need != layout_of(node)), None)) is not None:
             found.setdefault(need, []).append(user)
     return found
-
-
-def _move_for_use(node: Node, users: Sequence[Node], *, again: bool) -> Node:
-    new = add_reshard(node, "solve: moved for use")
-    set_recompute(new, again)
-    for user in users:
-        user.replace_input_with(node, new)
-    return new

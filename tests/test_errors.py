@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Shard
 
 import autoshard as product
-from autoshard import Mesh, Options, UserError, autoshard, plan, rule
+from autoshard import Dump, Mesh, Options, Overlap, UserError, autoshard, check, plan, rule
 
 
 class Tiny(nn.Module):
@@ -51,11 +51,39 @@ def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         ("dp2", "MeshError: cannot read 'dp2' in mesh 'dp2'; write it as 'dp=2,tp=4'"),
         ("dp=0", "MeshError: mesh axis 'dp' has size 0; it must be 1 or more"),
         ("dp=2,dp=2", "MeshError: mesh axes ('dp', 'dp') are not distinct; rename one of them"),
-        (4, "MeshError: a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not int"),
+        (4, "MeshError: a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not 4"),
+        ((2, 2), "MeshError: a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not (2, 2)"),
+        ({"dp": 2}, "MeshError: a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not {'dp': 2}"),
     ],
 )
 def test_a_mesh_that_cannot_be_read(mesh: Any, expected: str) -> None:
     assert message(plan, Tiny(), mesh, (torch.randn(4, 6),)) == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (({"dp": 2, "tp": 4},), "MeshError: Mesh({'dp': 2, 'tp': 4}): write axes and sizes as text: Mesh('dp=2,tp=4')"),
+        ((4,), "MeshError: Mesh(4): write axes and sizes as text: Mesh('dp=2,tp=4')"),
+        ((("dp",), 2), "MeshError: Mesh(('dp',), 2): give one whole number per axis: Mesh(('dp', 'tp'), (2, 4))"),
+        ((("dp",), (2.0,)), "MeshError: Mesh(('dp',), (2.0,)): give one whole number per axis: Mesh(('dp', 'tp'), (2, 4))"),
+        ((("dp", "dp"), (2, 2)), "MeshError: mesh axes ('dp', 'dp') are not distinct; rename one of them"),
+    ],
+)
+def test_axes_of_another_type(axes: Any, expected: str) -> None:
+    assert message(Mesh, *axes) == expected
+
+
+def test_hardware_of_another_type() -> None:
+    assert message(Mesh, "dp=2", hardware=3) == (
+        "MeshError: Mesh(..., hardware=3): give a preset such as 'h100', the path of a calibrated .json, or None"
+    )
+
+
+def test_a_device_mesh_with_an_axis_name_twice(one_rank: DeviceMesh) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(1).view(1, 1), mesh_dim_names=("dp", "tp"))
+    mesh._mesh_dim_names = ("dp", "dp")
+    assert message(autoshard, Tiny(), mesh) == "MeshError: mesh axes ('dp', 'dp') are not distinct; rename one of them"
 
 
 def test_a_mesh_larger_than_the_world(one_rank: DeviceMesh) -> None:
@@ -308,6 +336,89 @@ def test_a_batch_that_the_axes_do_not_divide() -> None:
 )
 def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> None:
     assert message(planned, **option) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"recipe": ["fsdp"]}, "RecipeError: Options(recipe=['fsdp']): give a name such as 'fsdp', or a recipe per axis: "
+            "{'dp': 'fsdp'}"),
+        ({"recipe": {"dp": 3}}, "RecipeError: Options(recipe={'dp': 3}): give each axis the name of a recipe or None: "
+            "{'dp': 'fsdp'}"),
+        ({"hardware": 3}, "UserError: Options(hardware=3): give a preset such as 'h100', a file that `python -m autoshard "
+            "calibrate` wrote, an autoshard.Hardware, 'auto', or None for unknown figures"),
+        ({"memory_limit": 1.5}, "UserError: Options(memory_limit=1.5): give bytes above 0, or text such as '60GB' or '60GiB'"),
+        ({"memory_limit": True}, "UserError: Options(memory_limit=True): give bytes above 0, or text such as '60GB' or "
+            "'60GiB'"),
+        ({"optimizer": "adam"}, "UserError: Options(optimizer='adam'): choose 'adamw' or 'sgd' or None"),
+        ({"time_limit": "1m"}, "UserError: Options(time_limit='1m'): give seconds, 0 or more, or None for no limit"),
+        ({"params": Shard(0)}, "ConstraintError: Options(params=Shard(dim=0)): give placements by name and axis: {'name': "
+            "{'dp': Shard(0)}}"),
+        ({"inputs": {0: {"dp": "R"}}}, "ConstraintError: Options(inputs={0: {'dp': 'R'}}): give placements by name and "
+            "axis: {'name': "
+            "{'dp': Shard(0)}}"),
+        ({"params": {"w": Shard(0)}}, "ConstraintError: Options(params=...): 'w' is given Shard(dim=0); say on which axis: "
+            "{'w': {'dp': Shard(0)}}"),
+        ({"outputs": {"y": {"dp": 0}}}, "ConstraintError: Options(outputs=...): 'y' is given 0 on 'dp'; use Shard(dim) or "
+            "Replicate(), or write 'S(dim)' or 'R'"),
+        ({"mixed_precision": torch.bfloat16}, "UserError: Options(mixed_precision=torch.bfloat16): give a policy: "
+            "torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), or None"),
+        ({"reshard_after_forward": 1}, "UserError: Options(reshard_after_forward=1): choose 'auto' or True or False"),
+        ({"overlap": 1}, "UserError: Options(overlap=1): give True, False, or autoshard.Overlap(...)"),
+        ({"passes": []}, "UserError: Options(passes=[]): give a tuple of passes, made as in "
+            "(*autoshard.phases.default_pipeline(), MyPass()), or None for the default"),
+        ({"dump": True}, "UserError: Options(dump=True): give a folder, autoshard.Dump(folder, ...), or False"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_option_of_another_type(option: dict[str, Any], expected: str) -> None:
+    assert message(planned, **option) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        (Overlap, {"bucket_bytes": "1MB"}, "Overlap(bucket_bytes='1MB'): give bytes, a whole number of 0 or more"),
+        (Overlap, {"bucket_bytes": -1}, "Overlap(bucket_bytes=-1): give bytes, a whole number of 0 or more"),
+        (Overlap, {"split_matmuls": None}, "Overlap(split_matmuls=None): choose True or False"),
+        (Overlap, {"symmetric_memory": "cuda"}, "Overlap(symmetric_memory='cuda'): choose True or False"),
+        (Dump, {"folder": None}, "Dump(folder=None): give the path of a folder"),
+        (Dump, {"folder": "out", "mode": "some"}, "Dump(mode='some'): choose 'full' or 'diff'"),
+        (Dump, {"folder": "out", "ranks": 0}, "Dump(ranks=0): choose 'first' or 'all'"),
+    ],
+)
+def test_a_group_of_options_of_another_type(kind: Any, given: dict[str, Any], expected: str) -> None:
+    assert message(kind, **given) == f"UserError: {expected}"
+
+
+CALLS = [
+    ((torch.randn(2),), {}, "args=Tensor: give the arguments of one call as a tuple, such as args=(tokens, labels)"),
+    (((), [("x", 1)]), {}, "kwargs=[('x', 1)]: give arguments by name, such as kwargs={'labels': labels}"),
+    (((), {1: 2}), {}, "kwargs={1: 2}: give arguments by name, such as kwargs={'labels': labels}"),
+    (
+        (),
+        {"options": {"recipe": "fsdp"}},
+        "options={'recipe': 'fsdp'}: give autoshard.Options(...), such as Options(recipe='fsdp')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "named", "expected"), CALLS, ids=("args", "kwargs", "names", "options"))
+def test_arguments_of_another_type(
+    one_rank: DeviceMesh, given: tuple[Any, ...], named: dict[str, Any], expected: str
+) -> None:
+    calls: tuple[Callable[..., Any], ...] = (plan, autoshard, check)
+    for function in calls:
+        mesh = one_rank if function is autoshard else "dp=2"
+        assert message(function, Tiny(), mesh, *given, **named) == f"UserError: {expected}"
+    assert message(autoshard, None, one_rank, *given, **named) == f"UserError: {expected}"
+
+
+def test_a_check_of_another_type() -> None:
+    assert message(check, 3, "dp=2") == "UserError: autoshard.check takes an nn.Module, not int"
+    assert message(check, Tiny(), "dp=2", (torch.randn(4, 6),), plan=3) == (
+        "PlanError: plan=3: give a ShardingPlan, or the path of a file that one was saved to"
+    )
 
 
 def test_a_stage_that_a_plan_does_not_have() -> None:

@@ -57,7 +57,7 @@ blocks.0-1
 (model)      x[B_dp, S, F], ... -> [B_dp, S_tp, F], ...                             19.3 us  1.99 ms
 blocks.1.0   In[B_dp, S_tp, F] . W[F, D_tp.dp], bias[D_tp.dp] -> [B_dp, S, D_tp]    15.2 us  2.06 ms
 (optimizer)                                                                         0.29 us        -
-B=6 S=4 D=12 F=8; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
+B=6 S=4 D=12 F=8; F_tp: F sharded over tp; {U_tp}: partial sum over tp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  tp      2    -     384 B  2.00 ms  test_plan.py:33 megatron: row-parallel output
 all_gather      tp      1    2     576 B  1.50 ms  test_plan.py:33 mm

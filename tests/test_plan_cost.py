@@ -68,7 +68,7 @@ module       values and weights, as stored -> as made                           
 0            input[B_dp, F] . W[F, D_dp], bias[D_dp] -> [B_dp, D]                   20.8 us  8.00 ms
 1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      26.3 us  8.00 ms
 (optimizer)                                                                               -        -
-B=6 D=8 F=8; F_dp: F is cut over dp; {U_dp}: a term of a sum over dp
+B=6 D=8 F=8; F_dp: F sharded over dp; {U_dp}: partial sum over dp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  dp      -    4     288 B  16.0 ms  linear.py:130 gradient, in a bucket
 all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered fo..., 3 in a bucket""",

@@ -13,7 +13,7 @@ from autoshard.compile.compiled import Mode, Split
 from autoshard.config.options import Options, Overlap
 from autoshard.phases import OverlapPasses
 from passes.base import Observer, PassContext, Remark
-from passes.cost.build_program import OPTIMIZER_STATES
+from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.ir.graph import input_of, placeholders, returned, value_of
 from passes.ir.mesh import Mesh
 from passes.ir.repeats import repeats_of

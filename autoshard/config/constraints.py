@@ -20,12 +20,8 @@ from passes.seed import Constraint
 def check_options(options: Options, mesh: Mesh) -> None:
     """Raise RecipeError, MeshError or ConstraintError for what is wrong without knowing the model."""
     recipes_of(options.recipe, mesh)
-    given = {"params": options.params, "inputs": options.inputs, "outputs": options.outputs}
-    for what, placements in given.items():
-        for name, axes in (placements or {}).items():
-            if not isinstance(axes, Mapping):
-                example = f"{{{name!r}: {{{mesh.names[0]!r}: Shard(0)}}}}"
-                raise ConstraintError(f"Options({what}=...): {name!r} is given {axes!r}; say on which axis: {example}")
+    for placements in (options.params, options.inputs, options.outputs):
+        for axes in (placements or {}).values():
             for axis in axes:
                 mesh.index(axis)
 

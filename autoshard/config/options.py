@@ -6,19 +6,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
+from types import NoneType
 from typing import Literal
 
 import torch.distributed.tensor as dt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.config.validation import check_choice, check_count, check_kind, is_seconds
+from autoshard.config.validation import check_choice, check_count, check_kind, is_mapping_by_name, is_seconds, shown
 from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
-from passes.errors import UserError
+from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware
 
 USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
+
+
+HARDWARE = (
+    "a preset such as 'h100', a file that `python -m autoshard calibrate` wrote, an autoshard.Hardware, 'auto', or None for "
+    "unknown figures"
+)
+PRECISION = "a policy: torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), or None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ class Options:
     `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
     one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
 
-    hardware: str | Hardware = "auto"
+    hardware: str | Hardware | None = "auto"
     """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or
     `"auto"`: the mesh's own, else this machine's."""
 
@@ -152,11 +160,33 @@ class Options:
             ("compile", self.compile, ("inductor", "eager")),
         ):
             check_choice("Options", name, value, known)
+        self._check_recipe()
+        for name, placements in (("params", self.params), ("inputs", self.inputs), ("outputs", self.outputs)):
+            _check_placements(name, placements)
+        check_kind("Options", "hardware", self.hardware, (str, Hardware, NoneType), HARDWARE)
+        check_kind("Options", "mixed_precision", self.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
+        self._check_passes()
         check_kind("Options", "overlap", self.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
         if self.dump is not None and self.dump is not False:
             check_kind("Options", "dump", self.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
         self._check_time_limit()
         self.memory_bytes(0)
+
+    def _check_recipe(self) -> None:
+        for axis, recipe in self.recipe.items() if isinstance(self.recipe, Mapping) else ():
+            if not isinstance(axis, str) or not isinstance(recipe, str | NoneType):
+                raise RecipeError(
+                    f"Options(recipe={shown(self.recipe)}): give each axis the name of a recipe or None: {{'dp': 'fsdp'}}"
+                )
+
+    def _check_passes(self) -> None:
+        if self.passes is None:
+            return
+        if not isinstance(self.passes, tuple) or not all(isinstance(one, Pass) for one in self.passes):
+            raise UserError(
+                f"Options(passes={shown(self.passes)}): give a tuple of passes, made as in "
+                "(*autoshard.phases.default_pipeline(), MyPass()), or None for the default"
+            )
 
     def _check_time_limit(self) -> None:
         if self.time_limit is not None and not is_seconds(self.time_limit):
@@ -178,7 +208,7 @@ class Options:
         """The memory limit in bytes, on a device that has `available`."""
         if self.memory_limit is None:
             return int(available * USABLE_MEMORY)
-        if isinstance(self.memory_limit, int) and self.memory_limit > 0:
+        if isinstance(self.memory_limit, int) and self.memory_limit > 0 and self.memory_limit is not True:
             return self.memory_limit
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(self.memory_limit))
         if match is None or isinstance(self.memory_limit, int):
@@ -188,3 +218,32 @@ class Options:
         prefix = match[2] or ""
         return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
 
+
+def _check_placements(what: str, given: object) -> None:
+    """Check that names have mappings of axes to placements; which names and axes there are is not known yet."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not is_mapping_by_name(given):
+        raise ConstraintError(
+            f"Options({what}={shown(given)}): give placements by name and axis: {{'name': {{'dp': Shard(0)}}}}"
+        )
+    for name, axes in given.items():
+        if not isinstance(axes, Mapping) or not is_mapping_by_name(axes):
+            raise ConstraintError(
+                f"Options({what}=...): {name!r} is given {shown(axes)}; say on which axis: {{{name!r}: {{'dp': Shard(0)}}}}"
+            )
+        for axis, placement in axes.items():
+            if not isinstance(placement, dt.Placement | str):
+                raise ConstraintError(
+                    f"Options({what}=...): {name!r} is given {shown(placement)} on {axis!r}; use Shard(dim) or Replicate(), "
+                    "or write 'S(dim)' or 'R'"
+                )
+
+
+def options_given(options: object) -> Options:
+    """Return the options of a call, the defaults where none are given. Raises UserError for what is no `Options`."""
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):
+        raise UserError(f"options={shown(options)}: give autoshard.Options(...), such as Options(recipe='fsdp')")
+    return options

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.config.validation import shown
 from passes.errors import MeshError
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.mesh import Mesh
@@ -26,7 +27,7 @@ def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
     if isinstance(mesh, str):
         return Mesh(mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not {type(mesh).__name__}")
+        raise MeshError(f"a mesh is a DeviceMesh, a Mesh or text such as 'dp=2,tp=4', not {shown(mesh)}")
     if mesh.mesh_dim_names is None:
         raise MeshError(
             f"the axes of {mesh} have no names; give them: "
@@ -43,7 +44,7 @@ def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
     return Mesh(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), ranks=ranks, hardware=hardware)
 
 
-def equipped(mesh: Mesh, hardware: str | Hardware, device_type: str) -> Mesh:
+def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> Mesh:
     """`mesh` with the hardware asked for; with `"auto"` its own, else this machine's (None where that is unknown)."""
     if hardware != "auto":
         return mesh.on(hardware_named(hardware) if isinstance(hardware, str) else hardware)

@@ -44,3 +44,11 @@ def is_seconds(value: object) -> bool:
 def is_mapping_by_name(value: object) -> bool:
     """Return whether `value` is a mapping whose keys are strings."""
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def check_call(args: object, kwargs: object) -> None:
+    """Raise UserError where `args` is no tuple, or `kwargs` no dict by name; None is neither given."""
+    if args is not None and not isinstance(args, tuple | list):
+        raise UserError(f"args={shown(args)}: give the arguments of one call as a tuple, such as args=(tokens, labels)")
+    if kwargs is not None and not is_mapping_by_name(kwargs):
+        raise UserError(f"kwargs={shown(kwargs)}: give arguments by name, such as kwargs={{'labels': labels}}")

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
 
-from autoshard.config.options import Options
+from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
+from autoshard.config.validation import check_call, shown
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
 from autoshard.inspection.sharding_plan import ShardingPlan
@@ -27,7 +28,7 @@ from autoshard.planner.planning import Planned, make_plan
 from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
-from passes.errors import InputError
+from passes.errors import InputError, PlanError, UserError
 from passes.ir.collective import is_step
 from passes.ir.graph import (
     Origin,
@@ -122,13 +123,18 @@ def check(
     Takes the memory of all values of a step, whole, and their parts.
     Raises InputError for a model or arguments on meta.
     """
-    call = Call(model, args, kwargs or {})
+    if not isinstance(model, nn.Module):
+        raise UserError(f"autoshard.check takes an nn.Module, not {type(model).__name__}")
+    check_call(args, kwargs)
+    if plan is not None and not isinstance(plan, ShardingPlan | str | PathLike):
+        raise PlanError(f"plan={shown(plan)}: give a ShardingPlan, or the path of a file that one was saved to")
+    call = Call(model, tuple(args), kwargs or {})
     check_values(call)
     if plan is not None and not isinstance(plan, ShardingPlan):
         plan = ShardingPlan.load(plan)
-    options = options or (Options() if plan is None else options_of(plan.settings))
+    options = options_given(options) if options is not None or plan is None else options_of(plan.settings)
     keeper = Keeper()
-    request = PlanRequest(model, args, call.kwargs, mesh_of(mesh), options, training=torch.is_grad_enabled())
+    request = PlanRequest(model, call.args, call.kwargs, mesh_of(mesh), options, training=torch.is_grad_enabled())
     planned = make_plan(request, plan=plan, observers=(keeper,))
     precision = precision_of(call, options)
     return comparison(keeper.graph, planned, call, precision, is_exact=options.mixed_precision is None)

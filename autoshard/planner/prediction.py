@@ -16,8 +16,8 @@ from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
 from passes.cost.best_schedule import bucketed
 from passes.cost.bucketing import sizes
-from passes.cost.build_program import OPTIMIZER_STATES
 from passes.cost.forward_backward import joined, phase_of, phases
+from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.cost.program import Program, Task
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError

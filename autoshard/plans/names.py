@@ -1,4 +1,4 @@
-"""Names that differ in numbers only, written as one: `layers.0-31.w{1,3}`."""
+"""Fold names that differ in numbers only into one: `layers.0-31.w{1,3}`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def pattern_of(name: str) -> str:
-    """`"layers.#.w"`: what is the same in names that differ in numbers only."""
+    """Return `"layers.#.w"`: the common form of names that differ in numbers only."""
     return re.sub(r"\d+", "#", name)
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """`["layers.0.w", "layers.1.w"]` -> `"layers.0-1.w"`; all are of one pattern."""
+    """Return `"layers.0-1.w"` of `["layers.0.w", "layers.1.w"]`; all must have one pattern."""
     split = [re.split(r"(\d+)", name) for name in names]
     columns = [list(dict.fromkeys(parts)) for parts in zip(*split, strict=True)]
     return "".join(column[0] if len(column) == 1 else _range(column) for column in columns)
@@ -26,7 +26,7 @@ def _range(numbers: list[str]) -> str:
 
 
 def fold_text(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in numbers only are one, with how often they occur."""
+    """Join lines that differ in numbers only into one, with their count."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(pattern_of(line), []).append(line)

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from passes._torch import group_timeout, is_group_registered, new_group, register_group, unregister_group
+from passes._torch import (
+    group_timeout,
+    is_group_registered,
+    mend_gathers,
+    new_group,
+    register_group,
+    unregister_group,
+)
 from passes.errors import MeshError
 from passes.ir.mesh import Mesh
 
@@ -68,6 +75,7 @@ def open_groups(device_mesh: DeviceMesh, mesh: Mesh, axes: Iterable[tuple[str, .
     """
     if device_mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
+    mend_gathers(device_mesh.device_type)
     timeout = group_timeout(device_mesh.get_group(0))
     control = new_group(mesh.ranks, timeout=timeout, backend="gloo")
     names = []

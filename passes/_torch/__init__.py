@@ -1,38 +1,60 @@
 """The only package that imports private parts of torch; a module per subsystem, one function per borrowed thing.
 
-Supported: torch 2.11 to the newest release; developed on the version that constraints.txt pins.
+Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. What
+is replaced in torch stands in `patches`; what is imported at its first call, because it takes long, in `deferred`.
 """
 
 from __future__ import annotations
 
-from passes._torch.dtensor import (
-    Box,
-    DTensorSpec,
-    dtensor_of_local,
-    dtensor_spec,
-    local_of_dtensor,
-    relay_dtensor,
-    shard_of,
-    strided_shard,
-    teach_checkpoints,
-)
-from passes._torch.dynamo import TracedModule, TraceFailure, trace_failure, trace_module
-from passes._torch.fake import FakeTensorMode, fake_empty, fake_mode, fake_mode_of, fake_view, is_fake, shares_memory
-from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
-from passes._torch.groups import group_timeout, is_group_registered, new_group, register_group, unregister_group
-from passes._torch.inductor import (
-    InductorCode,
-    inductor_compile,
-    low_memory_max_pool,
-    run_joint_graph_passes,
-    select_decompositions,
-)
-from passes._torch.joint import JointGraph, trace_joint
-from passes._torch.partition import checkpoint_of, clear_checkpoint, min_cut_partition, tag_recompute, tag_save
-from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
-from passes._torch.side_effects import SideEffect
-from passes._torch.structured_trace import is_traced, trace_artifact
-from passes._torch.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
+from passes._torch.supported import check_release, unsupported
+
+check_release()
+try:
+    from passes._torch.deferred import (
+        inductor_compile,
+        min_cut_partition,
+        run_joint_graph_passes,
+        select_decompositions,
+        trace_failure,
+        trace_joint,
+        trace_module,
+    )
+    from passes._torch.dtensor import (
+        Box,
+        DTensorSpec,
+        dtensor_of_local,
+        dtensor_spec,
+        local_of_dtensor,
+        relay_dtensor,
+        shard_of,
+        strided_shard,
+        teach_checkpoints,
+    )
+    from passes._torch.fake import (
+        FakeTensorMode,
+        fake_empty,
+        fake_mode,
+        fake_mode_of,
+        fake_view,
+        is_fake,
+        shares_memory,
+    )
+    from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
+    from passes._torch.groups import (
+        group_timeout,
+        is_group_registered,
+        mend_gathers,
+        new_group,
+        register_group,
+        unregister_group,
+    )
+    from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
+    from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
+    from passes._torch.results import InductorCode, JointGraph, SideEffect, TracedModule, TraceFailure
+    from passes._torch.structured_trace import is_traced, trace_artifact
+    from passes._torch.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
+except (ImportError, AttributeError) as error:
+    raise unsupported(error) from error
 
 __all__ = [
     "ALL_GATHER_MATMUL",
@@ -64,7 +86,7 @@ __all__ = [
     "is_traced",
     "lazy_code",
     "local_of_dtensor",
-    "low_memory_max_pool",
+    "mend_gathers",
     "min_cut_partition",
     "module_of",
     "new_group",

@@ -17,6 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from passes._torch.patches import once
+
 
 def strided_shard(dim: int, factor: int) -> DPlacement:
     """DTensor's shard of a digit: each of `factor` blocks of the dim is sharded by itself."""
@@ -76,10 +78,12 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
 
     torch takes every local part for one box, and would write one of blocks (a sharded fused projection, say) to
     wrong places without a word. There is no hook that reaches the state of an optimizer, so DTensor's own are
-    replaced; a tensor for which `boxes_of` gives None goes the way it always went.
+    replaced, once a module is sharded; a tensor for which `boxes_of` gives None goes the way it always went.
     """
-    if DTensor.__create_write_items__.__module__ == __name__:
-        return
+    once("DTensor's checkpoints", lambda: _put_in_hooks(boxes_of))
+
+
+def _put_in_hooks(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
     write_items: Any = DTensor.__create_write_items__
     chunk_list: Any = DTensor.__create_chunk_list__
     shard_at: Any = DTensor.__get_tensor_shard__

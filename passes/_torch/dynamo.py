@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +12,9 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx import GraphModule
 
-from passes._torch.side_effects import SideEffect, source_name, watch_side_effects
-
-
-@dataclass(frozen=True)
-class TracedModule:
-    """A call of a module as dynamo saw it: no Python, no structure, every tensor it reads a placeholder.
-
-    `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` where the
-    call got them from; `rebuild` turns values of the graph's outputs into what the module returns.
-    """
-
-    graph_module: GraphModule
-    inputs: tuple[Any, ...]
-    sources: tuple[str, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
-    side_effects: tuple[SideEffect, ...]
+from passes._torch.results import TracedModule, TraceFailure
+from passes._torch.side_effects import source_name, watch_side_effects
 
 
 def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
@@ -60,15 +44,6 @@ def _logging_functions() -> set[Callable[..., Any]]:
     kinds = dict.fromkeys(kind for logger in loggers for kind in type(logger).__mro__[:-1])
     methods = (value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_"))
     return {method for method in methods if callable(method)}
-
-
-@dataclass(frozen=True)
-class TraceFailure:
-    """Why a trace failed: torch's name for the reason, its words, and the stack of the user's code."""
-
-    kind: str
-    detail: str
-    stack: str
 
 
 def trace_failure(error: Exception) -> TraceFailure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._ops import OpOverload as OpOverload
@@ -14,6 +13,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.node import map_arg
+
+from passes._torch.patches import replaced
 
 
 def lazy_code() -> AbstractContextManager[None]:
@@ -24,7 +25,7 @@ def lazy_code() -> AbstractContextManager[None]:
 @contextmanager
 def no_code() -> Iterator[None]:
     """Graph modules that torch makes inside have no Python code; `module_of` makes of each one that can be called."""
-    with lazy_code(), mock.patch.object(GraphModule, "recompile", _not_compiled):
+    with lazy_code(), replaced(GraphModule, "recompile", _not_compiled):
         yield
 
 

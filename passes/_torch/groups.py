@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed import distributed_c10d
 
-_DISTRIBUTED: Any = distributed_c10d  # one of its functions is replaced for a moment
+from passes._torch.patches import once, replaced
+
 _LIBRARIES: Any = torch.library  # not typed
-_FUNCTIONAL = _LIBRARIES.Library("_c10d_functional", "IMPL")
+_KEPT: list[Any] = []  # libraries: what one put in ends with it
 _MADE: Counter[tuple[int, ...]] = Counter()  # groups that this process has made, by their ranks
 
 
@@ -45,21 +45,12 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None =
     ordered = tuple(sorted(ranks))
     number = _MADE[ordered]
     _MADE[ordered] += 1
-    with _group_named(f"autoshard:{'_'.join(map(str, ordered))}:{number}"):
+    name = f"autoshard:{'_'.join(map(str, ordered))}:{number}"
+    with replaced(distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name):
         made: dist.ProcessGroup = dist.new_group(
             list(ordered), timeout=timeout, backend=backend, use_local_synchronization=True
         )
     return made
-
-
-@contextmanager
-def _group_named(name: str) -> Iterator[None]:
-    given = _DISTRIBUTED._process_group_name
-    _DISTRIBUTED._process_group_name = lambda ranks, use_hashed_name: name
-    try:
-        yield
-    finally:
-        _DISTRIBUTED._process_group_name = given
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -68,12 +59,23 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return backend.options._timeout
 
 
+def mend_gathers(device_type: str) -> None:
+    """On CPU, let gathers go by gloo's gather of one tensor; called once groups on gloo are opened.
+
+    Torch 2.13 takes that of several, which corrupts memory as soon as another collective is under way: malloc ends the
+    process (without this project, too), and nothing says that numbers are spared. No release is known to be without this.
+    """
+    if device_type == "cpu":
+        once("gloo's gather", _put_in_gather)
+
+
+def _put_in_gather() -> None:
+    library = _LIBRARIES.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
+    _KEPT.append(library)
+
+
 def _all_gather_into_tensor(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """On CPU, by gloo's gather of one tensor. Torch 2.13 takes that of several, which corrupts memory as soon as another
-    collective is under way: malloc ends the process (without this project, too), and nothing says that numbers are spared."""
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
     gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
     return gathered
-
-
-_FUNCTIONAL.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")

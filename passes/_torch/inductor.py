@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor import inductor_prims
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
@@ -23,8 +20,12 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes._torch.inductor_order import GraphOrder, JoinsBetweenCollectives
 from passes._torch.inductor_patterns import possible_patterns
+from passes._torch.inductor_settings import order_settings
+from passes._torch.patches import replaced
+from passes._torch.results import InductorCode
+
+_KEEP_ORDER = order_settings(inductor_config.get_config_copy())
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
@@ -32,7 +33,7 @@ def run_joint_graph_passes(gm: GraphModule) -> None:
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
-        mock.patch.object(ConstantFolder, "node_to_last_non_output_use", _last_uses),
+        replaced(ConstantFolder, "node_to_last_non_output_use", _last_uses),
     ):
         joint_graph_passes(gm)
 
@@ -68,31 +69,6 @@ def _compiling(inputs: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class InductorCode:
-    """A compiled graph: a list of tensors, which it empties, to a sequence of tensors."""
-
-    run: Callable[[list[torch.Tensor]], Sequence[Any]]
-    output_strides: tuple[tuple[int, ...] | None, ...]  # as the code returns them; None or () where as in the graph
-
-
-# Everything in Inductor that moves, merges or splits collectives and waits, off; no kernels joined that would hold a
-# collective back, and the graph's order behind what joins them. Not every release has each.
-_KEEP_ORDER: dict[str, Any] = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-    "reorder_for_compute_comm_overlap": False,
-    "aten_distributed_optimizations.enable_overlap_scheduling": False,
-    "aten_distributed_optimizations.enable_simple_overlap": False,
-    "bucket_all_gathers_fx": "none",
-    "bucket_reduce_scatters_fx": "none",
-    "bucket_all_reduces_fx": "none",
-    "dedup_reduce_scatters": False,
-    "_pre_fusion_custom_pass": JoinsBetweenCollectives(),
-    "_post_fusion_custom_pass": GraphOrder(),
-}
-
-
 def inductor_compile(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -110,7 +86,7 @@ def inductor_compile(
     """
     options: dict[str, Any] = {"fx_graph_cache": True}
     if keep_order:
-        options |= {key: value for key, value in _KEEP_ORDER.items() if key in inductor_config.get_config_copy()}
+        options |= _KEEP_ORDER
     gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible_outputs)
     with (
         _compiling(inputs),
@@ -130,8 +106,3 @@ def _plain(stride: Sequence[Any] | None) -> tuple[int, ...] | None:
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
     """Inductor's decompositions, without those of `whole`."""
     return {op: rule for op, rule in select_decomp_table().items() if op not in whole}
-
-
-def low_memory_max_pool() -> tuple[OpOverload, OpOverload]:
-    """Inductor's max pooling, which keeps an int8 offset per window, and its conversion to indices."""
-    return inductor_prims._low_memory_max_pool_with_offsets, inductor_prims._low_memory_max_pool_offsets_to_indices

@@ -7,12 +7,12 @@ Products are padded on a GPU alone: without one each would be looked at for noth
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._inductor.fx_passes.pad_mm import should_pad_addmm, should_pad_bmm, should_pad_mm
@@ -25,19 +25,22 @@ from torch._inductor.pattern_matcher import (
 )
 from torch.fx import Graph, GraphModule
 
+from passes._torch.patches import replaced
+
 _apply = PatternMatcherPass.apply
 _PADDING = (should_pad_mm, should_pad_bmm, should_pad_addmm)
 
 
 def possible_patterns() -> AbstractContextManager[Any]:
     """Let Inductor try those patterns alone whose calls are all in the graph."""
-    return mock.patch.object(PatternMatcherPass, "apply", _apply_possible)
+    return replaced(PatternMatcherPass, "apply", _apply_possible)
 
 
 def _apply_possible(matcher: PatternMatcherPass, gm: GraphModule | Graph) -> int:
     graph = gm.graph if isinstance(gm, GraphModule) else gm
-    with mock.patch.object(matcher, "patterns", _Possible(matcher.patterns, graph)):
-        return _apply(matcher, gm)
+    asked: Any = copy.copy(matcher)
+    asked.patterns = _Possible(matcher.patterns, graph)
+    return _apply(asked, gm)
 
 
 class _Possible(dict[Any, Any]):

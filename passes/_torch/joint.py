@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.fx import GraphModule
 
-
-@dataclass(frozen=True)
-class JointGraph:
-    """A functional ATen graph of forward and backward, and what its ends are.
-
-    An end is (kind, index). Inputs: `("input", i)`, then `("tangent", i)` of output i, or `("mutation", i)`
-    for the tangent of input i's new value. Outputs: `("mutation", i)`, `("output", i)`, `("gradient", i)`
-    of input i, in the order of the graph; None for an input without gradient.
-    """
-
-    graph_module: GraphModule
-    inputs: tuple[tuple[str, int], ...]
-    outputs: tuple[tuple[str, int] | None, ...]
+from passes._torch.results import JointGraph
 
 
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
+from passes._torch.patches import replaced
+from passes._torch.results import SideEffect
+
 _SIDE_EFFECTS = "While compiling, we found certain side effects"  # how dynamo's warning begins
-
-
-@dataclass(frozen=True)
-class SideEffect:
-    """A Python object that a traced call changed: where the call got it from, and the stack of a change.
-
-    `constants` are the attributes that it was given, by name, where they are constants and there is no other change.
-    """
-
-    source: str
-    stack: str
-    changed: Any = field(compare=False)
-    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @contextmanager
@@ -67,8 +56,9 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SIDE_EFFECTS)
-        report, warnings.showwarning = warnings.showwarning, show
-        yield effects
+        report = warnings.showwarning
+        with replaced(warnings, "showwarning", show):
+            yield effects
 
 
 def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:

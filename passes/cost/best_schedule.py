@@ -1,6 +1,6 @@
 """Search the orders that list scheduling makes of a step for the fastest: prefetch window, held kernels, bucket size.
 
-Of orders that are equally fast, the one that loses least where links are slower than they are thought to be.
+Among orders that are equally fast, take the one that loses least if links are slower than predicted.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.cost.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
-from passes.cost.list_scheduling import ordered
-from passes.cost.movable_tasks import Facts
+from passes.cost.list_scheduling import list_schedule
+from passes.cost.movable_tasks import MovableTasks
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 
-WINDOWS = (1, 2, 4, 8, 16)  # what `schedule` tries, in largest gathers
-TRIES = 3  # of room, until a window fits
-MORE_MEMORY = 1.05  # of what a program takes as it is given, where no limit is
-HOPE = 0.25  # part of a step that buckets do not save
-HIDDEN = 0.01  # part of a step that may be exposed without a size for each sort of message being looked for
-HOPE_APART = 0.1  # part of a step that a size for each sort of message does not save beside a common one
-WORTH = 0.002  # part of the step that a larger window, or more memory, must save
-SLOWER = 1.5  # times as long as predicted, that collectives may take when kernels and other messages run beside them
+# Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.
+WINDOWS = (1, 2, 4, 8, 16)  # prefetch windows to try, in largest gathers: doubled until that saves nothing
+BUDGET_TRIES = 3  # memory budgets to try until a window fits: each is lower by what the last one was over the limit
+MORE_MEMORY = 1.05  # times the memory of the given order that a better one may take without a limit: 5 % for prefetches
+MOST_SAVED = 0.25  # part of a step that other buckets are assumed to save at most: prunes programs that are slower yet
+MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
+HIDDEN = 0.01  # part of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
+WORTH = 0.002  # part of a step that a larger window, or more memory, must save: less is finer than the model
+SLOWER = 1.5  # times the predicted seconds of collectives with which ties are broken: a margin for what is not modelled
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A program in its best order found, and what it takes."""
+    """Hold a program in its best order found, with its timeline and the choices that gave it."""
 
     program: Program
     timeline: Timeline
-    window_bytes: int  # 0: as it was given
+    window_bytes: int  # 0: the given order
     fill: bool
     held_seconds: float
-    bucket_bytes: int  # 0: no collectives joined
-    room_bytes: int | None = None  # that a gather ahead may bring memory to; None: all that the window allows
+    bucket_bytes: int  # 0: no collectives are bucketed
+    memory_budget: int | None = None  # bytes that a prefetch may bring memory to; None: all that the window allows
 
 
 def schedule(
@@ -46,25 +47,26 @@ def schedule(
     windows: Sequence[int] = WINDOWS,
     worst: float = float("inf"),
 ) -> Schedule:
-    """The fastest order found that fits `memory_limit` bytes; where none fits, the smallest in memory.
+    """Return the fastest order found that fits `memory_limit` bytes; if none fits, the one with least memory.
 
-    `buckets` are the sizes of buckets to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
-    gathers. Of a program that the first buckets make much slower than `worst` seconds, no others are tried.
+    `buckets` are the bucket sizes to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
+    gathers. If the first bucket size gives a step much longer than `worst` seconds, no others are tried.
     """
     found = _sizes_tried(_Joined(program), buckets, memory_limit, windows, worst)
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
 
 
 class _Orders:
-    """Orders of a program: each is made once, whatever asks for it."""
+    """Compute each order of a program once."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._made: dict[tuple[bool, int, int | None], list[tuple[range, Timeline]]] = {}
 
     @cached_property
-    def facts(self) -> Facts:
-        return Facts.of(self.program)
+    def movable(self) -> MovableTasks:
+        """Return what can move in the program."""
+        return MovableTasks.of(self.program)
 
     def tried(
         self,
@@ -73,28 +75,31 @@ class _Orders:
         *,
         fill: bool = False,
         held_seconds: float = 0.0,
-        room: int | None = None,
+        memory_budget: int | None = None,
     ) -> Schedule:
-        facts = self.facts
-        key = (fill and bool(facts.slack), len(facts.last_slack(held_seconds)), room)
+        """Return the order that list scheduling makes with these choices."""
+        movable = self.movable
+        key = (fill and bool(movable.slack), len(movable.last_slack(held_seconds)), memory_budget)
         known = self._made.setdefault(key, [])
         timeline = next((timeline for windows, timeline in known if window in windows), None)
         if timeline is None:
-            found = ordered(facts, window, fill=fill, held_seconds=held_seconds, room=room)
+            found = list_schedule(
+                movable, window, fill=fill, held_seconds=held_seconds, memory_budget=memory_budget
+            )
             timeline = simulate(found.program)
             known.append((found.windows, timeline))
-        return Schedule(timeline.program, timeline, window, fill, held_seconds, bucket_bytes, room)
+        return Schedule(timeline.program, timeline, window, fill, held_seconds, bucket_bytes, memory_budget)
 
 
 class _Joined:
-    """A program with its messages joined in buckets of some size."""
+    """Bucket the collectives of a program by several sizes, and order each result."""
 
     def __init__(self, program: Program) -> None:
         self.bucketing = Bucketing(program)
         self._found: dict[tuple[tuple[int, ...], ...], _Orders] = {}
 
     def orders(self, nbytes: int | Sizes) -> _Orders:
-        """Of the program with buckets of at most `nbytes`."""
+        """Return the orders of the program with buckets of at most `nbytes`."""
         joinable = self.bucketing.buckets(nbytes)
         if joinable not in self._found:
             self._found[joinable] = _Orders(self.bucketing.joined(joinable))
@@ -104,13 +109,13 @@ class _Joined:
 def _sizes_tried(
     joined: _Joined, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
 ) -> list[Schedule]:
-    """The first size of buckets, and those others that join anything."""
+    """Return the best order for the first bucket size, and for each other that joins anything."""
     found: list[Schedule] = []
     for nbytes in buckets:
         orders = joined.orders(nbytes)
         if not found or orders.program is not joined.bucketing.program:
             found.append(_schedule(orders, nbytes, memory_limit, windows))
-            if found[0].timeline.step_time > worst * (1 + HOPE):
+            if found[0].timeline.step_time > worst * (1 + MOST_SAVED):
                 break
     return found
 
@@ -123,10 +128,13 @@ def bucketed(
     windows: Sequence[int] = WINDOWS,
     worst: float = float("inf"),
 ) -> tuple[dict[Sort, int], Schedule]:
-    """The size of buckets, of those to try, for each sort of message, and the best order with them: the best common one,
-    then each its own where that is faster and more than a hundredth is exposed. None is joined where that saves next to
-    nothing: what copies take in a graph is not known to the last bit. `worst`: as for `schedule`; of a program that is much
-    slower with a common size, no sizes apart are tried."""
+    """Return the bucket size for each sort of message, out of `buckets`, and the best order with these sizes.
+
+    First the best common size is found; if more than `HIDDEN` of the step stays exposed, each sort's size is then changed
+    alone and kept if that is faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the
+    copies in a graph is not known so precisely. `worst`: as for `schedule`; with a common size that is much slower, no
+    sizes by sort are tried.
+    """
     joined = _Joined(program)
     plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
     seconds = seconds_by_sort(program)
@@ -135,14 +143,18 @@ def bucketed(
         return none, plain
     best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
     found = dict.fromkeys(seconds, best.bucket_bytes)
-    is_worse = best.timeline.step_time > worst * (1 + HOPE_APART)
+    is_worse = best.timeline.step_time > worst * (1 + MOST_SAVED_APART)
     is_hidden = best.timeline.exposed < HIDDEN * best.timeline.step_time
     for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
         others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             orders = joined.orders(found | {sort: nbytes})
             tried = orders.tried(
-                best.window_bytes, nbytes, fill=best.fill, held_seconds=best.held_seconds, room=best.room_bytes
+                best.window_bytes,
+                nbytes,
+                fill=best.fill,
+                held_seconds=best.held_seconds,
+                memory_budget=best.memory_budget,
             )
             if _is_better(tried.timeline, best.timeline, memory_limit):
                 best, found[sort] = tried, nbytes
@@ -151,29 +163,34 @@ def bucketed(
 
 
 def memory_cap(given: Timeline, memory_limit: int | None) -> int:
-    """Bytes that an order may take: the limit, but what is over it as it is given may stay so; None: a twentieth more."""
+    """Return the bytes that an order may take: the limit, or what the given order takes if that is more.
+
+    Without a limit it is `MORE_MEMORY` times what the given order takes.
+    """
     if memory_limit is None:
         return int(MORE_MEMORY * given.peak_memory)
     return max(memory_limit, given.peak_memory)
 
 
 def _schedule(orders: _Orders, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
-    facts, windows = orders.facts, _windows(orders.program, counts)
-    best = Schedule(orders.program, facts.given, 0, False, 0.0, bucket_bytes)
+    movable, windows = orders.movable, _windows(orders.program, counts)
+    best = Schedule(orders.program, movable.given, 0, False, 0.0, bucket_bytes)
     best = _best_window(orders, best, memory_limit, windows, fill=False)
-    held = facts.last_seconds
-    while 0 < held < facts.slack_seconds:
-        tried = orders.tried(best.window_bytes, bucket_bytes, held_seconds=held, room=best.room_bytes)
+    held = movable.last_seconds
+    while 0 < held < movable.slack_seconds:
+        tried = orders.tried(
+            best.window_bytes, bucket_bytes, held_seconds=held, memory_budget=best.memory_budget
+        )
         if not _is_better(tried.timeline, best.timeline, memory_limit):
             break
         best, held = tried, 2 * held
     best = _best_window(orders, best, memory_limit, windows, fill=True)
-    return _sturdier(orders, best, memory_limit, windows[-1])
+    return _more_robust(orders, best, memory_limit, windows[-1])
 
 
-def _sturdier(orders: _Orders, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
-    """The same with all gathered ahead that `window` and memory have room for, where that is as fast and, should
-    collectives be slower, faster: what is gathered just in time is late then."""
+def _more_robust(orders: _Orders, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
+    """Return the same order with everything prefetched that `window` and memory allow, if that is as fast, and faster
+    with collectives `SLOWER` times as slow: a gather that arrives just in time is late then."""
     if not 0 < best.window_bytes < window or not _fits(best.timeline, memory_limit):
         return best
     tried = orders.tried(window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
@@ -188,12 +205,12 @@ def _sturdier(orders: _Orders, best: Schedule, memory_limit: int | None, window:
 def _best_window(
     orders: _Orders, best: Schedule, memory_limit: int | None, windows: Sequence[int], *, fill: bool
 ) -> Schedule:
-    """The better of `best` and the best window; one that takes too much memory is made as large as there is room."""
+    """Return the better of `best` and the best window; a window that takes too much memory is limited to what fits."""
     fastest = float("inf")
     for window in windows:
         tried = orders.tried(window, best.bucket_bytes, fill=fill)
         is_faster = tried.timeline.step_time < best.timeline.step_time
-        if is_faster and not _fits(tried.timeline, memory_limit) and _fits(orders.facts.given, memory_limit):
+        if is_faster and not _fits(tried.timeline, memory_limit) and _fits(orders.movable.given, memory_limit):
             tried = _within(orders, tried, memory_limit)
         if _is_better(tried.timeline, best.timeline, memory_limit):
             best = tried
@@ -204,37 +221,50 @@ def _best_window(
 
 
 def _within(orders: _Orders, found: Schedule, memory_limit: int | None) -> Schedule:
-    """The same with less gathered ahead where memory is short: by what was over the limit, until that fits."""
+    """Return the same order with less prefetched where memory is short: less by the excess, until it fits."""
     assert memory_limit is not None
-    room = memory_limit
-    for _ in range(TRIES):
+    budget = memory_limit
+    for _ in range(BUDGET_TRIES):
         found = orders.tried(
-            found.window_bytes, found.bucket_bytes, fill=found.fill, held_seconds=found.held_seconds, room=room
+            found.window_bytes,
+            found.bucket_bytes,
+            fill=found.fill,
+            held_seconds=found.held_seconds,
+            memory_budget=budget,
         )
         if _fits(found.timeline, memory_limit):
             break
-        room -= found.timeline.peak_memory - memory_limit
+        budget -= found.timeline.peak_memory - memory_limit
     return found
 
 
 def prefetch(
-    program: Program, window_bytes: int, *, fill: bool = False, held_seconds: float = 0.0, room: int | None = None
+    program: Program,
+    window_bytes: int,
+    *,
+    fill: bool = False,
+    held_seconds: float = 0.0,
+    memory_budget: int | None = None,
 ) -> Program:
-    """`program` in the order of `passes.cost.list_scheduling`, or as it is where that is not faster."""
-    found = ordered(Facts.of(program), window_bytes, fill=fill, held_seconds=held_seconds, room=room).program
+    """Return `program` in the order of list scheduling, or unchanged if that is not faster."""
+    movable = MovableTasks.of(program)
+    found = list_schedule(
+        movable, window_bytes, fill=fill, held_seconds=held_seconds, memory_budget=memory_budget
+    ).program
     return found if simulate(found).step_time < simulate(program).step_time else program
 
 
 def _windows(program: Program, counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the prefetch windows in bytes: `counts` times the largest gather."""
     sizes = {buffer.name: buffer.nbytes for buffer in program.buffers}
     largest = max((sizes[name] for task in program.tasks if task.prefetchable for name in task.outputs), default=0)
     return tuple(largest * count for count in counts) if largest else (0,)
 
 
 def _is_better(one: Timeline, other: Timeline, memory_limit: int | None) -> bool:
-    """Whether `one` has the smaller key, and where both fit, saves enough for the memory that it takes more.
+    """Return whether `one` has the smaller key and, if both fit, saves enough to justify more memory.
 
-    Its memory is asked for only where it tells.
+    Its memory, which is slow to compute, is computed only if it matters.
     """
     key = _key(other, memory_limit)
     if key[0] == 0.0 and one.step_time > (1 - WORTH) * other.step_time:
@@ -247,6 +277,7 @@ def _fits(timeline: Timeline, memory_limit: int | None) -> bool:
 
 
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
+    """Return what to minimise: the step time of those that fit, then the memory of the others."""
     if _fits(timeline, memory_limit):
         return (0.0, timeline.step_time)
     return (float(timeline.peak_memory), timeline.step_time)

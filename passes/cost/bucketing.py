@@ -1,7 +1,7 @@
-"""Which collectives of parameters and of gradients share a message, and a program in which they do.
+"""Choose which collectives of parameters and of gradients share a message, and join them in a program.
 
-`bucket_collectives` joins the same in a graph. A folded graph is planned without buckets, so that its layers stay equal;
-its unrolled program gets them here.
+`bucket_collectives` joins the same ones in a graph. A folded graph is planned without buckets, so that its layers stay
+equal; its unrolled program is bucketed here.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from passes.cost.program import COMPUTE, Buffer, Program, Task
 
 Sort = tuple[tuple[str, ...], str]  # the mesh axes and the dtype of messages
 Sizes = Mapping[Sort, int]  # bytes of the largest bucket of each sort; 0: none is joined
-SMALLER = 16  # times smaller than they may be are the smaller ones of the buckets that are tried
+SMALLER = 16  # the small bucket size tried is the limit / 16: of 400 MiB, the 25 MiB of DDP (bucket_cap_mb)
 
 
 def sizes(limit: int) -> tuple[int, ...]:
-    """Sizes of buckets to try, in bytes: none, small ones and the largest."""
+    """Return the bucket sizes to try, in bytes: none, small ones and the largest."""
     return (0, limit // SMALLER, limit)
 
 
 def bucket(program: Program, nbytes: int | Sizes) -> Program:
-    """`program` with its `buckets` of at most `nbytes`, of all sorts or each its own."""
+    """Return `program` with its `buckets` of at most `nbytes`: one size for all sorts, or one for each."""
     bucketing = Bucketing(program)
     return bucketing.joined(bucketing.buckets(nbytes))
 
 
 def buckets(program: Program, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
-    """The `neighbours` of which one collective is faster than several, copies included."""
+    """Return the `neighbours` that are faster as one collective than as several, copies included."""
     return Bucketing(program).buckets(nbytes)
 
 
 class Bucketing:
-    """A program whose messages are joined in several ways."""
+    """Join the messages of a program by several bucket sizes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -44,14 +44,14 @@ class Bucketing:
         self._joins: dict[tuple[int, ...], tuple[tuple[Task, ...], tuple[Buffer, ...]]] = {}
 
     def buckets(self, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
-        """The neighbours of which one collective of at most `nbytes` is faster than several, copies included."""
+        """Return the neighbours that are faster as one collective of at most `nbytes` than as several, copies included."""
         return tuple(members for members in _neighbours(self.program, self._levels, nbytes) if self._is_faster(members))
 
     def joined(self, joinable: Sequence[tuple[int, ...]]) -> Program:
-        """The program with these buckets.
+        """Return the program with these buckets.
 
-        A bucket of gathers stands where the first of its members stood, one of reductions where the last did. A kernel
-        copies the members' operands together, another one the results apart.
+        A bucket of gathers takes the place of its first member, one of reductions that of its last. One kernel copies the
+        members' operands together, another one copies the results apart.
         """
         program = self.program
         if not joinable:
@@ -81,7 +81,7 @@ class Bucketing:
 
 
 def seconds_by_sort(program: Program) -> dict[Sort, float]:
-    """Of the messages that could be joined."""
+    """Return the seconds of the messages that can be joined, by sort."""
     found: dict[Sort, float] = {}
     for task in filter(_is_movable, program.tasks):
         found[_sort(task)] = found.get(_sort(task), 0.0) + task.seconds
@@ -93,10 +93,10 @@ def _sort(task: Task) -> Sort:
 
 
 def neighbours(program: Program, nbytes: int | Sizes) -> list[tuple[int, ...]]:
-    """Numbers of collectives, two or more, that can share a message of at most `nbytes` (of the larger side).
+    """Return groups of two or more collectives, by number, that can share a message of at most `nbytes` (larger side).
 
-    Members are of one kind, group, dtype and direction, next to each other in the program, and as many collectives away
-    from the parameter or the gradient: none waits for itself.
+    Members have the same kind, group, dtype and direction, are neighbours in the program, and are the same number of
+    collectives away from the parameter or the gradient, so that a bucket never waits for itself.
     """
     return _neighbours(program, _levels(program), nbytes)
 
@@ -125,7 +125,7 @@ def _is_movable(task: Task) -> bool:
 
 
 def _levels(program: Program) -> list[int]:
-    """Per task, collectives between a gather and the parameters, or between a reduction and the gradients."""
+    """Return, per task, the collectives between a gather and the parameters, or between a reduction and the gradients."""
     index, tasks = program.index, program.tasks
     counts = [int(stream > 0) for stream in index.streams]
     levels = [0] * len(tasks)
@@ -138,7 +138,7 @@ def _levels(program: Program) -> list[int]:
 
 
 def _join(program: Program, members: Sequence[int]) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-    """Copy together, one collective, copy apart; and the buffers between them."""
+    """Return a bucket's tasks (copy together, one collective, copy apart) and the buffers between them."""
     tasks, index, buffers = [program.tasks[n] for n in members], program.index, program.buffers
     assert program.mesh.hardware is not None
     first, hardware = tasks[0], program.mesh.hardware
@@ -173,7 +173,7 @@ def _join(program: Program, members: Sequence[int]) -> tuple[tuple[Task, ...], t
 
 
 def _in_order(program: Program, tasks: list[Task], joined: dict[str, int]) -> tuple[Task, ...]:
-    """Tasks where they stood, those of a bucket in its place, and what makes its operands in front of it."""
+    """Return the tasks in their order, a bucket's in its place, with the tasks that write its operands before it."""
     places = {task.name: number for number, task in enumerate(program.tasks)} | joined
     makers = {name: task for task in tasks for name in task.outputs}
     early = [task for task in tasks if task.name in joined]

@@ -1,14 +1,14 @@
-"""What a collective costs: steps times latency plus bytes over bandwidth, on a hierarchy of links.
+"""Predict the seconds of a collective: steps times latency plus bytes over bandwidth, on a hierarchy of links.
 
-A group has k ranks on n nodes, p on each. Its data goes one of three ways, and the library takes the quickest:
+A group has k ranks on n nodes, p on each. There are three algorithms, and the library takes the fastest:
 
 - a ring: k - 1 steps, n - 1 of them between nodes. Every rank passes on (k - 1) / k of the bytes, and p rings use
   the p network links of a node side by side;
 - a tree: log2 steps in the node and between nodes, up and down; every rank passes on all bytes both ways;
-- the switch, where it adds: a tree whose part in the node is one pass through the switch.
+- the switch, if it reduces: a tree whose part in the node is one pass through the switch.
 
 Inside a node every rank also reads and writes all bytes in its own memory once. With the constants of
-`passes/hardware/hardware.py` the forms fit published NCCL figures: `tests/cost/test_collective.py` holds them to each one.
+`passes/hardware/presets` the formulas fit published NCCL figures: `tests/cost/test_collective.py` checks each one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SYMBOLS = {
     k: "ranks",
     n: "nodes that they are on",
     p: "ranks on a node",
-    m: "ranks that a node has room for",
+    m: "ranks that fit on a node",
     a: "seconds of a step inside a node",
     b: "bytes/s of a rank's link inside the node",
     s: "seconds of setup inside a node",
@@ -44,10 +44,10 @@ SYMBOLS = {
 
 
 def collective_seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> float:
-    """Seconds of a collective of `kind` ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") over `group`.
+    """Return the seconds of a collective of `kind` ("all_gather", "reduce_scatter", "all_reduce", "all_to_all").
 
-    `nbytes` is the larger side of a rank: the whole tensor that a gather makes or a reduction takes, what a rank
-    holds before an all-to-all. A group of one rank takes no time.
+    `nbytes` is the larger side of a rank: the whole tensor that a gather returns or a reduction takes, what a rank holds
+    before an all-to-all. A group of one rank takes no time.
     """
     return _seconds(kind, nbytes, group, hardware)
 
@@ -61,12 +61,12 @@ def _seconds(kind: str, nbytes: float, group: Group, hardware: Hardware) -> floa
 
 
 def link_of(group: Group) -> Where:
-    """The link that a collective over `group` occupies."""
+    """Return the link that a collective over `group` occupies."""
     return "inside" if group.nodes == 1 else "across"
 
 
 def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Symbol, float]:
-    """What each of `SYMBOLS` stands for."""
+    """Return the value of each of `SYMBOLS`."""
     inside, across = hardware.inside, hardware.across
     return {
         N: nbytes,
@@ -86,7 +86,7 @@ def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Sym
 
 
 def formula_for(kind: str, group: Group, hardware: Hardware) -> sympy.Expr:
-    """The formula that `collective_seconds` evaluates for that group and hardware."""
+    """Return the formula that `collective_seconds` evaluates for that group and hardware."""
     return collective_formula(
         kind, link_of(group), switch=hardware.inside.reduces > 0, scatter_sends_all=hardware.scatter_sends_all
     )
@@ -95,9 +95,9 @@ def formula_for(kind: str, group: Group, hardware: Hardware) -> sympy.Expr:
 def collective_formula(
     kind: str, where: Where = "inside", *, switch: bool = False, scatter_sends_all: bool = False
 ) -> sympy.Expr:
-    """Seconds of a collective in a node, or over several, as a formula of `SYMBOLS`.
+    """Return the seconds of a collective in a node, or across nodes, as a formula of `SYMBOLS`.
 
-    `switch`: the switch of a node adds. `scatter_sends_all`: as gloo, whose reduce-scatter is an all-reduce.
+    `switch`: the switch of a node reduces. `scatter_sends_all`: as in gloo, whose reduce-scatter is an all-reduce.
     """
     if kind == "all_to_all":
         return _exchange(where)
@@ -109,11 +109,11 @@ def collective_formula(
 
 
 def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
-    """One sweep around the ring gathers, or reduces and scatters; two do both."""
+    """Return the seconds of a ring: one sweep gathers, or reduces and scatters; two sweeps do both."""
     if where == "inside":
         return s + sweeps * (k - 1) * a + sweeps * _in_node(k) + 2 * N / c
     steps = (k - n) * a + (n - 1) * A
-    # The part in the node is that of k ranks in one, so that spreading a group over nodes never makes it quicker.
+    # The part in the node is that of k ranks in one node, so that spreading a group over nodes never makes it faster.
     in_node = sweeps * _in_node(_least(k, m)) + 2 * N / c
     return S + sweeps * steps + _most(in_node, sweeps * (k - 1) / k * N / (p * B))
 
@@ -139,12 +139,12 @@ def _tree_steps() -> sympy.Expr:
 
 
 def _tree_network() -> sympy.Expr:
-    """Two nodes swap their sums; of more, each passes on all bytes both ways."""
+    """Return the seconds on the network: two nodes swap their sums; of more, each passes on all bytes both ways."""
     return _least(n - 1, 2) * N / (p * B)
 
 
 def _least(*terms: sympy.Expr) -> sympy.Expr:
-    return sympy.Min(*terms, evaluate=False)  # sympy looks for seconds for terms that are never the least
+    return sympy.Min(*terms, evaluate=False)  # evaluating takes sympy seconds: it looks for terms that are never least
 
 
 def _most(*terms: sympy.Expr) -> sympy.Expr:
@@ -156,7 +156,7 @@ def _log2(x: sympy.Expr) -> sympy.Expr:
 
 
 def _exchange(where: Where) -> sympy.Expr:
-    """All to all: a send and a receive for each other rank, each rank over its own links."""
+    """Return the seconds of an all-to-all: a send and a receive for each other rank, each rank over its own links."""
     if where == "inside":
         return s + 2 * (k - 1) * a + _in_node(k) + 2 * N / c
     steps = 2 * (k - n) * a + 2 * (n - 1) * A
@@ -164,7 +164,7 @@ def _exchange(where: Where) -> sympy.Expr:
 
 
 def sent_formula(kind: str, where: Where) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that a rank sends of large messages, on mean, inside its node and over the network."""
+    """Return the mean bytes that a rank sends for a large message, inside its node and over the network."""
     sweeps = 2 if kind == "all_reduce" else 1
     sent = sweeps * (k - 1) / k * N
     if where == "inside":

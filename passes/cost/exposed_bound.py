@@ -1,4 +1,4 @@
-"""How little of a program's communication any order of its tasks could expose."""
+"""Bound from below the communication that any order of a program's tasks exposes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from passes.cost.program import OPTIMIZER, STREAMS, Program
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-ROWS = 1024  # of a table of tasks by tasks that are worked on at once
+ROWS = 1024  # of a table of tasks x tasks that are computed at once: 8 MB for each 1024 tasks in f64
 
 
 def exposed_bound(program: Program) -> float:
-    """Seconds of exposed communication that no order of the forward and of the backward goes below.
+    """Return the seconds of exposed communication that no order of the forward and of the backward goes below.
 
-    Each of the streams has to run its tasks one by one, and each task waits for those that it depends on: none starts
-    before all tasks of a stream that lead to it have run, nor before a collective that leads to it and then the kernels
-    between the two; as much comes behind it. For any set of tasks of one stream, the earliest start of them, their sum,
-    and the least that comes behind one of them bound the call (Carlier 1982, "The one-machine sequencing problem"); so
-    does the choice of what comes before a task, see `_one_task`. What that has beside its kernels' time is
-    exposed.
+    Each stream runs its tasks one by one, and each task waits for those that it depends on: it starts after all tasks of a
+    stream that lead to it, and after a collective that leads to it and then the kernels between the two. The same holds
+    after it, to the end. For any set of tasks of one stream, their earliest start, their sum, and the least time after one
+    of them bound the call (Carlier 1982, "The one-machine sequencing problem"); so does the choice of what runs before a
+    task, see `_one_task`. The bound minus the kernels' time is exposed.
     """
     return sum(_bound(program, phase) for phase in _phases(program))
 
@@ -53,14 +52,14 @@ def _bound(program: Program, phase: list[int]) -> float:
 
 
 def _sources(program: Program, phase: list[int]) -> list[list[int]]:
-    """Per task of the phase, those of the phase that make what it reads."""
+    """Return, per task of the phase, those of the phase that write what it reads."""
     places = {number: place for place, number in enumerate(phase)}
     makers = program.index.makers
     return [sorted({places[makers[b]] for b in program.index.inputs[n] if makers[b] in places}) for n in phase]
 
 
 def _before(sources: list[list[int]]) -> Flags:
-    """By task, those that it depends on. Tasks stand behind their sources."""
+    """Return, per task, the tasks that it depends on. Tasks come after their sources."""
     before = np.zeros((len(sources), len(sources)), dtype=bool)
     for task, found in enumerate(sources):
         for source in found:
@@ -70,22 +69,22 @@ def _before(sources: list[list[int]]) -> Flags:
 
 
 def _ends(seconds: Floats, shares: Floats, before: Flags) -> tuple[Floats, Floats]:
-    """Per task, the least time in front of it and behind it. `shares` are seconds by task and stream.
+    """Return, per task, the least seconds before it (head) and after it (tail). `shares` are seconds by task and stream.
 
     Between a collective and a task that depends on it, all kernels run that depend on the one and lead to the other.
     """
     count = len(seconds)
     links = np.flatnonzero(shares[:, 1:].any(axis=1))
-    in_front, behind = np.zeros_like(shares), np.zeros_like(shares)
+    earlier, later = np.zeros_like(shares), np.zeros_like(shares)
     since, until = np.zeros((count, len(links))), np.zeros((len(links), count))
     for start in range(0, count, ROWS):
         some = slice(start, start + ROWS)
         rows = before[some].astype(np.float64)
-        in_front[some] = rows @ shares
-        behind += rows.T @ shares[some]
+        earlier[some] = rows @ shares
+        later += rows.T @ shares[some]
         since[some] = (rows * shares[:, 0]) @ before[:, links]
         until += (before[links, some] * shares[some, 0]) @ rows
-    heads, tails = in_front.max(axis=1), behind.max(axis=1)
+    heads, tails = earlier.max(axis=1), later.max(axis=1)
     for task in range(count):
         ahead = before[task, links]
         heads[task] = np.max((heads[links] + seconds[links] + since[task])[ahead], initial=heads[task])
@@ -96,7 +95,7 @@ def _ends(seconds: Floats, shares: Floats, before: Flags) -> tuple[Floats, Float
 
 
 def _one_stream(heads: Floats, seconds: Floats, tails: Floats) -> float:
-    """The bound of one stream: the largest over sets with no head below one and no tail below another."""
+    """Return the bound of one stream: the largest over sets of tasks with heads and tails of at least some values."""
     order = np.argsort(-tails, kind="stable")
     heads, seconds, tails = heads[order], seconds[order], tails[order]
     best = 0.0
@@ -107,23 +106,23 @@ def _one_stream(heads: Floats, seconds: Floats, tails: Floats) -> float:
 
 
 def _one_task(shares: Floats, seconds: Floats, leads: Flags, depends: Flags) -> float:
-    """The bound of one stream's choice among some of its tasks: each comes before a certain one, or behind it.
+    """Return the bound of one stream's choice among some of its tasks: each runs before a certain one, or after it.
 
-    In front of that one, some stream runs what leads to it, and what leads to each of those before it alone; behind it
-    some stream runs what depends on it, and on each of those behind it alone. The stream itself runs those.
-    So kernels that are held back to run beside the last reduction bring the time of their own reductions behind it.
-    `seconds` are of these tasks; `leads` and `depends` say of all tasks what leads to each, and depends on it.
+    Before that one, some stream runs what leads to it, and what leads to each task before it alone; after it, some stream
+    runs what depends on it, and on each task after it alone. The stream itself runs those tasks. So kernels that are held
+    back to run beside the last reduction bring the time of their own reductions after it. `seconds` are of these tasks;
+    `leads` and `depends` say, of all tasks, what leads to each and what depends on it.
     """
     best = 0.0
-    for in_front, before_it in _sides(shares, seconds, leads):
-        for behind, behind_it in _sides(shares, seconds, depends):
-            least = np.minimum(before_it, behind_it)
-            best = max(best, float(np.max(in_front + seconds + behind + least.sum() - least, initial=0.0)))
+    for earlier, alone_earlier in _sides(shares, seconds, leads):
+        for later, alone_later in _sides(shares, seconds, depends):
+            least = np.minimum(alone_earlier, alone_later)
+            best = max(best, float(np.max(earlier + seconds + later + least.sum() - least, initial=0.0)))
     return best
 
 
 def _sides(shares: Floats, seconds: Floats, beside: Flags) -> Iterator[tuple[Floats, Floats]]:
-    """By the stream that is looked at: its seconds of what is `beside` each task, and beside that task alone."""
+    """Yield, by stream, its seconds of the tasks that are `beside` each task, and beside that task alone."""
     yield np.zeros_like(seconds), seconds
     alone = beside & (beside.sum(axis=0) == 1)
     for stream in range(len(STREAMS)):

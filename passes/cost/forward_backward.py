@@ -1,4 +1,4 @@
-"""Forward and backward of a step as programs of their own: each is a graph that is cut, joined and ordered by itself."""
+"""Split a step into forward, backward and update: each is a graph whose collectives are cut, bucketed and ordered alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from passes.cost.program import OPTIMIZER, PERSISTENT, Program, Task
 
 
 def phases(program: Program) -> Iterator[tuple[Program, float]]:
-    """Forward, backward and update, as far as there are any, each with the least seconds that the rest of the step takes.
+    """Yield forward, backward and update, if there are any, each with the least seconds that the rest of the step takes.
 
-    All that the device holds meanwhile is counted: what the others need is there from the start or stays to the end.
+    A part counts everything that the device holds meanwhile: what the other parts need is live from the start or to the end.
     """
     parts: dict[int, list[Task]] = {}
     for task, call in zip(program.tasks, program.index.calls, strict=True):
@@ -22,7 +22,7 @@ def phases(program: Program) -> Iterator[tuple[Program, float]]:
 
 
 def joined(program: Program, parts: Sequence[Program]) -> Program:
-    """The step whose `phases` were changed to `parts`: its tasks as they stand there, and the buffers that came with them."""
+    """Return the step whose `phases` were changed to `parts`: their tasks in their order, and the buffers that they added."""
     known = {buffer.name for buffer in program.buffers}
     added = [buffer for part in parts for buffer in part.buffers if buffer.name not in known]
     tasks = tuple(task for part in parts for task in part.tasks)
@@ -30,8 +30,10 @@ def joined(program: Program, parts: Sequence[Program]) -> Program:
 
 
 def unchanged(before: Program, found: Program, program: Program) -> dict[int, Program]:
-    """Phases of `program`, by number, as `found` has them: of those whose tasks are the same as `before`, from which `found`
-    was made, but for the names of what other phases give them."""
+    """Return the phases of `program`, by number, that can be taken from `found`, a result that was computed from `before`.
+
+    A phase can be taken if its tasks equal those in `before` except for the names of buffers that other phases write.
+    """
     kept = {}
     for phase in {phase_of(task) for task in program.tasks}:
         old, own, new = ([task for task in one.tasks if phase_of(task) == phase] for one in (before, found, program))
@@ -44,7 +46,7 @@ def unchanged(before: Program, found: Program, program: Program) -> dict[int, Pr
 
 
 def _renamed(old: list[Task], new: list[Task]) -> dict[str, str] | None:
-    """What the inputs of tasks are called in others that are the same but for that; None where they are not."""
+    """Return the new names of the old tasks' inputs; None if the tasks differ in more than that."""
     names: dict[str, str] = {}
     if len(old) != len(new):
         return None
@@ -57,11 +59,12 @@ def _renamed(old: list[Task], new: list[Task]) -> dict[str, str] | None:
 
 
 def phase_of(task: Task) -> int:
-    """Number of its phase: forward, backward, update."""
+    """Return the number of a task's phase: 0 forward, 1 backward, 2 update."""
     return 2 if task.kind == OPTIMIZER else int(task.backward)
 
 
 def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
+    """Return one phase as a program; `made` and `last` are the phases that write a buffer and read it last."""
     index, buffers = program.index, []
     for buffer, maker, readers in zip(program.buffers, index.makers, index.readers, strict=True):
         made = index.calls[maker] if maker >= 0 else phase
@@ -75,5 +78,5 @@ def _part(program: Program, phase: int, tasks: list[Task]) -> Program:
             if maker >= 0 or phase in calls:
                 buffers.append(replace(buffer, kind="output") if last > phase else buffer)
         elif phase <= last:
-            buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # there from the start
+            buffers.append(replace(buffer, kind="output" if last > phase else "activation"))  # live from the start
     return replace(program, tasks=tuple(tasks), buffers=tuple(buffers))

@@ -1,8 +1,8 @@
-"""Which nodes become one kernel: regions of pointwise ops, with reductions, as Inductor fuses them.
+"""Group the nodes that become one kernel: regions of pointwise ops and reductions, as Inductor fuses them.
 
 Regions partition the kernels of a graph; a view is no kernel and belongs to none. A product, an attention or a
-collective is a region by itself. Every region has a rank, and reads only regions of lower rank: so the regions can
-run one after another, whatever joins.
+collective is a region by itself. Every region has a rank and reads only regions of lower rank, so that the regions can
+always run one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
 
 @cache
 def is_fusible(op: Any) -> bool:
-    """Whether Inductor generates the op's kernel itself, so that it can be one with its neighbours'."""
+    """Return whether Inductor generates the op's kernel itself, so that it can fuse it with its neighbours."""
     if not isinstance(op, OpOverload) or op._schema.is_mutable:
         return False
     return torch.Tag.pointwise in op.tags or _packet(op) in _POINTWISE or is_reduction(op)
@@ -34,55 +34,68 @@ def is_fusible(op: Any) -> bool:
 
 @cache
 def is_reduction(op: Any) -> bool:
-    """Whether the op reduces, or looks along, dims of its operand in one kernel."""
+    """Return whether the op reduces, or scans, dims of its operand in one kernel."""
     return isinstance(op, OpOverload) and torch.Tag.pointwise not in op.tags and _packet(op) in _REDUCTIONS
 
 
 def _packet(op: OpOverload) -> str:
-    """`"sum"` of `aten.sum.dim_IntList`."""
+    """Return `"sum"` for `aten.sum.dim_IntList`."""
     return op._schema.name.rpartition("::")[2]
 
 
 def regions(graph: Graph) -> tuple[tuple[Node, ...], ...]:
-    """The kernels of a graph with values, in an order in which they can run, near that of the graph."""
+    """Return the kernels of a graph with values, in an order in which they can run, close to that of the graph."""
     return _Fusion(graph).regions()
 
 
 def source_of(node: Node) -> Node:
-    """The node whose kernel, or input, the value of `node` is of: through views and items of a tuple."""
+    """Return the kernel or input that computes the value of `node`: through views and items of a tuple."""
     while is_alias(node):
         (node,) = node.all_input_nodes[:1]
     return node
 
 
 def is_alias(node: Node) -> bool:
-    """Whether the node makes no new memory: a view, or an item of a tuple."""
+    """Return whether the node allocates no memory: a view, or an item of a tuple."""
     if node.op != "call_function":
         return False
     return node.target is operator.getitem or (isinstance(node.target, OpOverload) and is_view(node.target))
 
 
 def region_bytes(region: Sequence[Node]) -> int:
-    """Bytes that cross the region's border: what it reads of each value outside, and each result read outside."""
+    """Return the bytes that cross the region's border: what it reads from outside, and its results that are read outside."""
     inside = set(region)
     read: dict[Node, dict[Node, int]] = {}  # by source, by the alias through which it is read
     for node in region:
         for operand in operands(node):
             if source_of(operand) not in inside:
                 read.setdefault(source_of(operand), {})[operand] = bytes_read(node, operand)
-    total = sum(min(_bytes(source), sum(parts.values())) for source, parts in read.items())
-    return total + sum(_bytes(node) for node in region if _is_read_outside(node, inside))
+    total = sum(min(node_nbytes(source), sum(parts.values())) for source, parts in read.items())
+    return total + sum(node_nbytes(node) for node in region if _is_read_outside(node, inside))
 
 
 def bytes_read(user: Node, operand: Node) -> int:
-    """Through a view that repeats elements (expand), or takes some of them (slice), no more than there are."""
+    """Return the bytes that a node reads of an operand.
+
+    Through a view that repeats elements (expand) or takes some of them (slice), it reads no more than there are.
+    """
     if user.target in LOOKUPS and user.args[0] is operand:
-        return min(_bytes(operand), _bytes(user))
-    least = _bytes(operand)
+        return min(node_nbytes(operand), node_nbytes(user))
+    least = node_nbytes(operand)
     while is_alias(operand):
         (operand,) = operand.all_input_nodes[:1]
-        least = min(least, _bytes(operand))
+        least = min(least, node_nbytes(operand))
     return least
+
+
+def node_nbytes(node: Node) -> int:
+    """Return the bytes of a node's results on a device."""
+    return sum(map(tensor_nbytes, results_of(node)))
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _is_read_outside(node: Node, inside: set[Node]) -> bool:
@@ -95,13 +108,9 @@ def _is_read_outside(node: Node, inside: set[Node]) -> bool:
     return False
 
 
-def _bytes(node: Node) -> int:
-    return sum(result.numel() * result.dtype.itemsize for result in results_of(node))
-
-
 @dataclass(eq=False)
 class _Region:
-    """A kernel while it is put together."""
+    """Hold a kernel while nodes join it."""
 
     first: int  # index of its first node
     rank: int
@@ -111,11 +120,11 @@ class _Region:
     nodes: list[Node] = field(default_factory=list)
     is_read: bool = False  # by a node outside
     reduces_rows: bool = False
-    late: list[Node] = field(default_factory=list)  # results that are there only when the kernel has ended
+    late: list[Node] = field(default_factory=list)  # results that are complete only when the kernel has ended
 
 
 class _Fusion:
-    """One walk over the graph: each node joins the region of an operand, or opens its own."""
+    """Walk over the graph once: each node joins the region of an operand, or opens its own."""
 
     def __init__(self, graph: Graph) -> None:
         self._of: dict[Node, _Region] = {}
@@ -126,11 +135,12 @@ class _Fusion:
                 self._add(index, node)
 
     def regions(self) -> tuple[tuple[Node, ...], ...]:
+        """Return the nodes of each region, in an order in which they can run."""
         alive = [region for region in self._all if region.nodes]
         return tuple(tuple(sorted(region.nodes)) for region in self._ordered(alive))
 
     def _ordered(self, alive: list[_Region]) -> Iterable[_Region]:
-        """Each region behind those that it reads; of those that can run, the one that begins first."""
+        """Yield each region after those that it reads; of those that can run, the one that begins first."""
         readers: dict[int, list[_Region]] = {region.first: [] for region in alive}
         waiting: dict[int, int] = {}
         for region in alive:
@@ -153,7 +163,7 @@ class _Fusion:
         return [source for first, source in found.items() if first != region.first]
 
     def _read_by(self, node: Node) -> list[_Region]:
-        """Regions of the node's operands, once each, in order of operands."""
+        """Return the regions of the node's operands, once each, in order of operands."""
         found: dict[_Region, None] = {}
         for source in self._inputs[node]:
             if (region := self._of.get(source)) is not None:
@@ -181,7 +191,7 @@ class _Fusion:
                 region.is_read = True
 
     def _join(self, node: Node, region: _Region, read: list[_Region], elements: int) -> bool:
-        """Make room for `node` in `region`, where it can join."""
+        """Prepare `region` for `node`; return whether the node can join it."""
         below = max((other.rank for other in read if other is not region), default=-1)
         if below >= region.rank and region.is_read:
             return False  # another operand may depend on the region
@@ -212,7 +222,7 @@ class _Fusion:
                 region.late.append(node)
 
     def _merge(self, region: _Region, into: _Region, read: list[_Region]) -> bool:
-        """Make `region` one with `into`, whose last node reads it, where nothing else does."""
+        """Merge `region` into `into`, whose last node reads it, if no other does; return whether they merged."""
         if region.is_read or region.late or not (region.is_open and into.is_open):
             return False
         if _are_apart(region.phase, into.phase):
@@ -236,12 +246,12 @@ class _Fusion:
 
 
 def _are_apart(one: Any, other: Any) -> bool:
-    """Whether one is of the forward and the other of the backward; nodes that Inductor adds do not say."""
+    """Return whether one belongs to the forward and the other to the backward; nodes that Inductor adds do not say."""
     return None not in (one, other) and one != other
 
 
 def _elements(node: Node) -> int:
-    """Elements of a node's loop: of its results, or of what it reduces."""
+    """Return the elements of a node's loop: of its results, or of what it reduces."""
     tensors = list(results_of(node))
     if is_reduction(node.target):
         tensors += [tensor_of(operand) for operand in operands(node)]
@@ -249,13 +259,13 @@ def _elements(node: Node) -> int:
 
 
 def _nests(one: int, other: int) -> bool:
-    """Whether a loop over the elements of one can be part of a loop over those of the other."""
+    """Return whether a loop over the elements of one can be part of a loop over those of the other."""
     small, large = (one, other) if one < other else (other, one)
     return small > 0 and large % small == 0
 
 
 def _reduces_rows(node: Node) -> bool:
-    """Whether the last dims are reduced, and no others: a row then stays in one block of threads."""
+    """Return whether the last dims are reduced, and no others: a row then stays in one block of threads."""
     value = operands(node)[0]
     ndim = tensor_of(value).ndim
     names = _argument_names(node.target)

@@ -1,8 +1,8 @@
-"""What a kernel costs: a roofline of arithmetic and memory, and its launch.
+"""Predict the seconds of a kernel: a roofline of arithmetic and memory, plus its launch.
 
-A product of matrices is made of squares of `tile` results, `units` of them at a time. On average half a square is
-wasted at each edge, half a tile of steps to fill the pipeline, and half a round of squares at the end: large products
-reach the device's efficiency, small ones a part of it, without the jumps that a count of squares would have.
+A matrix product is computed in square tiles of `tile` x `tile` results, `units` of them at a time. On average it wastes half
+a tile at each edge, half a tile of steps to fill the pipeline, and half a round of tiles at the end. So large products
+reach the device's efficiency and small ones a part of it, without the steps that counting whole tiles would give.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ ROOFLINE = sympy.Max(F / f, D / c) + launch
 PRODUCT = sympy.Max(2 * (K + t / 2) * (G * (M + t / 2) * (N + t / 2) + u * t**2 / 2) / (f * e), D / c) + launch
 ATTENTION = sympy.Max(F * (1 + u * t / (2 * G * M)) / (f * e), D / c) + launch  # a unit takes t query positions
 
-BACKWARD_PRODUCTS = 2.5  # five products for two: the weights again, then the gradients of v, weights, q and k
+# FLOPs of an attention backward per FLOP of its forward: five products for two, as FlashAttention computes the attention
+# weights again, then the gradients of v, weights, q and k (Dao 2023, "FlashAttention-2", section 4.1).
+BACKWARD_PRODUCTS = 2.5
 
 
 def kernel_seconds(call: Call, hardware: Hardware) -> float:
-    """Seconds of a call run as a kernel of its own, for the shapes that it has: per-device ones.
-
-    A view takes none.
-    """
+    """Return the seconds of a call that runs as a kernel of its own, for its per-device shapes. A view takes 0."""
     if is_view(call.op):
         return 0.0
     nbytes = kernel_bytes(call)
@@ -67,14 +66,14 @@ def kernel_seconds(call: Call, hardware: Hardware) -> float:
 
 
 def kernel_flops(call: Call) -> float:
-    """Floating point operations of products, convolutions and attention; others count none: memory bounds them."""
+    """Return the FLOPs of a product, convolution or attention; 0 for others, which memory bounds."""
     if call.op in _ATTENTION:
         return _attention_flops(call)
     return sum(product.flops for product in _products(call))
 
 
 def kernel_bytes(call: Call) -> float:
-    """Bytes that a call reads and writes; of a table that is looked up, those read."""
+    """Return the bytes that a call reads and writes; of a table that it looks up, only those that it reads."""
     written = sum(map(tensor_bytes, call.results))
     operands = call.operands
     if call.op in LOOKUPS:
@@ -84,12 +83,13 @@ def kernel_bytes(call: Call) -> float:
 
 
 def tensor_bytes(tensor: Tensor) -> float:
+    """Return the bytes of an operand or result of a call."""
     return float(math.prod(tensor.shape) * tensor.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of an [m, k] and a [k, n] matrix."""
+    """Describe `batch` products of an [m, k] and a [k, n] matrix."""
 
     batch: int
     m: int
@@ -103,25 +103,25 @@ class Product:
 
 @lru_cache(maxsize=1 << 14)
 def product_seconds(product: Product, nbytes: float, dtype: str, hardware: Hardware) -> float:
-    """Seconds of a kernel that multiplies matrices of `dtype` ("bf16") and moves `nbytes`."""
+    """Return the seconds of a kernel that multiplies matrices of `dtype` ("bf16") and moves `nbytes`."""
     shape = (product.batch, product.m, product.n, product.k)
     return float(_compiled("product")(*shape, product.flops, nbytes, *_figures(hardware, dtype, hardware.efficiency)))
 
 
 def attention_seconds(flops: float, nbytes: float, rows: int, dtype: str, hardware: Hardware) -> float:
-    """Seconds of a fused attention over `rows` query positions, counted over batch and heads."""
+    """Return the seconds of a fused attention over `rows` query positions, counted over batch and heads."""
     shape = (1, rows, 1, 1)
     return float(_compiled("attention")(*shape, flops, nbytes, *_figures(hardware, dtype, hardware.attention)))
 
 
 @lru_cache(maxsize=1 << 14)
 def region_seconds(flops: float, nbytes: float, hardware: Hardware, dtype: str = "f32") -> float:
-    """Seconds of one fused kernel that computes `flops` and moves `nbytes` across its border."""
+    """Return the seconds of one fused kernel that computes `flops` and reads and writes `nbytes`."""
     return float(_compiled("roofline")(1, 1, 1, 1, flops, nbytes, *_figures(hardware, dtype, 1.0)))
 
 
 def _figures(hardware: Hardware, dtype: str, efficiency: float) -> tuple[float, ...]:
-    """Values of the symbols behind D, in order."""
+    """Return the values of the symbols after D, in order."""
     rate = hardware.rate(dtype)
     return rate, hardware.memory_bandwidth, efficiency, hardware.tile, hardware.units, hardware.launch
 
@@ -134,12 +134,12 @@ def _compiled(which: str) -> Callable[..., Any]:
 
 
 def is_view(op: OpOverload) -> bool:
-    """Whether the op only renames elements; what is a copy of its own in the graph is none."""
+    """Return whether the op is a view: it moves no data."""
     return op.is_view or op is aten._unsafe_view.default
 
 
 def _dtype(call: Call) -> str:
-    """Dtype of the arithmetic: that of the first floating point operand, or result."""
+    """Return the dtype of the arithmetic: that of the first floating point operand, or result."""
     tensors = (*call.operands, *call.results)
     return next((DTYPE_NAMES[tensor.dtype] for tensor in tensors if tensor.dtype.is_floating_point), "f32")
 
@@ -151,12 +151,12 @@ LOOKUPS = frozenset({aten.embedding.default, aten.index.Tensor, aten.index_selec
 
 
 def _products(call: Call) -> tuple[Product, ...]:
-    """The matrix products that the call is."""
+    """Return the matrix products that the call computes."""
     return _PRODUCTS[call.op](call) if call.op in _PRODUCTS else ()
 
 
 def _matrices(first: int) -> Callable[[Call], tuple[Product, ...]]:
-    """Operands [.., m, k] and [.., k, n] from the `first` on."""
+    """Return a function from a call to its product of two operands, [.., m, k] and [.., k, n], from `first` on."""
 
     def products(call: Call) -> tuple[Product, ...]:
         left, right = call.operands[first : first + 2]
@@ -184,16 +184,16 @@ def _convolution(call: Call) -> tuple[Product, ...]:
 
 
 def _convolved(call: Call, value: Tensor, result: Tensor) -> Product:
-    """A convolution as the product that it is for each group: positions x channels out x (channels in x kernel)."""
+    """Return a convolution as one product per group: positions x channels out x (channels in x kernel)."""
     weight, groups = call.arg("weight"), call.arg("groups")
-    positions = value if call.arg("transposed") else result  # each of which meets the whole kernel
+    positions = value if call.arg("transposed") else result  # each is multiplied with the whole kernel
     into, outof = result.shape[1] // groups, value.shape[1] // groups
     rows = positions.shape[0] * math.prod(positions.shape[2:])
     return Product(groups, rows, into, outof * math.prod(weight.shape[2:]))
 
 
 def _convolution_backward(call: Call) -> tuple[Product, ...]:
-    """The gradient of the input is as large a product as the forward, that of the weight too."""
+    """Return the products of both gradients: each is as large as the forward's."""
     gradient, value = call.arg("grad_output"), call.arg("input")
     forward = _convolved(call, value, gradient)
     of_input = Product(forward.batch, forward.m, forward.k, forward.n)
@@ -228,7 +228,7 @@ def _attention_flops(call: Call) -> float:
 
 
 def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
-    """Pairs of a query and a key that it sees: causal, query i sees keys 0 to i."""
+    """Return how many pairs of a query and a key are computed: if causal, query i attends to keys 0 to i."""
     if not is_causal:
         return float(queries * keys)
     seen = min(queries, keys)

@@ -1,19 +1,20 @@
-"""In which order the host issues a program's tasks, so that communication hides behind compute.
+"""Order a program's tasks by list scheduling, so that communication hides behind compute.
 
-What an expert's runtime does, as list scheduling on the machine of `simulate`:
+The scheduler runs the machine of `simulate` and issues, at each time, what a tuned runtime would:
 
-1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, as long as the
-   bytes gathered ahead of their use fit the window, and its link will be free before the next kernel ends: no queue
-   builds up that others wait behind.
-2. A reduction of gradients is issued as soon as it can start without holding up a kernel, its link permitting.
-3. Any other collective is on the critical path: it is issued as soon as its operand is there.
-4. Kernels keep their order, but one that would wait lets others go first: what is ready and stands at most
-   `LOOKAHEAD` kernels further on, or what makes the operands of the next `LOOKAHEAD` gathers.
-5. What leads to one gradient alone (a weight's) can wait: with `fill`, for such a gap, `HELD` kernels at most; and the
-   last `held_seconds` of the backward for all the rest to be issued, so that the reduction that ends last has kernels
-   beside it. Those whose reductions take longest go first then.
-6. Where memory is short, what is gathered ahead, or made by a kernel that goes ahead, has to fit into what is free until
-   its turn; and a gather that has time lets the reductions go that wait for its link, which hold what they read.
+1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, while the bytes
+   gathered ahead of their use fit the window and its link will be free before the next kernel ends: no queue builds up
+   that others wait for.
+2. A reduction of gradients is issued as soon as it can start without delaying a kernel and its link is free.
+3. Any other collective is on the critical path: it is issued as soon as its operand is computed.
+4. Kernels keep their order, but one that would wait lets others run first: a ready kernel at most `LOOKAHEAD` kernels
+   further on, or the kernels that compute the operands of the next `LOOKAHEAD` gathers.
+5. Kernels that lead to one gradient alone (a weight's) can wait: with `fill`, at most `HELD` of them wait for a time at
+   which no other kernel can run; and those that take the last `held_seconds` of the backward wait until all others are
+   issued, so that the last reduction overlaps with kernels. Of these, those with the longest reductions run first.
+6. With a memory budget, what is gathered ahead, or computed by a kernel that runs ahead, has to fit into the free memory
+   up to its own turn; and a gather that has time lets reductions go first that wait for its link, since they hold their
+   operands.
 """
 
 from __future__ import annotations
@@ -24,57 +25,62 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
-from passes.cost.movable_tasks import Facts, Unit
+from passes.cost.movable_tasks import MovableTasks, Prefetch
 from passes.cost.program import Program
 
-LOOKAHEAD = 32  # kernels; about those of a layer's half
-HELD = 16  # kernels; about the weights of two layers
-LATE = 4  # kernels behind reductions, which end in order but for those on another link
+# Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.
+LOOKAHEAD = 32  # kernels: about those of half a transformer layer; more take longer to search and keep more in memory
+HELD = 16  # kernels: about the weight gradients of two layers, each of which keeps its operands in memory
+LATE = 4  # kernels that read reductions: these end in order, except on the other link, so few can be ready early
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """A program in the order of the module's text. All `windows`, in bytes, give this one."""
+class ListSchedule:
+    """Hold a program in the order that list scheduling gives it. All `windows`, in bytes, give the same order."""
 
     program: Program
     windows: range
 
 
-def ordered(facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float, room: int | None = None) -> Ordered:
-    """The program of `facts` with at most `window_bytes` gathered ahead of their use, and, with `room`, none that brings
-    memory above so many bytes."""
-    scheduler = _Scheduler(facts, window_bytes, fill=fill, held_seconds=held_seconds)
-    if room is not None:
-        scheduler.room = Room([room - nbytes for nbytes in facts.given.memory])
-    program = facts.program.reordered(scheduler.run())
-    return Ordered(program, range(scheduler.taken, scheduler.refused))
+def list_schedule(
+    movable: MovableTasks, window_bytes: int, *, fill: bool, held_seconds: float, memory_budget: int | None = None
+) -> ListSchedule:
+    """Return the program with at most `window_bytes` gathered ahead of their use.
+
+    With `memory_budget`, nothing that runs ahead brings memory above so many bytes.
+    """
+    scheduler = _Scheduler(movable, window_bytes, fill=fill, held_seconds=held_seconds)
+    if memory_budget is not None:
+        scheduler.free = FreeMemory([memory_budget - nbytes for nbytes in movable.given.memory])
+    program = movable.program.reordered(scheduler.run())
+    return ListSchedule(program, range(scheduler.taken, scheduler.refused))
 
 
-class Room:
-    """Bytes left at each turn of a program as it is given."""
+class FreeMemory:
+    """Hold the bytes that are free at each turn of a program in its own order, as a sparse table for range minima."""
 
     def __init__(self, free: list[int]) -> None:
-        self.tables = [free]  # of twice as many turns each
+        self.tables = [free]  # minima over 1, 2, 4, ... turns
         while (reach := 1 << (len(self.tables) - 1)) < len(free):
             last = self.tables[-1]
             self.tables.append([min(pair) for pair in zip(last, last[reach:], strict=False)])
 
     def least(self, first: int, last: int) -> int:
-        """Of the turns from `first` to `last`."""
+        """Return the fewest free bytes at the turns from `first` to `last`."""
         level = (last - first + 1).bit_length() - 1
         table = self.tables[level]
         return min(table[first], table[last + 1 - (1 << level)])
 
 
 class _Queue:
-    """Tasks that wait for their turn, and the first of them in `front`, as many as can start out of turn."""
+    """Hold tasks that wait for their turn; the first `reach` of them, `front`, can start out of turn."""
 
     def __init__(self, numbers: list[int], reach: int, issued: list[bool]) -> None:
         self.numbers, self.reach, self.issued = numbers, reach, issued
         self.front, self.next = numbers[:reach], reach
 
     def drop(self, number: int) -> None:
-        """A task that was issued; others behind the front may have been before."""
+        """Remove a task that was issued, and fill the front with the next ones that are not issued."""
         if number not in self.front:
             return
         self.front.remove(number)
@@ -85,50 +91,50 @@ class _Queue:
 
 
 class _Scheduler:
-    """Issues tasks one by one, and keeps the clocks that `simulate` will find."""
+    """Issue tasks one by one, and keep the clocks that `simulate` will find for this order."""
 
-    def __init__(self, facts: Facts, window_bytes: int, *, fill: bool, held_seconds: float) -> None:
-        program = facts.program
-        self.facts, self.tasks, self.index, self.window = facts, program.tasks, program.index, window_bytes
-        self.taken, self.refused = 0, sys.maxsize  # bytes ahead: the most that the window let in, the least that it did not
+    def __init__(self, movable: MovableTasks, window_bytes: int, *, fill: bool, held_seconds: float) -> None:
+        program = movable.program
+        self.movable, self.tasks, self.index, self.window = movable, program.tasks, program.index, window_bytes
+        self.taken, self.refused = 0, sys.maxsize  # bytes ahead: the most that the window allowed, the least that it did not
         self.streams, self.seconds, self.sizes = program.index.streams, program.index.seconds, program.index.sizes
         self.contention, self.is_contended = program.contention, bool(program.contention)
-        self.pending: list[int] = []  # collectives that a kernel may still run beside, where kernels slow them down
-        self.clocks = [0.0, 0.0, 0.0]  # the first is also the time at hand
-        self.ready = [0.0] * len(self.sizes)  # per buffer, when it is made
-        self.turns = [0.0] * len(self.tasks)  # per task, when its operands are made, as far as their makers are issued
-        self.missing = list(facts.missing)
-        self.due = [math.inf if stream or facts.missing[n] else 0.0 for n, stream in enumerate(self.streams)]
+        self.pending: list[int] = []  # collectives that a later kernel may overlap and slow down
+        self.clocks = [0.0, 0.0, 0.0]  # per stream, when it is free; the first is also the current time
+        self.ready = [0.0] * len(self.sizes)  # per buffer, when it is written
+        self.turns = [0.0] * len(self.tasks)  # per task, when its operands are written, as far as their writers are issued
+        self.missing = list(movable.missing)
+        self.due = [math.inf if stream or movable.missing[n] else 0.0 for n, stream in enumerate(self.streams)]
         self.issued = [False] * len(self.tasks)
         self.order: list[int] = []
         self.ahead = 0  # bytes gathered and not read yet
         self.unread = [False] * len(self.sizes)
-        self.units, self.unit, self.in_unit = facts.units, 0, facts.in_unit
-        self.makers = [number for unit in self.units for number in unit.tasks[:-1]]  # of the units' operands
-        self.firsts = [0, *accumulate(len(unit.tasks) - 1 for unit in self.units)]  # per unit, in them
-        self.room: Room | None = None
-        self.is_late = facts.is_late
-        self.fillers = set(facts.slack if fill else ())
-        self.held_last = facts.last_slack(held_seconds)
-        self.urgent: list[int] = []  # collectives whose operands' makers are issued
+        self.prefetches, self.next, self.in_prefetch = movable.prefetches, 0, movable.in_prefetch
+        self.makers = [number for one in self.prefetches for number in one.tasks[:-1]]  # kernels that compute their operands
+        self.firsts = [0, *accumulate(len(one.tasks) - 1 for one in self.prefetches)]  # per prefetch, its first in `makers`
+        self.free: FreeMemory | None = None
+        self.is_late = movable.is_late
+        self.fillers = set(movable.slack if fill else ())
+        self.held_last = movable.last_slack(held_seconds)
+        self.urgent: list[int] = []  # collectives on the critical path whose operands' writers are issued
         self.reductions: tuple[deque[int], ...] = (deque(), deque(), deque())  # by stream
         self.late = self.held = self.path = self.last = _Queue([], 0, self.issued)
         self.queues: dict[int, _Queue] = {}  # by task
         self.phase: set[int] = set()
 
     def run(self) -> list[int]:
-        """All tasks in the order of issue."""
-        for phase in self.facts.phases:
+        """Return the numbers of all tasks in the order of issue."""
+        for phase in self.movable.phases:
             self._begin(phase)
             while self._step():
                 pass
             self.clocks[0] = max(self.clocks)
-        assert len(self.order) == len(self.tasks), "a task waits for one behind it"
+        assert len(self.order) == len(self.tasks), "a task waits for a later one"
         return self.order
 
     def _begin(self, phase: list[int]) -> None:
         self.phase = set(phase)
-        waiting = [number for number in phase if number not in self.in_unit]
+        waiting = [number for number in phase if number not in self.in_prefetch]
         kernels = [number for number in waiting if self.streams[number] == 0]
         last = [n for n in self.held_last if n in self.phase]
         fillers = self.fillers.difference(last)
@@ -145,7 +151,7 @@ class _Scheduler:
                 self._operands_made(number)
 
     def _step(self) -> bool:
-        """Issue what can start now, or wait until something can; False when the phase has ended."""
+        """Issue what can start now, or wait until something can; return False when the phase has ended."""
         kernel = self._kernel()
         if kernel is None:
             return self._communicate(self.clocks[0]) or self._wait()
@@ -155,7 +161,7 @@ class _Scheduler:
         return True
 
     def _kernel(self) -> int | None:
-        """The kernel whose turn it is; None where each has to wait."""
+        """Return the kernel whose turn it is; None if each has to wait."""
         now, due = self.clocks[0], self.due
         for number in self.late.front:
             if due[number] <= now:
@@ -164,74 +170,74 @@ class _Scheduler:
         if len(held) > HELD and all([due[number] <= now for number in held]):
             return held[0]
         for number in self.path.front:
-            if due[number] <= now and (self.room is None or self._has_room(self.room, number)):
+            if due[number] <= now and (self.free is None or self._fits(self.free, number)):
                 return number
         for number in (*held, *self.last.front):
             if due[number] <= now:
                 return number
-        # What makes the operand of a later gather:
-        for number in self.makers[self.firsts[self.unit] : self.firsts[min(self.unit + LOOKAHEAD, len(self.units))]]:
+        # Kernels that compute the operand of a later gather:
+        for number in self.makers[self.firsts[self.next] : self.firsts[min(self.next + LOOKAHEAD, len(self.prefetches))]]:
             if due[number] <= now and number in self.phase:
                 return number
         return None
 
-    def _has_room(self, room: Room, number: int) -> bool:
-        """Whether there is memory for what a kernel of the path makes from now on, and not from its own turn on."""
+    def _fits(self, free: FreeMemory, number: int) -> bool:
+        """Return whether there is memory for a kernel's results from now on, instead of from its own turn on."""
         waiting = self.path.front[0]
         if number == waiting:
             return True
         made = sum([self.sizes[buffer] for buffer in self.index.outputs[number]])
-        return self.ahead + made <= room.least(waiting, number - 1)
+        return self.ahead + made <= free.least(waiting, number - 1)
 
     def _communicate(self, until: float) -> bool:
-        """Issue collectives; those that can wait only on a link that is free before `until`."""
+        """Issue collectives; those that can wait only if their link is free before `until`. Return whether any was issued."""
         count = len(self.order)
         for number in [n for n in self.urgent if self.turns[n] <= self.clocks[0]] if self.urgent else ():
             self.urgent.remove(number)
             self._issue(number)
-        while self.unit < len(self.units) and self._gather(self.units[self.unit], until):
-            self.unit += 1
+        while self.next < len(self.prefetches) and self._gather(self.prefetches[self.next], until):
+            self.next += 1
         for stream, queue in enumerate(self.reductions):
             while queue and self.clocks[stream] <= until and self.turns[queue[0]] <= self.clocks[0]:
                 self._issue(queue.popleft())
         return len(self.order) > count
 
-    def _gather(self, unit: Unit, until: float) -> bool:
-        """Issue a gather, if it is time."""
-        if unit.tasks[-1] not in self.phase:
+    def _gather(self, prefetch: Prefetch, until: float) -> bool:
+        """Issue a gather and the kernels before it, if it is time; return whether it was issued."""
+        if prefetch.tasks[-1] not in self.phase:
             return False
-        for buffer in unit.reads:
+        for buffer in prefetch.reads:
             if self.ready[buffer] > self.clocks[0]:
                 return False
         waiting = self.path.front[0] if self.path.front else len(self.tasks)
-        if unit.use > waiting:
-            ahead = self.ahead + unit.nbytes
+        if prefetch.use > waiting:
+            ahead = self.ahead + prefetch.nbytes
             if ahead > self.window:
                 self.refused = min(self.refused, ahead)
                 return False
             self.taken = max(self.taken, ahead)
-            if self.clocks[unit.stream] > until:
+            if self.clocks[prefetch.stream] > until:
                 return False
-            if self.room is not None and (self.reductions[unit.stream] or ahead > self.room.least(waiting, unit.use - 1)):
+            if self.free is not None and (self.reductions[prefetch.stream] or ahead > self.free.least(waiting, prefetch.use - 1)):
                 return False
-        for number in unit.tasks:
+        for number in prefetch.tasks:
             if not self.issued[number]:
                 self._issue(number)
-        for buffer in self.index.outputs[unit.tasks[-1]]:
+        for buffer in self.index.outputs[prefetch.tasks[-1]]:
             self.unread[buffer] = True
-        self.ahead += unit.nbytes
+        self.ahead += prefetch.nbytes
         return True
 
     def _wait(self) -> bool:
-        """Go on to the next time at which something can start; False where there is none."""
+        """Advance the clock to the next time at which something can start; return False if there is none."""
         fronts = (self.late.front, self.held.front, self.path.front, self.last.front)
         heads = [(stream, queue[0]) for stream, queue in enumerate(self.reductions) if queue]
         times = [self.due[number] for front in fronts for number in front]
         times += [self.turns[number] for number in (*self.urgent, *(head for _, head in heads))]
         times += [self.clocks[stream] for stream, _ in heads]
-        if self.unit < len(self.units):
-            unit = self.units[self.unit]
-            times += [self.clocks[unit.stream], *(self.ready[buffer] for buffer in unit.reads)]
+        if self.next < len(self.prefetches):
+            prefetch = self.prefetches[self.next]
+            times += [self.clocks[prefetch.stream], *(self.ready[buffer] for buffer in prefetch.reads)]
         later = [time for time in times if self.clocks[0] < time < math.inf]
         if later:
             self.clocks[0] = min(later)
@@ -267,7 +273,7 @@ class _Scheduler:
                 self._operands_made(reader)
 
     def _slow_links(self, start: float, end: float) -> None:
-        """Of a kernel beside them."""
+        """Delay the links and their pending collectives by a kernel that overlaps them."""
         for link in (1, 2):
             self.clocks[link] = self.contention.link_time(self.clocks[link], start, end)
         for number in self.pending:
@@ -280,7 +286,7 @@ class _Scheduler:
         self.pending = [n for n in self.pending if any(self.ready[b] > end for b in self.index.outputs[n])]
 
     def _read(self, number: int) -> None:
-        """Count what a task reads as no longer gathered ahead."""
+        """Stop counting what a task reads as gathered ahead."""
         if not self.ahead:
             return
         for buffer in self.index.inputs[number]:
@@ -292,11 +298,11 @@ class _Scheduler:
         if self.streams[number] == 0:
             self.due[number] = self.turns[number]
             return
-        if number in self.in_unit or number not in self.phase:
+        if number in self.in_prefetch or number not in self.phase:
             return
         if not self.tasks[number].deferrable:
             self.urgent.append(number)
-        elif number in self.facts.last:
+        elif number in self.movable.last:
             self.reductions[self.streams[number]].appendleft(number)
         else:
             self.reductions[self.streams[number]].append(number)

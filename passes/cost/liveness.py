@@ -1,4 +1,4 @@
-"""What a step holds in memory, and when: the model's state, and each buffer from its making to its last use."""
+"""Compute what a step holds in memory, and when: the model's state, and each buffer from its first to its last use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from passes.cost.program import PERSISTENT, Buffer, Index, Program
 
 
 def bytes_by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
+    """Return the sum of the buffers' bytes by kind."""
     found: dict[str, int] = {}
     for buffer in buffers:
         found[buffer.kind] = found.get(buffer.kind, 0) + buffer.nbytes
@@ -17,14 +18,14 @@ def bytes_by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> tuple[list[int], list[int]]:
-    """The first and the last turn at which each buffer is live."""
+    """Return the first and the last turn at which each buffer is live. A turn is the number of a task in issue order."""
     index, tasks = program.index, program.tasks
     final = len(tasks) - 1
     leaves = _leaves(index, starts, ends)
     firsts, lasts = [0] * len(program.buffers), [final] * len(program.buffers)
     for number, (buffer, maker, readers) in enumerate(zip(program.buffers, index.makers, index.readers, strict=True)):
         persistent = buffer.kind in PERSISTENT
-        is_held = persistent or buffer.kind == "activation" or not readers  # before the first task that reads it
+        is_held = persistent or buffer.kind == "activation" or not readers  # live before the first task that reads it
         firsts[number] = maker if maker >= 0 else 0 if is_held else readers[0]
         if not persistent:
             last = leaves[maker] if maker >= 0 else firsts[number]
@@ -39,7 +40,7 @@ def lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> t
 
 
 def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> list[int]:
-    """Per task, the last turn at which it still holds what it reads and gives."""
+    """Return, per task, the last turn at which it still holds what it reads and writes."""
     kernels = [turn for turn, stream in enumerate(index.streams) if stream == 0]
     kernel_starts = [starts[turn] for turn in kernels]
     final = len(starts) - 1
@@ -53,9 +54,9 @@ def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> lis
 
 
 def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
-    """Let the outputs of a task take the memory of inputs of their size that go with it.
+    """Let the outputs of a task take the memory of inputs of their size that no later task reads.
 
-    What a graph is given is not written: the backward does not work in the forward's memory.
+    A graph does not write to its inputs: the backward does not work in the forward's memory.
     """
     index, buffers, backward = program.index, program.buffers, program.tasks[turn].backward
     dying = [
@@ -71,6 +72,7 @@ def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
 
 
 def bytes_by_turn(program: Program, turns: tuple[list[int], list[int]]) -> list[int]:
+    """Return the live bytes at each turn, workspace included; `turns` are the first and last of each buffer."""
     changes = [0] * (len(program.tasks) + 1)
     for buffer, first, last in zip(program.buffers, *turns, strict=True):
         if first <= last:

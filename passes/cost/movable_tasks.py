@@ -1,4 +1,8 @@
-"""Which of a program's tasks can move, and how far: what holds of it however it is ordered."""
+"""Find which tasks of a program may move and how far, whatever the order: the input of list scheduling.
+
+Three kinds can move: gathers of parameters, which may start early; reductions of gradients, which may end late; and the
+kernels that lead to one gradient alone, which may wait.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +13,39 @@ from itertools import accumulate
 from passes.cost.program import OPTIMIZER, Program
 from passes.cost.simulate import Timeline, simulate
 
-NONE, MANY = -1, -2  # ends that a task leads to
+NONE, MANY = -1, -2  # instead of the one gradient that a task leads to: it leads to none, or to several
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A gather of parameters with the kernels that make its operand."""
+class Prefetch:
+    """Describe a gather of parameters with the kernels that compute its operand."""
 
     tasks: tuple[int, ...]
-    reads: tuple[int, ...]  # buffers that other units make
-    use: int  # the first task in program order that needs it, or a later unit
-    nbytes: int
+    reads: tuple[int, ...]  # buffers that tasks outside of it write
+    use: int  # the first task in program order that needs it, or a later gather
+    nbytes: int  # of the gathered result
     stream: int
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What holds of a program however it is ordered. Lists are by task."""
+class MovableTasks:
+    """Hold what is true of a program in any order. Lists are by task."""
 
     program: Program
     phases: tuple[list[int], ...]  # forward, backward and optimizer
-    units: list[Unit]
-    missing: list[int]  # operands that tasks make
-    is_late: list[bool]
+    prefetches: list[Prefetch]
+    missing: list[int]  # how many operands other tasks write
+    is_late: list[bool]  # whether it reads the result of a gradient's reduction
     ends: list[int]  # of tasks that lead to one gradient alone: which; else `NONE` or `MANY`
-    last: set[int]  # reductions of the gradient that is made last
+    last: set[int]  # reductions of the gradient that is computed last
 
     @staticmethod
-    def of(program: Program) -> Facts:
-        return Facts(
+    def of(program: Program) -> MovableTasks:
+        """Find them in a program."""
+        return MovableTasks(
             program,
             tuple([number for number, call in enumerate(program.index.calls) if call == phase] for phase in range(3)),
-            _units(program),
+            _prefetches(program),
             [len(sources) for sources in program.index.sources],
             _late(program),
             *_ends(program),
@@ -48,35 +53,36 @@ class Facts:
 
     @cached_property
     def given(self) -> Timeline:
-        """As the program stands."""
+        """Return the timeline of the program in its own order."""
         return simulate(self.program)
 
     @cached_property
-    def in_unit(self) -> set[int]:
-        """Tasks of the units."""
-        return {number for unit in self.units for number in unit.tasks}
+    def in_prefetch(self) -> set[int]:
+        """Return the tasks of the prefetches."""
+        return {number for one in self.prefetches for number in one.tasks}
 
     @cached_property
     def slack(self) -> tuple[int, ...]:
-        """Kernels of the backward that lead to one gradient alone, and not to the one that ends last."""
-        streams, in_unit = self.program.index.streams, self.in_unit
+        """Return the kernels of the backward that lead to one gradient alone, which is not the last one."""
+        streams, in_prefetch = self.program.index.streams, self.in_prefetch
         return tuple(
             number
             for number, end in enumerate(self.ends)
-            if end >= 0 and not (streams[number] or self.is_late[number] or number in in_unit)
+            if end >= 0 and not (streams[number] or self.is_late[number] or number in in_prefetch)
         )
 
     @cached_property
     def slack_seconds(self) -> float:
+        """Return the seconds that the kernels of `slack` take."""
         return sum(self.program.tasks[number].seconds for number in self.slack)
 
     @cached_property
     def last_seconds(self) -> float:
-        """Of the reduction that ends last, one behind the other where they are several."""
+        """Return the seconds of the reductions of the last gradient, one after another."""
         return sum(self.program.tasks[number].seconds for number in self.last)
 
     def last_slack(self, seconds: float) -> list[int]:
-        """The last kernels of `slack`, as many as take so long; those with the longest reductions first."""
+        """Return the last kernels of `slack` that take at most `seconds`; those with the longest reductions first."""
         tasks, found = self.program.tasks, list[int]()
         for number in reversed(self.slack):
             seconds -= tasks[number].seconds
@@ -90,29 +96,29 @@ class Facts:
         return sorted(found, key=lambda number: (-reductions[self.ends[number]], self.ends[number], number))
 
 
-def _units(program: Program) -> list[Unit]:
-    """Gathers of parameters in the order of use, each with what it needs and none before it had."""
+def _prefetches(program: Program) -> list[Prefetch]:
+    """Return the gathers of parameters in the order of use, each with the kernels that no earlier one has."""
     index, tasks = program.index, program.tasks
     gathers = [number for number, task in enumerate(tasks) if task.prefetchable]
-    members = {*gathers, *_behind(program, gathers)}
+    members = {*gathers, *_dependencies(program, gathers)}
     uses = [len(tasks)] * len(tasks)
     for number in sorted(members, reverse=True):
         uses[number] = min([uses[r] if r in members else r for r in index.targets[number]], default=len(tasks))
-    units, taken = [], set(gathers)
+    found, taken = [], set(gathers)
     for number in sorted(gathers, key=lambda n: (tasks[n].backward, uses[n], n)):
-        kernels = sorted(n for n in _behind(program, [number]) if n not in taken)
+        kernels = sorted(n for n in _dependencies(program, [number]) if n not in taken)
         taken.update(kernels)
         made = {buffer for n in kernels for buffer in index.outputs[n]}
         reads = [b for n in (*kernels, number) for b in index.inputs[n] if index.makers[b] >= 0 and b not in made]
         nbytes = sum(program.buffers[buffer].nbytes for buffer in index.outputs[number])
         use = min(uses[n] for n in (*kernels, number))
-        units.append(Unit((*kernels, number), tuple(reads), use, nbytes, index.streams[number]))
-    dues = list(accumulate((unit.use for unit in reversed(units)), min))
-    return [replace(unit, use=due) for unit, due in zip(units, reversed(dues), strict=True)]
+        found.append(Prefetch((*kernels, number), tuple(reads), use, nbytes, index.streams[number]))
+    dues = list(accumulate((one.use for one in reversed(found)), min))
+    return [replace(one, use=due) for one, due in zip(found, reversed(dues), strict=True)]
 
 
-def _behind(program: Program, numbers: list[int]) -> set[int]:
-    """Tasks of the same direction that others wait for."""
+def _dependencies(program: Program, numbers: list[int]) -> set[int]:
+    """Return the tasks of the same direction (forward or backward) that the given ones depend on."""
     index = program.index
     found: set[int] = set()
     queue = list(numbers)
@@ -126,9 +132,9 @@ def _behind(program: Program, numbers: list[int]) -> set[int]:
 
 
 def _late(program: Program) -> list[bool]:
-    """Per task, whether it reads what comes of a gradient's reduction."""
+    """Return, per task, whether it depends on a gradient's reduction."""
     late = [False] * len(program.tasks)
-    comes_late = [task.deferrable for task in program.tasks]  # its result: it is late, or a reduction itself
+    comes_late = [task.deferrable for task in program.tasks]  # it is a reduction itself, or depends on one
     for number, (task, sources) in enumerate(zip(program.tasks, program.index.sources, strict=True)):
         if task.kind != OPTIMIZER and any([comes_late[source] for source in sources]):
             late[number] = comes_late[number] = True
@@ -136,15 +142,16 @@ def _late(program: Program) -> list[bool]:
 
 
 def _ends(program: Program) -> tuple[list[int], set[int]]:
-    """Per task of the backward, the one reduction or gradient that it leads to; `MANY`, or `NONE`. And the last messages.
+    """Return, per task of the backward, the one end that it leads to (or `MANY`, `NONE`), and the reductions of the last end.
 
-    What a copy joins for a message counts for each by itself, as the number of its buffer behind those of the tasks. The
-    end that is furthest from where the backward starts has what leads to it as its path: that leads to `MANY`.
+    An end is a reduction or a gradient, by the number of its task. Where a copy joins several values for one message, each
+    value is an end of its own: its buffer's number plus the number of tasks. The end with the longest path from the start
+    of the backward is the last one; its path is critical, so it counts as leading to `MANY`.
     """
     index, tasks = program.index, program.tasks
     ends, joins = [NONE] * len(tasks), _joins(program)
-    heads: dict[int, float] = {}  # by end, the longest way to it
-    ways = _ways(program)
+    heads: dict[int, float] = {}  # by end, seconds of the longest path to it
+    paths = _longest_paths(program)
     for number in reversed(range(len(tasks))):
         task = tasks[number]
         if task.kind == OPTIMIZER or not task.backward:
@@ -153,13 +160,13 @@ def _ends(program: Program) -> tuple[list[int], set[int]]:
         for buffer in index.outputs[number]:
             for reader in index.readers[buffer]:
                 if joins[reader]:
-                    heads[len(tasks) + buffer] = ways[number]
+                    heads[len(tasks) + buffer] = paths[number]
                     found.add(len(tasks) + buffer)
                 elif ends[reader] != NONE:
                     found.add(ends[reader])
         if task.deferrable or "gradient" in [program.buffers[buffer].kind for buffer in index.outputs[number]]:
             ends[number] = min(found, default=number)
-            heads[ends[number]] = max(ways[number], heads.get(ends[number], 0.0))
+            heads[ends[number]] = max(paths[number], heads.get(ends[number], 0.0))
         elif found:
             ends[number] = found.pop() if len(found) == 1 else MANY
     last = max(heads, key=lambda end: (heads[end], -end), default=NONE)
@@ -171,7 +178,7 @@ def _ends(program: Program) -> tuple[list[int], set[int]]:
 
 
 def _joins(program: Program) -> list[bool]:
-    """Per task, whether it is a kernel that joins several values for reductions of gradients."""
+    """Return, per task, whether it is a kernel that joins several values for reductions of gradients."""
     index, tasks = program.index, program.tasks
     return [
         stream == 0 and len(inputs) > 1 and bool(readers) and all([tasks[reader].deferrable for reader in readers])
@@ -179,9 +186,9 @@ def _joins(program: Program) -> list[bool]:
     ]
 
 
-def _ways(program: Program) -> list[float]:
-    """Per task, the longest way to its end."""
-    ways: list[float] = []
+def _longest_paths(program: Program) -> list[float]:
+    """Return, per task, the seconds of the longest path up to its end."""
+    paths: list[float] = []
     for seconds, sources in zip(program.index.seconds, program.index.sources, strict=True):
-        ways.append(seconds + max([ways[source] for source in sources], default=0.0))
-    return ways
+        paths.append(seconds + max([paths[source] for source in sources], default=0.0))
+    return paths

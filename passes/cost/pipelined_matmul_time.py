@@ -1,14 +1,15 @@
-"""What an operator costs that sends rows of one rank while it multiplies those of another.
+"""Price the operators that send rows of one rank while they multiply those of another.
 
 As torch/distributed/_symmetric_memory/__init__.py does it on k ranks, in `_pipelined_multi_all_gather_and_consume`
 and `_pipelined_produce_and_all2all`, with P seconds for the product of one rank's rows and L for their way over the link:
 
-- a gather copies its part to where the others can read it, and meets them; then it multiplies that part while the next
-  one arrives, and so on: max(k P, (k - 1) L + P). It meets the others three times in all;
-- a reduce-scatter computes what the others are to have, meets them twice for each, and sends one while it computes the
-  next; its own comes last: max(k P, (k - 1) L + P, (k - 1) P + L), with the meetings in L. A kernel then adds the terms.
+- a gather copies its part to memory that the others can read, and synchronizes; then it multiplies that part while the next
+  one arrives, and so on: max(k P, (k - 1) L + P). It synchronizes three times in all;
+- a reduce-scatter computes the parts of the others, synchronizes twice for each, and sends one while it computes the next;
+  its own part comes last: max(k P, (k - 1) L + P, (k - 1) P + L), with the barriers in L. A kernel then adds the terms.
 
-Two copies never run at once, nor two products faster than one behind the other. To meet is a kernel and a step of the link.
+Two copies never overlap, and two products are no faster at the same time than one after another. A barrier takes a kernel's
+launch and one step of the link.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from passes.rules.rule import Call, Tensor
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Seconds of an operator, and bytes that it needs while it runs."""
+    """Hold the seconds of an operator, and the bytes that it needs while it runs."""
 
     seconds: float
-    sending: float  # of them, while the link is in use
-    waiting: float  # of them, while nothing is computed; the link is in use then
+    sending: float  # of these, seconds in which the link is in use
+    waiting: float  # of those, seconds in which nothing is computed
     flops: float
     nbytes: float  # sent or received, all ranks' together
     workspace: int
 
 
 def pipelined(call: Call, hardware: Hardware) -> Pipelined:
-    """The price of a call of one of the two operators, on ranks of one node."""
+    """Return the price of a call of one of the two operators, on ranks of one node."""
     if call.op is ALL_GATHER_MATMUL:
         part, others, dim, keep, ranks, _ = call.args
         return _gather(part, others, ranks, hardware, is_moved=dim > 0, keep=keep)
@@ -53,8 +54,8 @@ def _gather(
     products = [Product(1, math.prod(part.shape[:-1]), other.shape[1], width) for other in others]
     product = sum(_product(one, part, hardware) for one in products)
     link = sent / hardware.inside.bandwidth + hardware.inside.latency
-    copies = (2 if is_moved else 1) * region_seconds(0.0, 2 * sent, hardware)  # into rows, and to where others read it
-    seconds = copies + 3 * _meeting(hardware) + max(ranks * product, (ranks - 1) * link + product)
+    copies = (2 if is_moved else 1) * region_seconds(0.0, 2 * sent, hardware)  # into rows, and to shared memory
+    seconds = copies + 3 * _barrier(hardware) + max(ranks * product, (ranks - 1) * link + product)
     workspace = sent + (0 if keep else ranks * sent)
     flops = ranks * sum(one.flops for one in products)
     return _pipelined(seconds, (ranks - 1) * link, ranks * product + copies, flops, ranks * sent, workspace)
@@ -65,11 +66,11 @@ def _reduction(rows: Tensor, other: Tensor, ranks: int, hardware: Hardware, *, i
     one = Product(1, count, width, rows.shape[-1])
     sent = float(count * width * rows.dtype.itemsize)
     product = _product(one, rows, hardware)
-    link = sent / hardware.inside.bandwidth + hardware.inside.latency + 2 * _meeting(hardware)
+    link = sent / hardware.inside.bandwidth + hardware.inside.latency + 2 * _barrier(hardware)
     around = region_seconds(0.0, 2 * tensor_bytes(rows), hardware) if is_moved else 0.0
     around += region_seconds(0.0, (ranks + 1) * sent, hardware)
     pipeline = max(ranks * product, (ranks - 1) * link + product, (ranks - 1) * product + link)
-    seconds = around + 2 * _meeting(hardware) + pipeline
+    seconds = around + 2 * _barrier(hardware) + pipeline
     workspace = (ranks + 2) * sent + (tensor_bytes(rows) if is_moved else 0)
     return _pipelined(
         seconds, (ranks - 1) * link, ranks * product + around, ranks * one.flops, ranks * sent, workspace
@@ -88,5 +89,5 @@ def _product(one: Product, like: Tensor, hardware: Hardware) -> float:
     return product_seconds(one, nbytes, DTYPE_NAMES[like.dtype], hardware)
 
 
-def _meeting(hardware: Hardware) -> float:
+def _barrier(hardware: Hardware) -> float:
     return hardware.launch + hardware.inside.latency

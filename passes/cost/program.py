@@ -1,6 +1,7 @@
-"""One device's training step as tasks on streams and buffers in memory: what is simulated, scheduled and reported.
+"""Describe one device's training step as tasks on streams and buffers in memory.
 
-A program knows no tensors and no graph. Its tasks stand in the order in which the host issues them.
+This is what is simulated, scheduled and reported. A program knows no tensors and no graph. Its tasks stand in the order in
+which the host issues them.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ from passes.ir.mesh import Mesh
 COMPUTE, INSIDE, ACROSS = "compute", "inside", "across"  # the streams: kernels, links inside a node, links across
 STREAMS = (COMPUTE, INSIDE, ACROSS)
 OPTIMIZER = "optimizer"
-STATE = ("parameter", "buffer", "gradient", "optimizer")  # kinds of buffers that are the model's
-PERSISTENT = (*STATE, "input", "output")  # kinds that stay to the end
+STATE = ("parameter", "buffer", "gradient", "optimizer")  # kinds of buffers that belong to the model
+PERSISTENT = (*STATE, "input", "output")  # kinds that stay live to the end of the step
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that one task writes and others read; views of it are no buffers.
+    """Describe memory that one task writes and others read; a view is not a buffer of its own.
 
     `kind` is one of
-    - parameter, buffer, optimizer: the model's state; there from the start to the end
-    - input: the batch; there from the start to the end, as the caller holds it
-    - gradient, output: there from when it is made to the end
-    - gathered: made of parameters alone (an all-gather's result and copies of it)
-    - activation: made by the forward, read by the backward
+    - parameter, buffer, optimizer: the model's state; live from start to end
+    - input: the batch; live from start to end, as the caller holds it
+    - gradient, output: live from when it is computed to the end
+    - gathered: computed from parameters alone (an all-gather's result and copies of it)
+    - activation: computed by the forward, read by the backward
     - temporary: all others
     """
 
     name: str
     nbytes: int
     kind: str
-    fqn: str = ""  # a parameter's own (also for its gradient and optimizer state), or the module that made it
-    node: str = ""  # name of the graph's node that makes it
+    fqn: str = ""  # a parameter's own (also for its gradient and optimizer state), or the module that computes it
+    node: str = ""  # name of the graph's node that computes it
     backward: bool = False
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel (a fused region counts as one), one collective, or one parameter's update.
+    """Describe one kernel (a fused region counts as one), one collective, or the update of one parameter.
 
     Collectives run on the stream of their link, all others on the compute stream. A task that reads a collective's
-    result waits for it: there are no waits in a program. An operator that computes and sends at once is a kernel that
-    holds its link's stream as well.
+    result waits for it, so a program has no wait tasks. An operator that computes and sends at once is a kernel that
+    occupies its link's stream as well.
     """
 
     name: str
@@ -54,11 +55,11 @@ class Task:
     stream: str  # "compute", "inside" or "across"
     seconds: float
     inputs: tuple[str, ...] = ()  # names of buffers
-    outputs: tuple[str, ...] = ()  # names of buffers, each made by this task alone
-    workspace: int = 0  # bytes that it needs while it runs, beside its inputs and outputs
-    link: str = ""  # of a kernel that sends: the stream that it holds beside its own
+    outputs: tuple[str, ...] = ()  # names of buffers, each written by this task alone
+    workspace: int = 0  # bytes that it needs while it runs, besides its inputs and outputs
+    link: str = ""  # of a kernel that sends: the stream that it occupies besides its own
     sending: float = 0.0  # of such a kernel: seconds of it in which the link is in use
-    waiting: float = 0.0  # and those of them in which it computes nothing
+    waiting: float = 0.0  # of those, seconds in which it computes nothing
     in_place: bool = False  # an output takes the memory of an input of its size that no later task reads
     axes: tuple[str, ...] = ()  # of a collective
     dtype: str = ""  # of a collective: "f32"
@@ -66,32 +67,33 @@ class Task:
     flops: float = 0.0
     fqn: str = ""  # the module that it comes from
     nodes: tuple[str, ...] = ()  # names of the graph's nodes that it runs
-    steps: tuple[str, ...] = ()  # of a collective: those of the plan that it runs, by id
+    steps: tuple[str, ...] = ()  # ids of the plan's collectives that it runs
     backward: bool = False
-    prefetchable: bool = False  # reads what parameters give, or what was kept from the forward: it may start at any time
-    deferrable: bool = False  # only gradients come of it: it may end at any time
+    prefetchable: bool = False  # depends on parameters, or on what the forward kept: it may start at any time
+    deferrable: bool = False  # leads to gradients or outputs alone: it may end at any time
 
     @property
     def is_collective(self) -> bool:
+        """Return whether it runs on the stream of a link."""
         return self.stream != COMPUTE
 
     @property
     def is_sending(self) -> bool:
-        """Whether it is a collective, or a kernel that sends."""
+        """Return whether it is a collective, or a kernel that sends."""
         return self.stream != COMPUTE or self.link != ""
 
     def span_of_link(self, start: float, end: float) -> tuple[float, float]:
-        """When its link is in use, if it sends at all and runs from `start` to `end`: a kernel sends first."""
+        """Return when a task that runs from `start` to `end` uses its link: a kernel sends first."""
         return (start, end) if self.is_collective else (start, start + self.sending)
 
     def span_of_compute(self, start: float, end: float) -> tuple[float, float]:
-        """When it computes, if it is a kernel that runs from `start` to `end`."""
+        """Return when a kernel that runs from `start` to `end` computes: not while it waits for its link."""
         return start + self.waiting, end
 
 
 @dataclass(frozen=True)
 class Program:
-    """Tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
+    """Hold tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
 
     tasks: tuple[Task, ...] = field(repr=False)
     buffers: tuple[Buffer, ...] = field(repr=False)
@@ -99,13 +101,13 @@ class Program:
 
     @property
     def contention(self) -> Contention:
-        """The hardware's; none where that is not known."""
+        """Return the hardware's contention; none where the hardware is not known."""
         hardware = self.mesh.hardware
         return Contention() if hardware is None else Contention(hardware.contention, hardware.link_contention)
 
     @cached_property
     def index(self) -> Index:
-        """The same by number."""
+        """Return the same program with tasks and buffers by number."""
         numbers = {buffer.name: number for number, buffer in enumerate(self.buffers)}
         return Index(
             [tuple([numbers[name] for name in task.inputs]) for task in self.tasks],
@@ -118,7 +120,7 @@ class Program:
         )
 
     def reordered(self, order: Sequence[int]) -> Program:
-        """The same tasks in another order: that of their numbers in `order`."""
+        """Return the same tasks in another order: `order` holds their numbers."""
         program = replace(self, tasks=tuple([self.tasks[number] for number in order]))
         vars(program)["index"] = self.index.reordered(order)
         return program
@@ -129,19 +131,19 @@ _NUMBERS = {stream: number for number, stream in enumerate(STREAMS)}
 
 @dataclass(frozen=True)
 class Index:
-    """Tasks and buffers of a program by their numbers. Lists are by task, if they do not say otherwise."""
+    """Hold the tasks and buffers of a program by number. Lists are by task unless they say otherwise."""
 
     inputs: list[tuple[int, ...]]  # buffers
     outputs: list[tuple[int, ...]]
     streams: list[int]  # numbers in STREAMS
-    holds: list[int]  # the number of the link's stream that a task holds beside its own, or 0
+    holds: list[int]  # the number of the link's stream that a task occupies besides its own, or 0
     seconds: list[float]
-    calls: list[int]  # forward, backward, update
+    calls: list[int]  # 0: forward, 1: backward, 2: update
     sizes: list[int]  # bytes per buffer
 
     @cached_property
     def makers(self) -> list[int]:
-        """Per buffer, a task; -1: there before the first one."""
+        """Return, per buffer, the task that writes it; -1: it is live before the first task."""
         makers = [-1] * len(self.sizes)
         for number, outputs in enumerate(self.outputs):
             for buffer in outputs:
@@ -150,7 +152,7 @@ class Index:
 
     @cached_property
     def readers(self) -> list[list[int]]:
-        """Per buffer, tasks in order."""
+        """Return, per buffer, the tasks that read it, in order."""
         readers: list[list[int]] = [[] for _ in self.sizes]
         for number, inputs in enumerate(self.inputs):
             for buffer in inputs:
@@ -159,18 +161,18 @@ class Index:
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """Tasks that make the inputs, one per input that is made."""
+        """Return the tasks that write each task's inputs, one per input that a task writes."""
         makers = self.makers
         return [[makers[buffer] for buffer in inputs if makers[buffer] >= 0] for inputs in self.inputs]
 
     @cached_property
     def targets(self) -> list[list[int]]:
-        """Tasks that read the outputs, one per reading."""
+        """Return the tasks that read each task's outputs, one per read."""
         readers = self.readers
         return [[reader for buffer in outputs for reader in readers[buffer]] for outputs in self.outputs]
 
     def reordered(self, order: Sequence[int]) -> Index:
-        """The index of the same tasks in another order."""
+        """Return the index of the same tasks in another order."""
         return Index(
             [self.inputs[number] for number in order],
             [self.outputs[number] for number in order],

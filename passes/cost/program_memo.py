@@ -1,6 +1,6 @@
-"""The program of a graph, made once for passes that ask for it one behind the other.
+"""Keep the last program that was built, for passes that price the same graph one after another.
 
-To make one takes as long as a pass; most passes are given the graph that the one before them has priced.
+Building a program takes as long as a pass, and most passes get the graph that the pass before them has priced.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from passes.ir.mesh import Mesh
 
 @dataclass
 class ProgramMemo:
-    """Remembers the program that was asked for last, and all of the graph that it was made of."""
+    """Remember the last program that was built, and everything in the graph that it was built from."""
 
     _facts: list[Any] = field(default_factory=list)
     _found: Program | None = None
 
     def of(self, gm: GraphModule, mesh: Mesh, *, fused: bool) -> Program:
-        """`program_of_graph`, made again only for another graph, mesh or `fused`, or one that was changed."""
+        """Return `program_of_graph`, built again only for another graph, mesh or `fused`, or a graph that has changed."""
         facts: list[Any] = [mesh, fused, outputs_of(gm.graph)]
         for node in gm.graph.nodes:
             facts += (node, node.target, node.args, node.kwargs, *node.meta.values())
@@ -36,5 +36,5 @@ class ProgramMemo:
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists have the same objects: arguments and facts of a node are replaced, and never changed in place."""
+    """Return whether two lists hold the same objects: arguments and facts of a node are replaced, never changed in place."""
     return len(some) == len(others) and all(map(operator.is_, some, others))

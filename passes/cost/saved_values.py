@@ -1,4 +1,4 @@
-"""What a model's blocks keep for the backward, and what the backward makes again of that."""
+"""Decide which values a model's blocks keep for the backward, and which the backward computes again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
-from passes.cost.fused_regions import source_of
+from passes.cost.fused_regions import node_nbytes, source_of
 from passes.ir.blocks import Blocks
-from passes.ir.graph import Saving, operands, results_of, transfer_of
+from passes.ir.graph import Saving, operands, transfer_of
 from passes.rules.rule import call_of
 
 
-def savings(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
-    """What is to be said of the values that the backward needs: those of blocks, in the order of the graph."""
+def saved_or_remade(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
+    """Return, for each value of a block that the backward needs, whether it is saved or remade, in graph order.
+
+    `kept` are kinds of values that are saved although they do not leave their block.
+    """
     saved = {stored(node, blocks) for node in blocks.leaving()}
     saved |= {node for node, kind in blocks.kind.items() if kind in kept or _draws(node)}
     needed: set[Node] = set()
@@ -34,7 +37,7 @@ def savings(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
 
 
 def _draws(node: Node) -> bool:
-    """Whether a kernel draws random numbers."""
+    """Return whether a kernel draws random numbers."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     has_dropout = any(argument.name == "dropout_p" for argument in node.target._schema.arguments)
@@ -42,23 +45,18 @@ def _draws(node: Node) -> bool:
 
 
 def stored(node: Node, blocks: Blocks) -> Node:
-    """What is kept for a value that leaves its block: the memory that it is a view of, or what that was gathered from."""
+    """Return what to keep for a value that leaves its block: the memory that it is a view of, or what was gathered into it."""
     found = at = source_of(node)
     while _is_moved(at) and blocks.block.get(source := source_of(operands(at)[0])) == blocks.block[node]:
         at = source
-        found = at if nbytes_of(at) < nbytes_of(found) else found
+        found = at if node_nbytes(at) < node_nbytes(found) else found
     return found
 
 
 def _is_moved(node: Node) -> bool:
-    """Whether a value is a copy of its one operand, or of what all ranks have of it."""
+    """Return whether a value is a copy of its one operand, or the operands of all ranks gathered."""
     transfer = transfer_of(node)
     return node.target in _COPIES or (transfer is not None and transfer.kind == "all_gather")
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops._c10d_functional.wait_tensor.default)
-
-
-def nbytes_of(node: Node) -> int:
-    """Bytes of what a call gives on a device."""
-    return sum(result.numel() * result.dtype.itemsize for result in results_of(node))

@@ -1,4 +1,4 @@
-"""Run a program on a machine model: one compute stream, one stream per link, memory.
+"""Simulate a program on a machine model: one compute stream, one stream per link, memory.
 
 The model is that of CUDA streams, NCCL, and a host that runs ahead of the device:
 
@@ -7,16 +7,15 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
 3. Collectives of one link run one at a time, in the order of issue; the links are independent of each other. A kernel
    that sends takes its turn on its link as well.
 4. A collective starts when all kernels issued before it have ended: NCCL records an event on the compute stream at
-   issue. A collective that reads another's result makes the compute stream wait for that, as `wait_tensor` does.
-5. The forward, the backward and the optimizer are calls of their own: each starts when the one before has ended,
-   its collectives too.
-6. Memory is given and taken in the order of issue, as an allocator with one pool per stream does. A kernel's results
-   are there from its own turn on, a collective's from its issue on; a value goes with the last kernel that reads it.
-   What a collective reads or gives stays until the first kernel that starts after the collective has ended: there
-   its wait costs nothing.
-
+   issue. A collective that reads another's result makes the compute stream wait for it, as `wait_tensor` does.
+5. The forward, the backward and the optimizer are separate calls: each starts when the one before has ended,
+   including its collectives.
+6. Memory is allocated and freed in the order of issue, as an allocator with one pool per stream does. A kernel's
+   results are live from its own turn, a collective's from its issue; a value is freed after the last kernel that reads
+   it. What a collective reads or writes stays live until the first kernel that starts after the collective has ended:
+   waiting there costs nothing.
 7. A kernel is slower while a link is in use, and a collective while a kernel runs, by the hardware's `contention` and
-   `link_contention` (`passes/cost/contention.py`). A kernel that sends is not slowed down, nor does it slow others down.
+   `link_contention` (`passes/cost/contention.py`). A kernel that sends neither is slowed down nor slows others down.
 """
 
 from __future__ import annotations
@@ -34,47 +33,49 @@ from passes.cost.program import Buffer, Index, Program, Task
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task of a program runs, and what is live meanwhile. Seconds and bytes; tasks in issue order."""
+    """Hold when each task of a program runs, and what is live meanwhile. Seconds and bytes; tasks in issue order."""
 
     program: Program = field(repr=False)
     starts: tuple[float, ...] = field(repr=False)
     ends: tuple[float, ...] = field(repr=False)
-    turns: tuple[float, ...] = field(repr=False)  # when the compute stream gets to where a task was issued
+    turns: tuple[float, ...] = field(repr=False)  # when the compute stream reaches the point where a task was issued
 
     @cached_property
     def step_time(self) -> float:
+        """Return when the last task ends."""
         return max(self.ends, default=0.0)
 
     @cached_property
     def compute(self) -> float:
-        """Time in which the compute stream is busy."""
+        """Return the seconds in which the compute stream is busy."""
         return sum(self.compute_by_task)
 
     @cached_property
     def compute_by_task(self) -> tuple[float, ...]:
-        """Per task, the time in which it keeps the compute stream busy: none for a collective."""
+        """Return, per task, the seconds in which it keeps the compute stream busy: 0 for a collective."""
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
         return tuple(0.0 if task.is_collective else end - start - task.waiting for task, start, end in spans)
 
     @cached_property
     def communication(self) -> float:
-        """Time in which at least one link is busy."""
+        """Return the seconds in which at least one link is busy."""
         return sum(end - start for start, end in self._communicating)
 
     @cached_property
     def exposed(self) -> float:
-        """Communication time in which the device computes nothing."""
+        """Return the seconds of communication in which the device computes nothing."""
         return sum(self._idle.within(start, end) for start, end in self._communicating)
 
     @property
     def hidden(self) -> float:
+        """Return the seconds of communication in which the device computes."""
         return self.communication - self.exposed
 
     @cached_property
     def exposed_by_task(self) -> tuple[tuple[Task, float], ...]:
-        """Per collective, or kernel that sends, the part of its time in which the device computes nothing.
+        """Return, per collective or kernel that sends, its seconds in which the device computes nothing.
 
-        Two that run at once on two links both count it: the sum can exceed `exposed`.
+        Two that run at the same time on two links both count it: the sum can exceed `exposed`.
         """
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
         return tuple(
@@ -83,7 +84,7 @@ class Timeline:
 
     @cached_property
     def exposed_spans(self) -> tuple[tuple[int, float, float], ...]:
-        """Numbers of collectives and kernels that send, with start and end of each stretch in which nothing is computed."""
+        """Return start and end of each exposed interval, with the number of the collective or kernel that sends in it."""
         spans = enumerate(zip(self.program.tasks, self.starts, self.ends, strict=True))
         return tuple(
             (number, *span)
@@ -104,35 +105,36 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Bytes live at each task's turn."""
+        """Return the bytes live at each task's turn."""
         return tuple(bytes_by_turn(self.program, self._lives))
 
     @cached_property
     def peak_memory(self) -> int:
+        """Return the most bytes that are live at one turn."""
         return max(self.memory, default=0)
 
     @cached_property
     def peak_task(self) -> int:
-        """Number of the task at whose turn most memory is live; the first of several."""
+        """Return the number of the task at whose turn most memory is live; the first of several."""
         return self.memory.index(self.peak_memory) if self.memory else 0
 
     @cached_property
     def live_at_peak(self) -> tuple[Buffer, ...]:
-        """Buffers live at the peak, the largest first."""
+        """Return the buffers live at the peak, the largest first."""
         firsts, lasts = self._lives
         held = [b for i, b in enumerate(self.program.buffers) if firsts[i] <= self.peak_task <= lasts[i] and b.nbytes]
         return tuple(sorted(held, key=lambda buffer: (-buffer.nbytes, buffer.name)))
 
     @cached_property
     def memory_by_kind(self) -> dict[str, int]:
-        """Bytes at the peak by the kind of buffer, and the `workspace` of the task that runs there."""
+        """Return the bytes at the peak by kind of buffer, and the `workspace` of the task that runs there."""
         found = bytes_by_kind(self.live_at_peak)
         workspace = self.program.tasks[self.peak_task].workspace if self.program.tasks else 0
         return found | {"workspace": workspace} if workspace else found
 
     @property
     def lives(self) -> tuple[tuple[int, int], ...]:
-        """Per buffer, the first and the last turn at which it is live; none where the last is before the first."""
+        """Return, per buffer, the first and the last turn at which it is live; it is never live if last < first."""
         return tuple(zip(*self._lives, strict=True))
 
     @cached_property
@@ -141,7 +143,7 @@ class Timeline:
 
 
 def simulate(program: Program, *, links: float = 1.0) -> Timeline:
-    """When each task runs; the module's text says by which rules. A collective takes `links` times its seconds."""
+    """Return when each task runs, by the rules of the module's docstring. Collectives take `links` times their seconds."""
     index = program.index
     seconds = [own * links if stream else own for own, stream in zip(index.seconds, index.streams, strict=True)]
     return Timeline(program, *_times(index, seconds, program.contention))
@@ -150,12 +152,12 @@ def simulate(program: Program, *, links: float = 1.0) -> Timeline:
 def _times(
     index: Index, seconds: list[float], contention: Contention
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-    clocks = [0.0, 0.0, 0.0]  # when each stream has done what it was given
+    clocks = [0.0, 0.0, 0.0]  # per stream, when it has run all tasks issued so far
     ready = [0.0] * len(index.sizes)
     starts, ends, turns = list[float](), list[float](), list[float]()
     running = index.calls[0] if index.calls else 0
     is_contended, slows_links = bool(contention), contention.links > 0
-    pending = list[int]()  # collectives that a kernel may still run beside
+    pending = list[int]()  # collectives that a later kernel may overlap
     for inputs, outputs, stream, held, duration, call in zip(
         index.inputs, index.outputs, index.streams, index.holds, seconds, index.calls, strict=True
     ):
@@ -194,17 +196,18 @@ def _times(
 
 @dataclass(frozen=True)
 class _Gaps:
-    """Where the compute stream is idle: disjoint spans in order, the last one without end."""
+    """Hold when the compute stream is idle: disjoint intervals in order, the last one without end."""
 
     starts: list[float]
     ends: list[float]
-    before: list[float]  # idle time before each
+    before: list[float]  # seconds idle before each
 
     def within(self, start: float, end: float) -> float:
+        """Return the idle seconds between `start` and `end`."""
         return self._until(end) - self._until(start)
 
     def spans(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Parts of `start` to `end` that are in a gap."""
+        """Return the idle intervals between `start` and `end`."""
         found = []
         for number in range(bisect_right(self.ends, start), len(self.starts)):
             if self.starts[number] >= end:
@@ -231,7 +234,7 @@ def _gaps(spans: Sequence[tuple[float, float]]) -> _Gaps:
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint spans that cover the same time; `spans` are in order of their starts."""
+    """Return disjoint intervals that cover the same time; `spans` are sorted by start."""
     found: list[tuple[float, float]] = []
     for start, end in spans:
         if found and start <= found[-1][1]:

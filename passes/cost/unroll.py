@@ -1,8 +1,8 @@
-"""The program of a whole model from that of its folded graph: copies of the steady layers' tasks and buffers.
+"""Unroll the program of a folded graph into that of the whole model: copy the tasks and buffers of the kept layers.
 
-Two periods of equal layers are kept around the removed ones (`Run.below`, `Run.above`), both with equal neighbours.
-Task by task they show what a copy reads: where the upper one reads the lower, a copy reads the one below it, where
-the lower one reads the upper, the one above it.
+A folded graph keeps two periods of equal layers around the removed ones (`Run.below`, `Run.above`), both with equal
+neighbours. Compared task by task, they show what a copy reads: where the upper period reads the lower one, a copy reads the
+period below it; where the lower period reads the upper one, the period above it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ T = TypeVar("T", Task, Buffer)
 
 
 def unroll(program: Program, repeats: Repeats) -> Program:
-    """`program` with the tasks and buffers of the removed layers; names of copies, and of the plan's collectives
-    that they run, end in the layer: `mm_3@layers.7`.
+    """Return `program` with the tasks and buffers of the removed layers.
 
-    Copies of the forward stand behind the lower kept layers, copies of the backward behind the upper ones.
+    The names of copies, and of the plan's collectives that they run, end in the layer: `mm_3@layers.7`. Copies of the
+    forward follow the lower kept layers, copies of the backward the upper ones.
 
-    Raises UnlikeLayersError where the kept layers do not look alike in the program, as when one bucket holds
-    gradients of two: plan the whole graph then.
+    Raises UnlikeLayersError if the kept layers differ in the program, as when one bucket holds gradients of two layers:
+    plan the whole graph then.
     """
     for run in repeats.runs:
         program = _unrolled(program, run)
@@ -53,11 +53,11 @@ def _unrolled(program: Program, run: Run) -> Program:
 
 @dataclass(frozen=True)
 class _Period:
-    """What a program holds of the kept layers on one side: tasks in order, buffers in the order of their tasks."""
+    """Hold the kept layers on one side of the removed ones: tasks in order, buffers in the order of their tasks."""
 
     tasks: tuple[int, ...]  # numbers in the program
-    layers: tuple[int, ...]  # of each task, the place of its layer among the kept ones
-    buffers: tuple[Buffer, ...]  # those made by none first
+    layers: tuple[int, ...]  # of each task, the position of its layer among the kept ones
+    buffers: tuple[Buffer, ...]  # first those that no task writes
     buffer_layers: tuple[int, ...]
     numbers: Mapping[str, int]  # of the buffers, by name
 
@@ -84,7 +84,7 @@ class _Period:
 
 
 def _layers(program: Program, prefix: str) -> list[int | None]:
-    """Of each task, the index of its layer; a task of the module around is of the layer of its latest input."""
+    """Return, per task, the index of its layer; a task of the enclosing module belongs to the layer of its latest input."""
     makers = {name: number for number, task in enumerate(program.tasks) for name in task.outputs}
     layers: list[int | None] = []
     for task in program.tasks:
@@ -115,7 +115,7 @@ def _check_same(run: Run, kind_of: Callable[[Run, T], Mapping[str, object]], one
 
 
 def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, layers: Sequence[int | None]) -> None:
-    """A copy is read by its neighbours alone, as `Fold` made sure of; a bucket, say, may have joined several since."""
+    """Raise if a task reads values of several layers: `Fold` rules that out, but a bucket may join layers later."""
     for number, task in enumerate(program.tasks):
         layer = layers[number]
         reads_lower = any(name in lower.numbers for name in task.inputs)
@@ -131,18 +131,18 @@ def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, l
 
 
 def _kind_of_task(run: Run, task: Task) -> dict[str, object]:
-    """What is the same in every layer."""
+    """Return what is the same in every layer."""
     relative = {"fqn": _relative(run, task.fqn), "inputs": len(task.inputs), "outputs": len(task.outputs)}
     return vars(task) | relative | {"name": "", "nodes": (), "steps": ()}
 
 
 def _kind_of_buffer(run: Run, buffer: Buffer) -> dict[str, object]:
-    """What is the same in every layer; which values are kept may differ: the lower layers' are taken for all."""
+    """Return what is the same in every layer. Which values are saved may differ: the lower layers decide for all."""
     return vars(buffer) | {"name": "", "node": "", "kind": "", "fqn": _relative(run, buffer.fqn)}
 
 
 def _relative(run: Run, fqn: str) -> str:
-    """`fqn` without the index of its layer: a fused kernel may reach into the layer next to its own."""
+    """Return `fqn` without the index of its layer: a fused kernel may reach into the next layer."""
     return fqn if index_in(run.prefix, fqn) is None else moved_to(run.prefix, 0, fqn)
 
 
@@ -153,7 +153,7 @@ def _unlike(run: Run, why: str) -> UnlikeLayersError:
 
 @dataclass(frozen=True)
 class _Read:
-    """What a task reads: a buffer outside of the layers, or one of its period or of the one `shift` periods on."""
+    """Describe what a task reads: a buffer outside of the layers, one of its own period, or one `shift` periods further."""
 
     outside: str
     buffer: int = -1
@@ -179,7 +179,7 @@ def _reads(program: Program, run: Run, lower: _Period, upper: _Period, member: i
 
 @dataclass(frozen=True)
 class _Copier:
-    """Makes the copies. Period 0 is the lower one, 1 to `run.copies` are the copies, the last is the upper one."""
+    """Make the copies. Period 0 is the lower one, 1 to `run.copies` are the copies, the last is the upper one."""
 
     program: Program
     run: Run
@@ -188,20 +188,20 @@ class _Copier:
     reads: tuple[tuple[_Read, ...], ...]
 
     def kept_tasks(self) -> Iterator[tuple[int, Task]]:
-        """Tasks of the kept layers with their new neighbours, by number."""
+        """Yield the tasks of the kept layers with their new neighbours, by number."""
         for period, kept in ((0, self.lower), (self.run.copies + 1, self.upper)):
             for member, number in enumerate(kept.tasks):
                 task = self.program.tasks[number]
                 yield number, replace(task, inputs=self._inputs(period, member), fqn=self._fqn(task.fqn, period))
 
     def kept_buffers(self) -> Iterator[tuple[str, Buffer]]:
-        """Buffers of the kept layers, by name: a kernel that reaches into the next layer makes a value of it."""
+        """Yield the buffers of the kept layers, by name: a kernel that reaches into the next layer computes a value of it."""
         for period, kept in ((0, self.lower), (self.run.copies + 1, self.upper)):
             for buffer in kept.buffers:
                 yield buffer.name, replace(buffer, fqn=self._fqn(buffer.fqn, period))
 
     def copies(self) -> Iterator[tuple[int, list[Task]]]:
-        """Numbers of tasks of the folded program, and the copies that follow each."""
+        """Yield numbers of tasks of the folded program, each with the copies that follow it."""
         for members, is_forward in self._segments():
             copies = range(1, self.run.copies + 1)
             last = (self.lower if is_forward else self.upper).tasks[members[-1]]
@@ -209,7 +209,7 @@ class _Copier:
             yield last, [self._task(member, period) for period in order for member in members]
 
     def _segments(self) -> Iterator[tuple[range, bool]]:
-        """Stretches of tasks that the program runs wholly in the lower layers before the upper ones, or vice versa."""
+        """Yield runs of tasks that the program runs in all lower layers before the upper ones, or the other way round."""
         lower, upper = self.lower.tasks, self.upper.tasks
         start = 0
         for end in range(1, len(lower) + 1):
@@ -234,7 +234,7 @@ class _Copier:
         )
 
     def _inputs(self, period: int, member: int) -> tuple[str, ...]:
-        """Names of what task `member` of a period reads."""
+        """Return the names of what task `member` of a period reads."""
         task = None
         if period == 0:
             task = self.program.tasks[self.lower.tasks[member]]
@@ -250,13 +250,14 @@ class _Copier:
         return tuple(found)
 
     def buffers(self) -> Iterator[Buffer]:
+        """Yield the buffers of the copies."""
         for period in range(1, self.run.copies + 1):
             for number, buffer in enumerate(self.lower.buffers):
                 yield replace(buffer, name=self._names[period][number], fqn=self._fqn(buffer.fqn, period))
 
     @cached_property
     def _names(self) -> list[tuple[str, ...]]:
-        """Of each period, the names of its buffers."""
+        """Return the names of each period's buffers."""
         names = [tuple(buffer.name for buffer in self.lower.buffers)]
         for period in range(1, self.run.copies + 1):
             suffixes = [f"@{self.run.prefix}.{self._layer(place, period)}" for place in range(self.run.period)]
@@ -268,7 +269,7 @@ class _Copier:
         return self.run.removed[(period - 1) * self.run.period + place]
 
     def _fqn(self, fqn: str, period: int) -> str:
-        """What is `fqn` in the lower layers (of the last period: in the upper ones), in another period."""
+        """Return the name in another period of what is `fqn` in the lower layers (for the last period: in the upper ones)."""
         run = self.run
         index = index_in(run.prefix, fqn)
         if index is None:
@@ -280,6 +281,6 @@ class _Copier:
         return fqn if is_last else moved_to(run.prefix, self._index(period * run.period + index - run.below[0]), fqn)
 
     def _index(self, place: int) -> int:
-        """Index of the layer `place` layers behind the first of the lower ones."""
+        """Return the index of the layer that is `place` layers after the first lower one."""
         layers = self.run.below + self.run.removed + self.run.above
         return layers[place] if 0 <= place < len(layers) else layers[0] + place

@@ -1,7 +1,7 @@
-"""A machine as figures: what one device computes, holds and moves, and the links between devices.
+"""Describe a machine by figures: what one device computes, stores and moves, and the links between devices.
 
-A preset is what datasheets and published measurements say, each figure with its source; `python -m autoshard
-calibrate` measures a machine into the same form, which `hardware_named` reads from its file.
+A preset holds figures from datasheets and published measurements, each with its source. `python -m autoshard calibrate`
+measures a machine and writes a file of the same form; `hardware_named` reads both.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ PRESETS = files("passes.hardware") / "presets"  # a JSON file each, with a sourc
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a device to others: those in its node, or those in other nodes."""
+    """Describe what joins a device to others: those in its node, or those in other nodes."""
 
     name: str
     bandwidth: float
-    """Bytes/s that a device sends on large messages, while it receives as many."""
+    """Bytes/s that a device sends in large messages while it receives as many."""
     latency: float
-    """Seconds that one step of a ring takes, with nothing to send."""
+    """Seconds of one step of a ring with an empty message."""
     setup: float
     """Seconds before the first step: launch and handshake of a collective."""
     reduces: float = 0.0
-    """Bytes/s at which a switch that adds all-reduces a tensor, whatever the number of devices; 0: it cannot."""
+    """Bytes/s at which a switch that reduces all-reduces a tensor, for any number of devices; 0: it cannot reduce."""
 
     @property
     def joins_memory(self) -> bool:
-        """Whether each of the devices that it joins reads and writes the memory of the others: symmetric memory."""
+        """Return whether the devices that it joins can read and write each other's memory (symmetric memory)."""
         return self.name in ("NVLink", "NVSwitch")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of a collective: how many, on how many nodes, and how many it has on the node with fewest."""
+    """Describe the devices of a collective: how many, on how many nodes, and how many on the node with fewest."""
 
     ranks: int
     nodes: int = 1
@@ -56,53 +56,53 @@ class Group:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links."""
+    """Describe one device and its links."""
 
     name: str
     flops: tuple[tuple[str, float], ...]
     """Dense FLOP/s of a matrix product by dtype (`"bf16"`, `"f32"`, ...; all float8 are `"f8"`)."""
     memory_bytes: int
     memory_bandwidth: float
-    """Bytes/s, read and written together, that a large copy achieves."""
+    """Bytes/s that a large copy reads and writes, added."""
     launch: float
-    """Seconds that every kernel takes beside its work."""
+    """Seconds that every kernel takes besides its work."""
     node_size: int
     """Devices joined by the inside link; rank r is on node r // node_size."""
     inside: Link
     across: Link
     efficiency: float
-    """Part of `flops` that a matrix product without edges reaches."""
+    """Part of `flops` that a matrix product reaches, apart from what its edges waste."""
     attention: float
     """Part of `flops` that a fused attention forward reaches on long sequences."""
     tile: int
-    """Edge of the square of results that one unit of a matrix product makes at a time."""
+    """Edge of the square tile of results that one unit of a matrix product computes at a time."""
     units: int
-    """How many such squares are made at once."""
+    """Units that compute such tiles at the same time: the multiprocessors of a GPU."""
     contention: float = 0.0
-    """Part of its time by which a kernel takes longer while a collective runs beside it."""
+    """Part of its time by which a kernel takes longer while a collective runs."""
     link_contention: float = 0.0
-    """Part of its time by which a collective takes longer while kernels run beside it; times `contention` below 1."""
+    """Part of its time by which a collective takes longer while kernels run; its product with `contention` is below 1."""
     scatter_sends_all: bool = False
-    """A reduce-scatter moves as much as an all-reduce, as gloo's does."""
+    """Whether a reduce-scatter moves as much as an all-reduce, as in gloo."""
     sources: tuple[tuple[str, str], ...] = ()
-    """Where each figure is from: (field, source)."""
+    """The source of each figure: (field, source), where a field of a link is "inside.latency"."""
 
     def __hash__(self) -> int:
-        return hash(self.name)  # asked at every look-up of a cost
+        return hash(self.name)  # every cached price looks it up
 
     def rate(self, dtype: str) -> float:
-        """Dense FLOP/s for a dtype; that of f32 for one without a rate of its own."""
+        """Return the dense FLOP/s for a dtype; that of f32 for a dtype without a rate of its own."""
         rates = dict(self.flops)
         name = "f8" if dtype.startswith("f8") else dtype
         return rates[name] if name in rates else rates["f32"]
 
     def to_json(self) -> str:
-        """Text that `hardware_named` reads from a file."""
+        """Return the text of a file that `hardware_named` reads."""
         return json.dumps({"schema": SCHEMA, **asdict(self), "flops": dict(self.flops), "sources": dict(self.sources)})
 
     @staticmethod
     def from_json(text: str, *, where: str = "hardware") -> Hardware:
-        """Inverse of `to_json`. Raises UserError naming what is missing or wrong, and `where` it was read."""
+        """Read what `to_json` wrote. Raises UserError with what is missing or wrong, and `where` it was read from."""
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -120,9 +120,9 @@ def preset_names() -> tuple[str, ...]:
 
 @cache
 def hardware_named(name: str) -> Hardware:
-    """The preset of that name, or the hardware in the JSON file of that path.
+    """Return the preset of that name, or the hardware in the JSON file of that path.
 
-    Raises UserError for a name that is neither, with the presets there are.
+    Raises UserError for a name that is neither; it lists the presets.
     """
     key, presets = name.lower(), preset_names()
     if key in presets:

@@ -41,6 +41,7 @@ class Mesh:
             if sizes is not None:
                 raise MeshError("give a mesh as 'dp=2,tp=4', or as names and sizes, not both")
             names, sizes = _parse_axes(names)
+        _check_types(names, sizes, hardware)
         if sizes is None or len(names) != len(sizes):
             raise MeshError(f"mesh axes {names} need as many sizes, got {sizes}")
         if len(set(names)) != len(names):
@@ -68,7 +69,7 @@ class Mesh:
         """`Mesh.of(dp=2, tp=4)`."""
         return Mesh(tuple(axes), tuple(axes.values()))
 
-    def on(self, hardware: Hardware) -> Mesh:
+    def on(self, hardware: Hardware | None) -> Mesh:
         """The same mesh on other hardware."""
         return Mesh(self.names, self.sizes, ranks=self.ranks, hardware=hardware)
 
@@ -145,6 +146,19 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def _check_types(names: object, sizes: object, hardware: object) -> None:
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        pairs = names.items() if isinstance(names, dict) else (("dp", 2), ("tp", 4))
+        text = ",".join(f"{name}={size}" for name, size in pairs)
+        raise MeshError(f"Mesh({names!r}): write axes and sizes as text: Mesh({text!r})")
+    if not isinstance(sizes, tuple | list | None) or not all(type(size) is int for size in sizes or ()):
+        raise MeshError(f"Mesh({names!r}, {sizes!r}): give one whole number per axis: Mesh(('dp', 'tp'), (2, 4))")
+    if not isinstance(hardware, str | Hardware | None):
+        raise MeshError(
+            f"Mesh(..., hardware={hardware!r}): give a preset such as 'h100', the path of a calibrated .json, or None"
+        )
 
 
 def _parse_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

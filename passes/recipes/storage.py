@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from passes.ir.graph import add_reshard, origin_of, set_origin, set_recompute
+from passes.ir.graph import add_reshard, set_recompute
 from passes.ir.layout import Layout, Placement, is_even, is_storable, next_digit
 from passes.ir.mesh import Mesh
 
@@ -23,13 +23,12 @@ def first_dim_that_divides(layout: Layout, axis: int, shape: Sequence[int], mesh
     return found[0].on(axis) if found else None
 
 
-def gather_for_use(value: Node, users: Sequence[Node], by: str, *, again: bool) -> Node:
-    """Let `users` take a parameter through one reshard, and return it; who calls says its layout or pins.
+def reshard_for_use(value: Node, users: Sequence[Node], note: str, *, again: bool) -> Node:
+    """Let `users` take `value` through one reshard, and return it; who calls says its layout or pins, and its origin.
 
     `again`: it is done once more in the backward, instead of keeping what was gathered.
     """
-    new = add_reshard(value, f"{by}: gathered for use")
-    set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
+    new = add_reshard(value, note)
     set_recompute(new, again)
     for user in users:
         user.replace_input_with(value, new)

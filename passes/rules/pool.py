@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
-from passes._torch import low_memory_max_pool
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, register
+from passes.rules.rule import Call, Linear, LocalCall, Space, register, register_named
 
 aten = torch.ops.aten
 
@@ -42,12 +41,12 @@ def _resize_backward_local(call: LocalCall) -> Node:
     return call.emit(call.call.op, *call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)
 
 
-_POOL, _POOL_INDICES = low_memory_max_pool()
-
-register(
-    aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, _POOL, space=_per_channel(2, linear=False)
+register(aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, space=_per_channel(2, linear=False))
+register_named(  # Inductor's max pooling, which keeps an int8 offset per window, and its conversion to indices
+    "prims._low_memory_max_pool_with_offsets.default",
+    "prims._low_memory_max_pool_offsets_to_indices.default",
+    space=_per_channel(2, linear=False),
 )
-register(_POOL_INDICES, space=_per_channel(2, linear=False))
 register(
     aten.max_pool2d_with_indices_backward.default,
     aten.adaptive_max_pool2d_backward.default,

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
+from passes.errors import UserError
 from passes.ir.fake import KNOWN, described
 from passes.ir.graph import results_of, value_of
 from passes.ir.layout import Layout, Partial, Placement, R, Shard
@@ -296,13 +297,15 @@ LocalForm = Callable[[LocalCall], Node]
 @dataclass(frozen=True)
 class Rule:
     """The index space of an op's calls (None: no rows but the replicated one), and how a call is made
-    on per-device tensors where that differs from the call itself."""
+    on per-device tensors where that differs from the call itself. `text` is what `rule` was given, if that made it."""
 
     space: SpaceOf
     local: LocalForm | None = None
+    text: str = ""
 
 
 _RULES: dict[OpOverload, Rule] = {}
+_NAMED: dict[str, Rule] = {}  # of ops that do not exist before torch has imported what defines them
 _TAGGED: dict[torch.Tag, Rule] = {}
 _SPACES: dict[Any, Space | None] = {}  # of calls, by their form
 
@@ -311,6 +314,12 @@ def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -
     """Give `ops` a rule; a later registration replaces an earlier one."""
     for op in ops:
         _RULES[op] = Rule(space, local)
+
+
+def register_named(*names: str, space: SpaceOf) -> None:
+    """Give a rule to ops by name, such as `"prims.iota.default"`: they may be defined later."""
+    for name in names:
+        _NAMED[name] = Rule(space)
 
 
 def register_tag(tag: torch.Tag, *, space: SpaceOf) -> None:
@@ -323,24 +332,63 @@ def registered() -> tuple[OpOverload, ...]:
     return tuple(_RULES)
 
 
-def rule(*ops: OpOverload, local: LocalForm | None = None, linear: bool = True) -> Callable[[str], None]:
+def rule(
+    *ops: OpOverload, local: LocalForm | None = None, linear: bool = True, replace: bool = False
+) -> Callable[[str], None]:
     """Give `ops` a rule as a factor string: `rule(aten.mm.default)("m k, k n -> m n")`.
 
     Operands are separated by commas, dims by spaces. `(b s)` is a dim merged of two factors, `1` a dim of
     size 1, `s!` a factor that the op needs whole. A factor missing in a result is summed over. With
-    `linear`, the op is linear in each operand by itself, as an einsum is.
+    `linear`, the op is linear in each operand by itself, as an einsum is. With `replace`, the rule takes the place of
+    one that the op has. Raises UserError for what is no op, a rule for another number of tensors than the op takes and
+    gives, and another rule for an op that has one.
     """
+    for op in ops:
+        if not isinstance(op, OpOverload):
+            raise UserError(f"rule({op}): give an overload of an op, such as torch.ops.mylib.scale.default")
 
     def with_factors(text: str) -> None:
-        register(*ops, space=_einsum(text, linear=linear), local=local)
+        space = _einsum(text, linear=linear)
+        for op in ops:
+            _check_counts(op, text)
+            known = _RULES.get(op)
+            if known is not None and not replace and known.text != text:
+                raise UserError(
+                    f"rule({op})({text!r}): the op has a rule{f' already: {known.text!r}' if known.text else ''}; write "
+                    f"rule({op}, replace=True)({text!r}) to put this one in its place"
+                )
+        for op in ops:
+            _RULES[op] = Rule(space, local, text)
 
     return with_factors
+
+
+def _check_counts(op: OpOverload, text: str) -> None:
+    """Raise UserError where a rule is for another number of tensors than the op takes or gives."""
+    for what, given, types in zip(
+        (("takes", "before"), ("gives", "after")),
+        map(_parse_dims, text.split("->", 1)),
+        ([a.type for a in op._schema.arguments], [r.type for r in op._schema.returns]),
+        strict=True,
+    ):
+        kinds = [str(one) for one in types if "Tensor" in str(one)]
+        least = sum(kind == "Tensor" for kind in kinds)
+        if any("List" in kind for kind in kinds) or least <= len(given) <= len(kinds):
+            continue
+        count = str(least) if least == len(kinds) else f"{least} to {len(kinds)}"
+        (verb, side) = what
+        raise UserError(
+            f"rule({op})({text!r}): the op {verb} {count} tensor{'' if count == '1' else 's'}, the rule has {len(given)} {side} "
+            "'->'; write the dims of each tensor, with a comma between tensors"
+        )
 
 
 def rule_of(op: object) -> Rule | None:
     """The rule of an op, None where it has none."""
     if not isinstance(op, OpOverload):
         return None
+    if op not in _RULES and str(op) in _NAMED:
+        _RULES[op] = _NAMED[str(op)]
     if op in _RULES or op._schema.is_mutable:
         return _RULES.get(op)
     return next((rule for tag, rule in _TAGGED.items() if tag in op.tags), None)
@@ -362,7 +410,7 @@ def space_of(node: Node) -> Space | None:
 def _einsum(text: str, *, linear: bool) -> SpaceOf:
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise ValueError(f"a rule reads 'm k, k n -> m n'; {text!r} has no '->'")
+        raise UserError(f"a rule reads 'm k, k n -> m n'; {text!r} has no '->'")
     blocked = frozenset(word[:-1] for word in re.findall(r"\w+!", text))
     operands, results = (_parse_dims(side) for side in (left, right))
 

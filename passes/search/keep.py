@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from passes.cost.fused_regions import is_alias
-from passes.cost.saved_values import nbytes_of, savings
+from passes.cost.fused_regions import is_alias, node_nbytes
+from passes.cost.saved_values import saved_or_remade
 from passes.ir.blocks import Blocks
 from passes.ir.graph import transfer_of
 from passes.ir.repeats import Repeats
@@ -39,7 +39,7 @@ class Keep:
     def of(graph: Graph, repeats: Repeats, price: Mapping[str, float]) -> Keep:
         """`price` is of nodes by name, in seconds; what has none is made again for nothing."""
         blocks = Blocks.of(graph)
-        remade = [node for node, saving in savings(blocks, frozenset()).items() if saving == "remade"]
+        remade = [node for node, saving in saved_or_remade(blocks, frozenset()).items() if saving == "remade"]
         nbytes: dict[str, int] = defaultdict(int)
         seconds: dict[str, float] = defaultdict(float)
         sources: dict[str, dict[str, None]] = defaultdict(dict)
@@ -50,8 +50,8 @@ class Keep:
             seconds[kind] += count * price.get(node.name, 0.0)
             sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
             if not is_alias(node) and transfer_of(node) is None:
-                nbytes[kind] += count * nbytes_of(node)
-                inside[blocks.block[node]] += nbytes_of(node)
+                nbytes[kind] += count * node_nbytes(node)
+                inside[blocks.block[node]] += node_nbytes(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
         made = {kind: tuple(kinds) for kind, kinds in sources.items()}

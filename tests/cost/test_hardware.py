@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Mesh, UserError
-from passes.hardware.hardware import Group, Hardware, hardware_named
+from passes.hardware.hardware import Group, Hardware, Link, hardware_named, preset_names
 
 PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h200")
-FIGURES = {"flops", "memory_bytes", "memory_bandwidth", "node_size"}
-FIGURES |= {"efficiency", "attention", "tile", "units", "launch"}
+LINKS = ("inside", "across")
+FIGURES = {field.name for field in fields(Hardware)} - {"name", "sources", *LINKS}
+FIGURES |= {f"{link}.{field.name}" for link in LINKS for field in fields(Link) if field.name != "name"}
+
+
+def test_the_presets_that_there_are() -> None:
+    assert preset_names() == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
-    named = {field for field, _ in hardware_named(name).sources}
-    assert "*" in named or FIGURES - named == set()
-    assert "*" in named or {"inside", "across"} <= {field.partition(".")[0] for field in named}
+    sources = dict(hardware_named(name).sources)
+    assert set(sources) == FIGURES and all(sources.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)

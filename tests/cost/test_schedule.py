@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.cost.best_schedule import prefetch, schedule
-from passes.cost.list_scheduling import LOOKAHEAD, Room, _Scheduler, ordered
-from passes.cost.movable_tasks import Facts
+from passes.cost.list_scheduling import LOOKAHEAD, FreeMemory, _Scheduler, list_schedule
+from passes.cost.movable_tasks import MovableTasks
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.simulate import simulate
 from tests.cost.programs import contended, gather, kernel, program, programs
@@ -200,7 +200,7 @@ def test_a_gather_goes_earlier_than_it_has_to_where_memory_has_room() -> None:
 def test_room_is_the_least_that_is_free_on_the_way(free: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(free) - 1))
     last = data.draw(st.integers(first, len(free) - 1))
-    assert Room(free).least(first, last) == min(free[first : last + 1])
+    assert FreeMemory(free).least(first, last) == min(free[first : last + 1])
 
 
 @st.composite
@@ -238,21 +238,21 @@ def test_an_order_keeps_dependencies_and_is_never_worse(
     given: Program, window: int, fill: bool, held: float, room: int | None, contention: tuple[float, float]
 ) -> None:
     given = contended(given, *contention)
-    found = prefetch(given, window, fill=fill, held_seconds=held, room=room)
+    found = prefetch(given, window, fill=fill, held_seconds=held, memory_budget=room)
     assert sorted(_names(found)) == sorted(_names(given))
     made: set[str] = {"w"}
     for task in found.tasks:
         assert made.issuperset(task.inputs), task.name
         made.update(task.outputs)
     assert simulate(found).step_time <= simulate(given).step_time
-    assert prefetch(given, window, fill=fill, held_seconds=held, room=room) == found
+    assert prefetch(given, window, fill=fill, held_seconds=held, memory_budget=room) == found
 
 
 @LAW
 @given(marked(), st.sampled_from((0.0, 0.5)), st.sampled_from((0.25, 1.0)))
 def test_an_order_is_reckoned_with_the_times_that_it_takes(given: Program, contention: float, links: float) -> None:
     given = contended(given, contention, links)
-    scheduler = _Scheduler(Facts.of(given), 100, fill=True, held_seconds=5.0)
+    scheduler = _Scheduler(MovableTasks.of(given), 100, fill=True, held_seconds=5.0)
     order = scheduler.run()
     timeline = simulate(given.reordered(order))
     assert max(scheduler.clocks) == pytest.approx(timeline.step_time)
@@ -263,11 +263,11 @@ def test_an_order_is_reckoned_with_the_times_that_it_takes(given: Program, conte
 def test_all_windows_that_an_order_names_give_it(
     given: Program, window: int, fill: bool, room: int | None, data: st.DataObject
 ) -> None:
-    facts = Facts.of(given)
-    found = ordered(facts, window, fill=fill, held_seconds=0.0, room=room)
+    facts = MovableTasks.of(given)
+    found = list_schedule(facts, window, fill=fill, held_seconds=0.0, memory_budget=room)
     assert window in found.windows
     other = data.draw(st.sampled_from(found.windows[:100]))
-    assert _names(ordered(facts, other, fill=fill, held_seconds=0.0, room=room).program) == _names(found.program)
+    assert _names(list_schedule(facts, other, fill=fill, held_seconds=0.0, memory_budget=room).program) == _names(found.program)
 
 
 @LAW

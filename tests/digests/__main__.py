@@ -4,6 +4,8 @@
     python -m tests.digests --compare FILE [CASE ...]    # exit status 1 where anything differs
     python -m tests.digests --texts FOLDER [CASE ...]    # what is digested, a file per kind, for diff -r
     python -m tests.digests --list
+
+With --fast, cases that take longest are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +33,7 @@ def main() -> int:
     """Do what the command line says; the exit status."""
     given = _arguments()
     torch.set_num_threads(1)
-    names = _chosen(given.cases, given.keyword)
+    names = _chosen(given.cases, given.keyword, fast=given.fast)
     if given.list:
         print("\n".join(names))
         return 0
@@ -38,13 +41,9 @@ def main() -> int:
         for name, texts, _ in _made(names):
             _write_texts(given.texts / name, texts)
         return 0
-    records = {name: record_of(texts, figures) for name, texts, figures in _made(names)}
     if given.write is not None:
-        if failed := [name for name, record in records.items() if FAILED in record]:
-            sys.exit(f"nothing is written: {', '.join(failed)} failed")
-        given.write.write_text(json.dumps({"torch": torch.__version__, "cases": records}, indent=1, sort_keys=True) + "\n")
-        return 0
-    return _compare(json.loads(given.compare.read_text()), records)
+        return _write(given.write, names)
+    return _compare(json.loads(given.compare.read_text()), names)
 
 
 def _arguments() -> argparse.Namespace:
@@ -55,14 +54,15 @@ def _arguments() -> argparse.Namespace:
     what.add_argument("--texts", type=Path, metavar="FOLDER", help="write what is digested, to be compared by diff -r")
     what.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("-k", dest="keyword", default="", metavar="SUBSTRING", help="those whose names have it alone")
+    parser.add_argument("--fast", action="store_true", help="leave the slow cases out")
     parser.add_argument("cases", nargs="*", metavar="CASE")
     return parser.parse_args()
 
 
-def _chosen(cases: list[str], keyword: str) -> list[str]:
+def _chosen(cases: list[str], keyword: str, *, fast: bool) -> list[str]:
     if unknown := [name for name in cases if name not in CASES]:
         sys.exit(f"no case {', '.join(unknown)}; --list names them")
-    return [name for name in cases or CASES if keyword in name]
+    return [name for name in cases or CASES if keyword in name and not (fast and CASES[name].slow)]
 
 
 def _made(names: list[str]) -> Iterator[tuple[str, Texts, Record]]:
@@ -85,13 +85,26 @@ def _write_texts(folder: Path, texts: Texts) -> None:
         (folder / f"{re.sub(r'[^-.a-zA-Z0-9]+', '-', kind)}.txt").write_text(text + "\n")
 
 
-def _compare(file: Mapping[str, object], records: Mapping[str, Record]) -> int:
+def _write(file: Path, names: list[str]) -> int:
+    records = {name: record_of(texts, figures) for name, texts, figures in _made(names)}
+    if failed := [name for name, record in records.items() if FAILED in record]:
+        print(f"nothing is written: {', '.join(failed)} failed")
+        return 1
+    file.write_text(json.dumps({"torch": torch.__version__, "cases": records}, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+def _compare(file: Mapping[str, Any], names: list[str]) -> int:
+    """Say what differs as it is found."""
     if file["torch"] != torch.__version__:
         print(f"written with torch {file['torch']}, compared with {torch.__version__}")
-    before = file["cases"]
-    lines = [line for name, record in records.items() for line in _differences(name, before.get(name), record)]
-    print("\n".join(lines) or f"all {len(records)} cases are equal")
-    return 1 if lines else 0
+    count = 0
+    for name, texts, figures in _made(names):
+        for line in _differences(name, file["cases"].get(name), record_of(texts, figures)):
+            count += 1
+            print(line, flush=True)
+    print(f"{count} differences" if count else f"all {len(names)} cases are equal")
+    return 1 if count else 0
 
 
 def _differences(name: str, before: Record | None, now: Record) -> Iterator[str]:

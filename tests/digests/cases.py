@@ -29,7 +29,8 @@ class Case:
 
     `program`: what would be compiled; `step`: that, and the numbers of a step on simulated ranks; `evaluation`: and what
     would be compiled for a call without gradients. Where it `follows`, that is of the plan, read from a file; else it is
-    planned anew, with the batch split over `batch_axes`. `changes`: what `plan.replan` gives for each.
+    planned anew, with the batch split over `batch_axes`. `changes`: what `plan.replan` gives for each. `slow`: takes ten
+    seconds or more.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     follows: bool = False
     batch_axes: tuple[int, ...] | None = None
     changes: tuple[Mapping[str, Any], ...] = ()
+    slow: bool = False
 
     def where(self) -> Mesh:
         """The mesh with its hardware: never that of the machine that digests."""
@@ -109,6 +111,7 @@ TINY_VIT = on_meta(vit.step_of, vit.Config(), 16)
 
 RAN = partial(Case, hardware="cpu", step=True)
 PROGRAM = partial(Case, program=True)
+SLOW = partial(Case, slow=True)
 
 RECIPES = (
     RAN("mlp-ddp", small("mlp"), "dp=4", Options(recipe="ddp")),
@@ -160,19 +163,19 @@ OPTIONS = (
 
 SEARCHED = (
     PROGRAM("auto-mlp", small("mlp"), "dp=2,tp=2", batch_axes=(0,), changes=WHAT_IF),
-    Case("auto-llama", TINY_LLAMA, "dp=2,tp=2", changes=({"recipe": "fsdp"}, {"memory_limit": "1500KB"})),
+    Case("auto-llama", TINY_LLAMA, "dp=2,tp=2", changes=({"recipe": "fsdp"}, {"memory_limit": "1500KB"}), slow=True),
     Case("auto-moe", small("moe"), "ep=4", hardware="a100"),
     Case("auto-conv", small("conv_net"), "dp=4", hardware="a100-pcie"),
     PROGRAM("auto-inference", small("gpt_logits", torch.float32), "dp=2,tp=2", training=False, follows=True),
     Case("auto-vit", TINY_VIT, "dp=4"),
     Case("auto-chunks", WIDE_BLOCKS, "tp=8", Options(inputs={"x": {"tp": "R"}})),
-    Case("auto-limit", on_meta(llama.step_of, WIDE, 64, 256), "dp=8", Options(memory_limit="900MB"), hardware="a100-pcie"),
+    SLOW("auto-limit", on_meta(llama.step_of, WIDE, 64, 256), "dp=8", Options(memory_limit="900MB"), hardware="a100-pcie"),
 )
 
 REAL = (
-    Case("8b-fsdp", on_meta(llama.llama3_8b), "dp=32", Options(recipe="fsdp", mixed_precision=BF16)),
-    Case("8b-auto", on_meta(llama.llama3_8b), "dp=32", Options(mixed_precision=BF16)),
-    Case("8b-fsdp-megatron", on_meta(llama.llama3_8b), "dp=8,tp=8", Options(recipe="fsdp+megatron", mixed_precision=BF16)),
+    SLOW("8b-fsdp", on_meta(llama.llama3_8b), "dp=32", Options(recipe="fsdp", mixed_precision=BF16)),
+    SLOW("8b-auto", on_meta(llama.llama3_8b), "dp=32", Options(mixed_precision=BF16)),
+    SLOW("8b-fsdp-megatron", on_meta(llama.llama3_8b), "dp=8,tp=8", Options(recipe="fsdp+megatron", mixed_precision=BF16)),
 )
 
 CASES = {case.name: case for case in (*RECIPES, *CONSTRAINTS, *OPTIONS, *SEARCHED, *REAL)}

@@ -159,7 +159,7 @@ def test_search_finds_modules_lines_values_and_collectives(page: object, tmp_pat
     says(page, "#details", "line llama.py:69")
     picture(page, "search")
     page.fill("#search", "no such thing")
-    assert page.inner_text("#found") == "nothing has this name"
+    assert page.inner_text("#found") == "nothing matches"
     page.fill("#search", "")
     assert page.is_visible("#tree")
 

@@ -38,7 +38,7 @@ layers.0-31     In[B_dp, S, F_tp], ... -> [B_dp, S, F_tp], ...                  
 layers.1-31.up  In[B_dp, S_tp, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]                 630 us   255 us
 (model)         In[B_dp, S_tp, D] -> [] {U_dp, U_tp}                                 165 us  12.1 us
 (optimizer)                                                                         0.11 us        -
-B=8 S=4 D=16 F=48; F_tp: F is cut over tp; {U_tp}: a term of a sum over tp
+B=8 S=4 D=16 F=48; F_tp: F sharded over tp; {U_tp}: partial sum over tp
 collective      over  fwd  bwd  received  exposed  for
 all_gather      tp     31   32  31.5 KiB   520 us  plans.py:25 mm
 reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:25 megatron: row-parallel output

@@ -70,8 +70,8 @@ def test_a_plan_without_a_step_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         unknown_hardware().to_trace(tmp_path / "trace.json")
     assert str(caught.value) == (
-        "this plan has no simulated step: nobody said what hardware it is on, or it was made by passes of your own; "
-        "make it with plan(model, Mesh('dp=8', hardware='h100'), args), or give Options(hardware='cpu') to what runs"
+        "this plan has no simulated step: its hardware is unknown, or it was made by passes of your own; "
+        "make it with plan(model, Mesh('dp=8', hardware='h100'), args), or run with Options(hardware='cpu')"
     )
 
 

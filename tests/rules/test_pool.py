@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import inductor_prims
 
-from passes._torch import low_memory_max_pool
 from tests.rules.harness import Case, check_case, floats, ops_of
 
 aten = torch.ops.aten
-POOL, POOL_INDICES = low_memory_max_pool()
+POOL = inductor_prims._low_memory_max_pool_with_offsets
+POOL_INDICES = inductor_prims._low_memory_max_pool_offsets_to_indices
 
 LINE, IMAGE, VOLUME = floats(4, 12, 5), floats(4, 12, 6, 5), floats(4, 12, 6, 4, 5)
 TAKEN = "S(0) -> S(0); S(1) -> S(1)"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.errors import UserError
 from passes.ir.layout import Partial, R, Replicate, Shard
 from passes.rules import Call, Rule, Space, Tensor, register, rule, rule_of
 from passes.rules.rule import Linear, call_of, factor_at, factor_row, row_giving, row_sharding, rows
@@ -146,8 +148,54 @@ def test_the_call_of_a_node_has_global_shapes() -> None:
 
 
 def test_a_rule_without_an_arrow_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no '->'"):
+    with pytest.raises(UserError) as caught:
         rule(aten.mm.default)("m k, k n")
+    assert str(caught.value) == "a rule reads 'm k, k n -> m n'; 'm k, k n' has no '->'"
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "expected"),
+    [
+        (
+            aten.mm.default,
+            "m k -> m k",
+            "rule(aten.mm.default)('m k -> m k'): the op takes 2 tensors, the rule has 1 before '->'; write the dims of each "
+            "tensor, with a comma between tensors",
+        ),
+        (
+            aten.native_layer_norm.default,
+            "b d -> b d, b, b, b",
+            "rule(aten.native_layer_norm.default)('b d -> b d, b, b, b'): the op gives 3 tensors, the rule has 4 after '->'; "
+            "write the dims of each tensor, with a comma between tensors",
+        ),
+        (
+            aten.native_layer_norm.default,
+            "b d, d, d, d -> b d, b, b",
+            "rule(aten.native_layer_norm.default)('b d, d, d, d -> b d, b, b'): the op takes 1 to 3 tensors, the rule has 4 "
+            "before '->'; write the dims of each tensor, with a comma between tensors",
+        ),
+        (aten.mm, "m k, k n -> m n", "rule(aten.mm): give an overload of an op, such as torch.ops.mylib.scale.default"),
+    ],
+    ids=("operands", "results", "optional", "packet"),
+)
+def test_a_rule_that_is_not_for_the_op(op: Any, text: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rule(op)(text)
+    assert str(caught.value) == expected
+
+
+def test_a_second_rule_for_an_op() -> None:
+    op = aten.mm.default
+    rule(op)("m k, k n -> m n")  # as it is already
+    with pytest.raises(UserError) as caught:
+        rule(op)("m! k, k n -> m! n")
+    assert str(caught.value) == (
+        "rule(aten.mm.default)('m! k, k n -> m! n'): the op has a rule already: 'm k, k n -> m n'; write "
+        "rule(aten.mm.default, replace=True)('m! k, k n -> m! n') to put this one in its place"
+    )
+    before = rule_of(op)
+    rule(op, replace=True)("m k, k n -> m n")
+    assert rule_of(op) is not before
 
 
 def test_a_mutating_op_has_no_rule() -> None:

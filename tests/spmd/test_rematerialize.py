@@ -111,7 +111,7 @@ def test_what_is_computed_again_makes_a_step_fit() -> None:
     assert again.kept == () != fitted.kept and 0 < fitted.compute < again.compute
     twice = [one for one in block.collectives if one.recomputed and one.axes == ("tp",)]
     assert twice and not any(one.recomputed for one in roomy.collectives if one.axes == ("tp",))
-    assert "each layer in the backward, but for what enters it, layers.*" in " ".join(str(auto).split())
+    assert "each layer in the backward, except what enters it, layers.*" in " ".join(str(auto).split())
 
 
 def test_a_plan_that_is_followed_computes_the_same_again() -> None:

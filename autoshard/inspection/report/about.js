@@ -1,6 +1,6 @@
-// What is known of the thing that was picked, with links to all that it has to do with.
+// Details of the selected thing, with links to everything related.
 
-const UNKNOWN = "this plan has none of this name";
+const UNKNOWN = "this plan has nothing of that name";
 
 function title(kind, id) { return el("h2", { class: "mono" }, soft(`${kind} `), id); }
 
@@ -61,13 +61,13 @@ function aboutValue(name) {
       ], ["because", value.note]) : null,
     lineLink(value ? value.line : found && found.line),
     value ? el("p", {}, el("a", { onclick: () => { state.tensor = value.name;
-        show("tensor"); } }, "what each rank holds")) : null,
+        show("tensor"); } }, "show what each rank holds")) : null,
     found ? el("p", {}, el("a", { onclick: () => goTo(found) }, `in the program, ${found.stage}`)) : null,
     list("collectives that move it", related.map(collectiveItem), 14)
   ];
 }
 
-/** Names of the values that a collective is given, read in the text of the stage that has it. */
+/** Return the names of a collective's operands, read from the text of its stage. */
 const operandsKnown = new Map();
 
 function operandsOf(id) {

@@ -1,4 +1,4 @@
-"""The collectives of a plan, the dearest first: what they move, and which line needed them."""
+"""The table of a plan's collectives: what they move and which line needs them, the most exposed time first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from autoshard.plans.collectives import Collective
 from passes.ir.units import format_bytes, format_seconds
 
-SHOWN = 12  # groups; what is left is one row
+SHOWN = 12  # groups; the rest is one row
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Group:
 
 
 def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, columns: int) -> Table:
-    """A row per group, by exposed time, then bytes; a line each."""
+    """Return a table with one line per group, sorted by exposed time, then bytes."""
     headers = ("collective", "over", "fwd", "bwd", "received", *(("exposed",) if is_timed else ()), "for")
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for number, name in enumerate(headers):
@@ -68,14 +68,14 @@ def _row(group: Group, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _ways(group: Group) -> Iterator[str]:
-    """`in 4 chunks`, `3 in a bucket`: how its members are sent, and how many where that is not all."""
+    """Yield how members are sent, with a count where that is not all: `in 4 chunks`, `3 in a bucket`."""
     ways = Counter(one.way.partition(" (")[0] for one in group.members if one.way)
     for way, count in ways.items():
         yield way if count == len(group.members) else f"{count} {way}"
 
 
 def grouped(collectives: Iterable[Collective]) -> list[Group]:
-    """The dearest first; of equal ones the first."""
+    """Return groups by exposed time, then bytes; of equal ones the first in the program."""
     groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
     for one in collectives:
         groups.setdefault((one.kind, one.axes, cause_of(one)), []).append(one)
@@ -83,14 +83,14 @@ def grouped(collectives: Iterable[Collective]) -> list[Group]:
 
 
 def cause_of(collective: Collective) -> str:
-    """`"llama.py:66 gathered for use"`: the line, and why it needs the collective."""
+    """Return the line and why it needs the collective: `"llama.py:66 gathered for use"`."""
     origin = collective.origin
     place = f"{origin.file.rsplit('/', 1)[-1]}:{origin.line} " if origin.file else ""
     return place + short_reason(collective.reason)
 
 
 def short_reason(reason: str) -> str:
-    """Without the pass that made it, and the layout that was needed."""
+    """Return the reason without its pass and the needed layout."""
     return re.sub(r" needs \{.*\}$", "", re.sub(r"^\w+: ", "", reason))
 
 

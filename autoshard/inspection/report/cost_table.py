@@ -1,4 +1,4 @@
-"""What a step costs, and what else was considered, as text."""
+"""Tables of a step's cost and of the candidates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.table import Table
 from autoshard.plans.outcome import Candidate, Cost, Recomputation, Search
 from passes.ir.units import format_bytes, format_seconds
 
-SHOWN = 4  # kinds of values that a plan lists
+SHOWN = 4  # kinds of kept values that are listed
 
 
 def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation | None) -> Table:
-    """Step time and its parts, peak memory by kind, and what is proven of the plan: a row each."""
+    """Return rows of step time and its parts, peak memory by kind, and the proven gap."""
     table = Table.grid(padding=(0, 2))
     limit = f" of {format_bytes(search.memory_limit)}" if search else ""
     table.add_row(
@@ -20,9 +20,7 @@ def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation |
         f"{format_seconds(cost.step_time)}: compute {format_seconds(cost.compute)}, exposed communication "
         f"{format_seconds(cost.exposed_comm)}; {format_seconds(cost.hidden_comm)} of communication hidden",
     )
-    table.add_row(
-        "[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {cost.memory}"
-    )
+    table.add_row("[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {cost.memory}")
     if recomputation:
         table.add_row("[bold]again[/bold]", escape(format_recomputation(recomputation)))
     if search:
@@ -31,11 +29,11 @@ def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation |
 
 
 def format_recomputation(recomputation: Recomputation) -> str:
-    """What the backward computes again: `"layers but for what enters them and 2 values: compute 12.0 ms, ..."`."""
+    """Return what the backward recomputes and at what cost."""
     kept = [f"{kind}" for kind in recomputation.kept[:SHOWN]]
     more = len(recomputation.kept) - len(kept)
     but = ", ".join(["what enters it", *kept, *([f"{more} more"] if more else [])])
-    text = f"each layer in the backward, but for {but}"
+    text = f"each layer in the backward, except {but}"
     if recomputation.compute is None or recomputation.communication is None:
         return text
     compute, communication = format_seconds(recomputation.compute), format_seconds(recomputation.communication)
@@ -51,7 +49,7 @@ def _proof(search: Search) -> str:
 
 
 def candidates_table(search: Search) -> Table:
-    """A row per plan that was simulated, the fastest that fits first; the chosen one is marked."""
+    """Return a row per simulated plan, the fastest that fits first; the chosen one is marked."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("candidate", no_wrap=True)
     for name in ("step", "compute", "exposed", "hidden", "memory"):
@@ -59,12 +57,14 @@ def candidates_table(search: Search) -> Table:
     table.add_column("")
     for candidate in sorted((one for one in search.candidates if one.cost), key=_order):
         chosen = candidate.name == search.chosen
-        table.add_row(f"{'*' if chosen else ' '} {candidate.name}", *_figures(candidate), style="bold" if chosen else "")
+        table.add_row(
+            f"{'*' if chosen else ' '} {candidate.name}", *_figures(candidate), style="bold" if chosen else ""
+        )
     return table
 
 
 def format_declined(search: Search) -> list[str]:
-    """What was not simulated and why: `"fsdp, zero2: the batch of 6 does not divide"`, a line per reason."""
+    """Return a line per reason why candidates were not simulated: `"fsdp, zero2: the batch of 6 does not divide"`."""
     reasons: dict[str, list[str]] = {}
     for candidate in search.candidates:
         if candidate.cost is None:

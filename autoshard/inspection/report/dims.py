@@ -1,8 +1,8 @@
-"""A letter for every dim of a graph: what is equal in all values has one letter, `[B_dp, S_tp, D]`.
+"""A letter for every dim of a graph; the same dim has the same letter in all values: `[B_dp, S_tp, D]`.
 
-A dim is a product of factors. Rules say which dims of a call's operands and results are one; a dim that a view splits is
-as many factors, everywhere. So a weight of `heads * head_dim` rows reads `[H, K, D]`, whatever its shape. What takes a
-piece of a dim, or joins pieces, tells nothing of it. Parameters that only the number of a layer tells apart are alike.
+A dim is a product of factors. Rules say which dims of a call's operands and results are the same; a dim that a view
+splits has several factors everywhere, so a weight of `heads * head_dim` rows reads `[H, K, D]`, whatever its shape.
+Slices and concatenations do not relate dims. Parameters that differ only in their layer's number share letters.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Letters:
 
 
 def letters_of(graph: Graph) -> Letters:
-    """Letters of all dims of a graph with global shapes."""
+    """Return the letters of all dims of a graph with global shapes."""
     factors = _Factors()
     dims: dict[Node, tuple[tuple[Factors, ...], ...]] = {}
     for node in graph.nodes:
@@ -94,7 +94,7 @@ def letters_of(graph: Graph) -> Letters:
 
 
 class _Factors:
-    """Factors that turn out equal to others, or to be made of smaller ones."""
+    """A union-find of factors: some turn out equal to others, or products of smaller ones."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -156,12 +156,12 @@ def _unify(factors: _Factors, node: Node, dims: dict[Node, tuple[tuple[Factors, 
 
 
 def _joined(factors: _Factors, names: tuple[str, ...], space: Space, known: dict[tuple[str, ...], Factors]) -> Factors:
-    """A dim of several factors of a view, each on its own."""
+    """Return the factors of a dim that a rule names as several, known by their names."""
     return tuple(f for name in names for f in known.setdefault((name,), factors.new(space.sizes[name])))
 
 
 def _tie_layers(factors: _Factors, graph: Graph, dims: dict[Node, tuple[tuple[Factors, ...], ...]]) -> None:
-    """Give equal parameters of equal layers the same dims, where none of them comes to have one dim twice."""
+    """Give equal parameters of equal layers the same dims, unless one of them would have a dim twice."""
     first: dict[tuple[str, torch.Size], tuple[Factors, ...]] = {}
     for node in placeholders(graph, InputRole.PARAMETER):
         if not is_tensor(node):
@@ -180,7 +180,7 @@ def _space_of(node: Node) -> Space | None:
 
 
 def _named(graph: Graph, dims: dict[Node, tuple[tuple[Factors, ...], ...]]) -> dict[int, str]:
-    """A letter per factor, by what it is of: inputs, parameters, operands of ops that mean something, all others."""
+    """Return a letter per factor: of inputs first, then parameters, then operands of known ops, then the rest."""
     names: dict[int, str] = {}
     for wanted, factor in _wishes(graph, dims):
         if factor not in names:
@@ -218,7 +218,7 @@ def _counted(shapes: Sequence[tuple[Factors, ...]]) -> Counter[int]:
 
 
 def _axes_by_factor(sizes: Sequence[int], layout: Layout, dim: int, mesh: Mesh) -> list[str]:
-    """Per factor of a dim, the axes that shard it: `"dp.tp"`; `"tp/3"` where it is cut in each of three parts."""
+    """Return the axes that shard each factor of a dim: `"dp.tp"`; `"tp/3"` where each of three parts is sharded."""
     found: list[list[str]] = [[] for _ in sizes]
     cut = [1 for _ in sizes]
     for axis in layout.axes_on(dim):

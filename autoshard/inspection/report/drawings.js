@@ -1,4 +1,4 @@
-// Two pictures: what each rank holds of a tensor, and how near the ops come to what the device can do.
+// Two pictures: what each rank holds of a tensor, and the roofline of the ops.
 
 const MOST_CELLS = 4096; // drawn of a mesh
 
@@ -245,6 +245,6 @@ function drawRoofline(pickTask) {
   const heads = ["time", "kernels", "op", "module", "", "computes", "moves", "of memory"].map((name, i) =>
     el("th", { class: [0, 1, 5, 6, 7].includes(i) ? "figure" : "" }, name));
   return el("div", {}, el("div", { class: "plot" }, frame), el("h2", {},
-      "ops by time; equal ones of equal layers together"),
+      "ops by time; those of equal layers are added up"),
     el("table", {}, el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows)));
 }

@@ -1,4 +1,4 @@
-// What all views share: the plan, its indices, and how figures and names are written.
+// Shared by all views: the plan, its indices, and the formats of figures and names.
 
 const packed = Uint8Array.from(atob(document.getElementById("plan").textContent), (one) => one.charCodeAt(0));
 const plan = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).json();

@@ -1,8 +1,8 @@
-"""What each module of a plan holds and computes, in the notation of the scaling literature; equal layers are one row.
+"""The table of a plan's modules in the notation of the scaling literature; equal layers are one row.
 
     layers.0-31.feed_forward.w{1,3}    In[B_dp, S_tp, D] . W[D_dp, F_tp] -> [B_dp, S, F_tp]
 
-Operands stand as they are made or stored, so what is gathered in between is seen by comparing them.
+Operands are shown as made or stored, so that gathers show as a difference between the two sides.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from passes.ir.layout import Layout
 from passes.ir.repeats import Run, index_in, moved_to
 from passes.ir.text import parse_graph
 
-INSIDE = 1  # values in, and out, that are shown of a module without parameters
+INSIDE = 1  # inputs, and outputs, shown of a module without parameters
 OPTIMIZER_ROW, OTHER_ROW, MODEL_ROW = "(optimizer)", "(other)", "(model)"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of all modules of a row together, per device and step. Seconds and bytes."""
+    """Sums over the modules of a row, per device and step. Seconds and bytes."""
 
     compute: float = 0.0
     received: int = 0
@@ -55,7 +55,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """Modules that compute alike."""
+    """Modules that compute the same."""
 
     name: str  # folded: "layers.0-31.attention.wq"
     fqns: tuple[str, ...]
@@ -74,13 +74,13 @@ class ModuleTable:
 
 
 def read_placed(plan: PlanRecord) -> tuple[Graph, Letters]:
-    """The plan's graph where all values have layouts and all shapes are global, and the letters of its dims."""
+    """Return the plan's graph at PLACED, with global shapes, and the letters of its dims."""
     gm, _ = parse_graph(plan.graphs["PLACED"])
     return gm.graph, letters_of(gm.graph)
 
 
 def module_table(plan: PlanRecord, graph: Graph, letters: Letters) -> ModuleTable:
-    """Modules of the forward, with what they cost in forward and backward; the graph is that of `read_placed`."""
+    """Return the modules of the forward with their cost in forward and backward; `read_placed` gives the graph."""
     writer = _Writer(graph, letters, plan)
     figures = _figures(plan)
     rows = []
@@ -104,7 +104,7 @@ def _rest(figures: dict[str, Figures]) -> Figures:
 
 
 def _figures(plan: PlanRecord) -> dict[str, Figures]:
-    """By FQN of the module; the optimizer's update is apart."""
+    """Return figures by FQN of the module; the optimizer's update has a row of its own."""
     found: dict[str, Figures] = {}
 
     def add(fqn: str, figures: Figures) -> None:
@@ -122,7 +122,7 @@ def _figures(plan: PlanRecord) -> dict[str, Figures]:
 
 @dataclass(frozen=True)
 class _Module:
-    """What is the same of modules of one row: the name without numbers, and what they compute."""
+    """Return what modules of one row share: the name without numbers, and what they compute."""
 
     pattern: str
     notation: str
@@ -137,7 +137,7 @@ def _alike(modules: Iterable[tuple[str, _Module]], repeats: Sequence[Run]) -> di
 
 
 def removed_like(fqn: str, repeats: Sequence[Run]) -> tuple[str, ...]:
-    """The modules that the graph leaves out and that `fqn` stands for."""
+    """Return the modules that the folded graph leaves out and that `fqn` stands for."""
     for run in repeats:
         index = index_in(run.prefix, fqn)
         if index in run.below:
@@ -148,7 +148,7 @@ def removed_like(fqn: str, repeats: Sequence[Run]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the modules of a PLACED graph."""
+    """Writer of the modules of a PLACED graph."""
 
     graph: Graph
     letters: Letters
@@ -221,7 +221,7 @@ class _Writer:
 
 
 def behind_tangents(graph: Graph) -> set[Node]:
-    """The backward: what depends on a tangent."""
+    """Return the nodes of the backward: those that depend on a tangent."""
     behind = set(placeholders(graph, InputRole.TANGENT))
     for node in graph.nodes:
         if node.op != "output" and any(value in behind for value in node.all_input_nodes):
@@ -230,7 +230,7 @@ def behind_tangents(graph: Graph) -> set[Node]:
 
 
 def _sources(graph: Graph) -> dict[Node, Node]:
-    """What is a parameter or buffer, or is made of one alone: the parameter or buffer."""
+    """Map each node that is a parameter or buffer, or made of one alone, to that parameter or buffer."""
     found = {node: node for role in (InputRole.PARAMETER, InputRole.BUFFER) for node in placeholders(graph, role)}
     for node in graph.nodes:
         read = operands(node) if node.op == "call_function" else ()
@@ -240,7 +240,7 @@ def _sources(graph: Graph) -> dict[Node, Node]:
 
 
 def _unmoved(node: Node) -> Node:
-    """What `node` is a view of, or the same in another layout."""
+    """Return what `node` is a view or a reshard of."""
     while is_reshard(node) or (is_alias(node) and item_of(node) is None):
         node = operands(node)[0]
     return node

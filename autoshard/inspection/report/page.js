@@ -1,4 +1,4 @@
-// The page: summary, module tree, search, and what is picked.
+// The page: summary, module tree, search, and the selected thing.
 
 const VIEWS = { overview, timeline: showTimeline, tensor, collectives, roofline, program, remarks };
 const state = { view: "overview", picked: null, stage: Object.keys(plan.graphs).at(-1), timeline: null };
@@ -29,7 +29,7 @@ function header() {
         `${kind} ${bytes(size)}`).join(", "))),
     ...(search ? [el("div", { class: "stat" }, el("b", {}, search.chosen), soft(
         ` of ${search.candidates.length} simulated`),
-      el("div", { class: "soft" }, search.gap === null ? "nothing was proven" :
+      el("div", { class: "soft" }, search.gap === null ? "no bound was proven" :
         `within ${(100 * search.gap).toFixed(2)} % of the best, by the solver's model`))] : []));
 }
 
@@ -129,7 +129,7 @@ function find() {
       { class: "node result", "data-kind": kind, title: alike[0][1], onclick: () => select(kind, alike[0][0]) },
       el("span", { class: "label mono" }, alike[0][0]),
       el("span", { class: "cost" }, alike.length > 1 ? `${alike.length} alike` : ""))),
-  ]) : [soft("nothing has this name")]));
+  ]) : [soft("nothing matches")]));
   if (state.timeline) {
     const { tasks } = plan.step, wanted = text.toLowerCase();
     state.timeline.highlight(new Set(tasks.name.flatMap((name, n) => (`${name} ${tasks.fqn[n]} ${tasks.kind[n]}`
@@ -137,7 +137,7 @@ function find() {
   }
 }
 
-// --- what is picked
+// --- the selected thing
 
 function select(kind, id) { location.hash = `${kind}=${encodeURIComponent(id)}`; }
 
@@ -158,7 +158,7 @@ function picked() {
   if (state.timeline) state.timeline.highlight(tasksOf(kind, id));
 }
 
-/** Numbers of the tasks that a thing is about; null where it is about none. */
+/** Return the numbers of the tasks of a thing; null where it has none. */
 function tasksOf(kind, id) {
   if (!plan.step) return null;
   const { tasks } = plan.step;

@@ -1,7 +1,7 @@
-"""A plan as one HTML page that opens from a file and asks no network for anything.
+"""A plan as one HTML page that opens from a file and needs no network.
 
-The page is a template with its style and scripts beside this module; the plan stands in it as JSON, which
-`page_data` makes, and compressed: a model of 80 layers that runs has each of them in its program.
+The template, style and scripts lie next to this module. `page_data` makes the plan's JSON, which is compressed: a plan of
+a model that runs has all 80 layers in its program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MICROSECONDS = 1e6
 
 
 def format_page(plan: PlanRecord) -> str:
-    """The page's text."""
+    """Return the page's text."""
     folder = files("autoshard.inspection.report")
     page = folder.joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(plan), separators=(",", ":"), ensure_ascii=False)
@@ -53,7 +53,7 @@ def format_page(plan: PlanRecord) -> str:
 
 
 def page_data(plan: PlanRecord) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values; times are in microseconds."""
+    """Return everything that the page shows as JSON values; times are in microseconds."""
     graph, letters = read_placed(plan)
     table = module_table(plan, graph, letters)
     values = list(_values(plan, graph, letters))
@@ -106,7 +106,7 @@ def _search(plan: PlanRecord) -> dict[str, Any]:
 
 
 def _values(plan: PlanRecord, graph: Graph, letters: Letters) -> Iterator[dict[str, Any]]:
-    """Parameters, inputs and outputs as they are given, then what the program makes."""
+    """Yield parameters, inputs and outputs, then intermediate values."""
     named = {input_of(node).name: node for node in placeholders(graph)}
     sections = (("parameter", plan.parameters), ("input", plan.inputs), ("output", plan.outputs))
     for role, values in sections:
@@ -145,7 +145,7 @@ def _value(name: str, role: str, value: Value, notation: str, mesh: Mesh) -> dic
 
 
 def _parameters(plan: PlanRecord, values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Equal parameters of equal layers together: their folded name, and all their names."""
+    """Return equal parameters of equal layers together: their folded name, and all their names."""
     notations = {str(value["name"]): value["notation"] for value in values if value["role"] == "parameter"}
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, value in plan.parameters.items():
@@ -165,7 +165,7 @@ def _collective(one: Collective) -> dict[str, Any]:
 
 
 def _step(timeline: Timeline) -> dict[str, Any]:
-    """Tasks and buffers as columns: a model of many layers has tens of thousands."""
+    """Return tasks and buffers as columns: a model of many layers has tens of thousands."""
     program = timeline.program
     firsts = [first for first, _ in timeline.lives]
     lasts = [last for _, last in timeline.lives]

@@ -22,14 +22,14 @@ from autoshard.plans.values import Value
 from passes.errors import GraphTextError
 from passes.ir.units import format_bytes, format_seconds
 
-WIDTH, WIDEST = 100, 140  # columns where nothing says how many there are, and at most
+WIDTH, WIDEST = 100, 140  # columns where the terminal does not say, and at most
 NOTHING = 5e-9  # seconds
 FIGURES = 11  # columns of one figure and what stands around it
 _BYTES = {"float64": 8, "float32": 4, "int64": 8, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 
 def format_plan(plan: PlanRecord, *, width: int | None = None, colour: bool | None = None) -> str:
-    """Cost, candidates, modules (repeated layers folded), collectives and remarks of a plan, on one screen."""
+    """Return cost, candidates, modules (equal layers folded), collectives and remarks of a plan as one screen of text."""
     colour = sys.stdout.isatty() if colour is None else colour
     columns = width or min(shutil.get_terminal_size((WIDTH, 40)).columns, WIDEST)
     file = io.StringIO()
@@ -39,7 +39,7 @@ def format_plan(plan: PlanRecord, *, width: int | None = None, colour: bool | No
 
 
 def format_html(plan: PlanRecord) -> str:
-    """The same as an HTML fragment, for a notebook."""
+    """Return the same as an HTML fragment, for a notebook."""
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_jupyter=False)
     _print(plan, console)
     style = "font-family:ui-monospace,Menlo,Consolas,monospace;line-height:1.3;white-space:pre;overflow-x:auto"
@@ -95,7 +95,7 @@ def _cells(row: ModuleRow | None, *, timed: bool) -> tuple[RenderableType, ...]:
 
 
 def _borders(modules: ModuleTable) -> Text:
-    """What is given and what is returned, on one line."""
+    """Return inputs and outputs on one line."""
     sides = (("in  ", modules.inputs), ("out ", modules.outputs))
     text = Text()
     for name, values in sides:
@@ -106,7 +106,7 @@ def _borders(modules: ModuleTable) -> Text:
 
 
 def _indented(rows: tuple[ModuleRow, ...], columns: int) -> Iterator[tuple[str, ModuleRow | None]]:
-    """Modules of one list of layers stand together below its name; one alone does where its line would be too long."""
+    """Yield rows with the modules of one list of layers under its name; a single one only where its line would be too long."""
     groups: dict[str, list[ModuleRow]] = {}
     for row in rows:
         groups.setdefault(_layer_of(row.name) or row.name, []).append(row)
@@ -121,7 +121,7 @@ def _indented(rows: tuple[ModuleRow, ...], columns: int) -> Iterator[tuple[str, 
 
 
 def _layer_of(name: str) -> str:
-    """`"layers.0-31"` of `"layers.0-31.attention.wq"`; empty for what is in no list of layers."""
+    """Return `"layers.0-31"` of `"layers.0-31.attention.wq"`; empty for a module in no list of layers."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part[:1].isdigit() or part.startswith("{")), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -135,7 +135,7 @@ def _figures(row: ModuleRow, *, timed: bool) -> tuple[str, ...]:
 
 
 def styled(notation: str) -> Text:
-    """Axes that shard a dim stand out, and terms that are not summed yet."""
+    """Colour the axes that shard a dim, and partial sums."""
     text = Text(notation)
     text.highlight_regex(r"(?<=[A-Z0-9])_[\w./]+", "green")
     text.highlight_regex(r"\{[^}]*\}", "red")
@@ -145,7 +145,7 @@ def styled(notation: str) -> Text:
 def _legend(modules: ModuleTable, axis: str) -> str:
     sizes = " ".join(f"{letter}={size}" for letter, size in modules.sizes.items())
     letter = list(modules.sizes)[-1]
-    return f"[dim]{sizes}; {letter}_{axis}: {letter} is cut over {axis}; {{U_{axis}}}: a term of a sum over {axis}[/dim]"
+    return f"[dim]{sizes}; {letter}_{axis}: {letter} sharded over {axis}; {{U_{axis}}}: partial sum over {axis}[/dim]"
 
 
 def _memory_line(plan: PlanRecord) -> str:

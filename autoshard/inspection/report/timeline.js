@@ -1,9 +1,9 @@
-// The step as it runs: compute and links, exposed time in red, and below it what memory holds.
+// The step over time: compute and links, exposed time in red, and memory below.
 
 const LANES = { compute: "compute", inside: "links in a node", across: "links between nodes" };
 
 class Timeline {
-  /** `pick(number)` is told the task that was clicked. */
+  /** `pick(number)` is called with the clicked task. */
   constructor(step, limit, pick) {
     this.step = step;
     this.limit = limit;
@@ -22,12 +22,12 @@ class Timeline {
     this.build();
   }
 
-  /** Maxima of stretches: Math.max takes only so many arguments. */
+  /** Return maxima of slices: Math.max takes a limited number of arguments. */
   * chunks(values) {
     for (let i = 0; i < values.length; i += 4096) yield Math.max(...values.slice(i, i + 4096));
   }
 
-  /** Bytes by kind at each turn, and in all. */
+  /** Return bytes by kind at each turn, and their sum. */
   memory() {
     if (this.held) return this.held;
     const { buffers, kinds } = this.step;
@@ -71,9 +71,9 @@ class Timeline {
         el("button", { class: "button", onclick: zoom(0.5), "aria-label": "zoom in", id: "zoom-in" }, "+"),
         el("button", { class: "button", onclick: zoom(2), "aria-label": "zoom out" }, "\u2212"),
         el("button", { class: "button", onclick: () => this.show(0, this.end) }, "whole step"),
-        el("button", { class: "button", onclick: () => this.toPeak() }, "peak of memory"),
+        el("button", { class: "button", onclick: () => this.toPeak() }, "memory peak"),
         el("span", { class: "legend" }, ...legend),
-        el("span", { class: "soft" }, "wheel zooms, drag moves, click picks")),
+        el("span", { class: "soft" }, "scroll to zoom, drag to move, click to select")),
       el("div", { class: "plot" }, this.canvas), this.tip, el("h2", {}, "live at the cursor"), this.live);
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.canvas);
@@ -141,7 +141,7 @@ class Timeline {
     this.list();
   }
 
-  /** Show the tasks of `numbers` (null: all) as they are, all others faint; move to the first unless it is in sight. */
+  /** Highlight the tasks of `numbers` (null: all) and fade the others; scroll to the first unless it is visible. */
   highlight(numbers) {
     this.matches = numbers && numbers.size ? numbers : null;
     const first = this.matches && Math.min(...[...this.matches].slice(0, 1000));
@@ -222,7 +222,7 @@ class Timeline {
     pen.globalAlpha = 1;
   }
 
-  /** A pixel is as red as the part of it that is exposed: far away, much red is much exposed time. */
+  /** Colour a pixel red by its exposed part, so that zoomed out, much red is much exposed time. */
   drawExposed(spans, y, width) {
     const parts = new Float32Array(Math.ceil(width) + 1);
     for (const [task, start, end] of spans) {
@@ -248,7 +248,7 @@ class Timeline {
     this.pen.restore();
   }
 
-  /** The first task of a lane, in order of time, that ends in sight. */
+  /** Return the first task of a lane, in order of time, that ends in view. */
   firstIn(tasks) {
     let low = 0,
       high = tasks.length;
@@ -327,7 +327,7 @@ class Timeline {
     this.list();
   }
 
-  /** Who is live at the cursor: by kind, and the largest. */
+  /** List what is live at the cursor: by kind, and the largest buffers. */
   list() {
     const turn = this.turnAt(this.cursor),
       { byKind, all } = this.memory(),

@@ -1,4 +1,4 @@
-"""What the simulated step of a plan says over time."""
+"""The simulated step of a plan over time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ WORKSPACE = "workspace"
 
 
 def timeline_of(plan: PlanRecord) -> Timeline:
-    """The simulated step. Raises UserError for a plan that has none."""
+    """Return the simulated step. Raises UserError for a plan that has none."""
     if plan.timeline is None:
         raise UserError(
-            "this plan has no simulated step: nobody said what hardware it is on, or it was made by passes of your own; "
-            "make it with plan(model, Mesh('dp=8', hardware='h100'), args), or give Options(hardware='cpu') to what runs"
+            "this plan has no simulated step: its hardware is unknown, or it was made by passes of your own; "
+            "make it with plan(model, Mesh('dp=8', hardware='h100'), args), or run with Options(hardware='cpu')"
         )
     return plan.timeline
 
 
 def is_timed(plan: PlanRecord) -> bool:
-    """Whether the plan's collectives have their times."""
+    """Return whether the plan's collectives have times."""
     return plan.timeline is not None and all(one.exposed is not None for one in plan.collectives)
 
 
 def memory_by_turn(timeline: Timeline) -> dict[str, list[int]]:
-    """Bytes live at each task's turn, by kind; they add up to `timeline.memory`."""
+    """Return bytes live at each task's turn, by kind; they add up to `timeline.memory`."""
     program = timeline.program
     changes = {kind: [0] * (len(program.tasks) + 1) for kind in KINDS}
     for buffer, (first, last) in zip(program.buffers, timeline.lives, strict=True):

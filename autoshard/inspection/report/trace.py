@@ -21,7 +21,10 @@ EXPOSED = len(STREAMS)  # the track of exposed communication, below the links
 
 
 def format_trace(plan: PlanRecord) -> str:
-    """A track per stream and one for what is exposed, memory by kind as counters. Raises UserError without a step."""
+    """Return a track per stream and one of exposed communication, with memory by kind as counters.
+
+    Raises UserError for a plan without a simulated step.
+    """
     timeline = timeline_of(plan)
     collectives = {one.id: one for one in plan.collectives}
     events = [*_tracks(plan, timeline), *_tasks(timeline, collectives), *_exposed(timeline), *_memory(timeline)]
@@ -65,7 +68,7 @@ def _tasks(timeline: Timeline, collectives: dict[str, Collective]) -> Iterator[d
 
 
 def _exposed(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Stretches in which the device computes nothing; those of two links at once are one."""
+    """Yield the intervals in which the device computes nothing; overlapping ones of two links are one."""
     clock = 0.0
     for number, start, end in sorted(timeline.exposed_spans, key=lambda span: span[1:]):
         start, clock = max(start, clock), max(end, clock)

@@ -1,8 +1,8 @@
-// The views between which the tabs choose; each gives the elements that it shows.
+// The views of the tabs; each returns its elements.
 
 const LACKING =
-  "This plan has no simulated step: nobody said what hardware it is on, or it was made by passes of your own. " +
-  "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args), or give Options(hardware='cpu') to what runs.";
+  "This plan has no simulated step: its hardware is unknown, or it was made by passes of your own. " +
+  "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args), or run with Options(hardware='cpu').";
 
 function overview() {
   const { search } = plan, axis = plan.mesh.names.at(-1), shown = Object.keys(plan.letters).at(-1);
@@ -21,10 +21,10 @@ function overview() {
   ];
   return [border("given", plan.inputs), border("returns", plan.outputs),
     el("p", { class: "soft mono" }, letters,
-      ` \u2014 ${shown}_${axis}: ${shown} is cut over ${axis}; {U_${axis}}: a term of a sum over ${axis}`),
+      ` \u2014 ${shown}_${axis}: ${shown} sharded over ${axis}; {U_${axis}}: partial sum over ${axis}`),
     el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((name, i) => el("th", { class: i > 1 ? "figure" :
         "" }, name)))), el("tbody", {}, ...rows)),
-    ...(search ? [el("h2", {}, "what else was simulated"), candidates(search)] : [])
+    ...(search ? [el("h2", {}, "candidates"), candidates(search)] : [])
   ];
 }
 
@@ -108,7 +108,7 @@ function collectives() {
   filter.addEventListener("input", fill);
   fill();
   return [el("div", { class: "tools" }, filter, soft(
-      `${plan.collectives.length} collectives; a row is those of one line, module and reason`)),
+      `${plan.collectives.length} collectives; a row joins those of one line, module and reason`)),
     el("table", { id: "collectives" }, el("thead", {}, el("tr", {}, ...columns.map(([name, write]) => el(
     "th", { class: write ? "figure" : "", onclick: () => { order = name;
         fill(); } }, name)))), body)
@@ -122,7 +122,7 @@ function roofline() {
 
 function program() {
   const lines = el("div", { class: "program mono" });
-  const filter = el("input", { type: "search", placeholder: "lines that hold", "aria-label": "filter lines",
+  const filter = el("input", { type: "search", placeholder: "filter lines", "aria-label": "filter lines",
     value: state.lines || "" });
   const fill = () => {
     const wanted = filter.value.toLowerCase();
@@ -140,11 +140,11 @@ function program() {
       { selected: "" } : {}) }, stage)));
   filter.addEventListener("input", fill);
   fill();
-  const left = plan.modules.length && plan.graphs.CAPTURED ? soft("equal layers are written once") : "";
+  const left = plan.modules.length && plan.graphs.CAPTURED ? soft("equal layers are shown once") : "";
   return [el("div", { class: "tools" }, choose, filter, left), lines];
 }
 
-const CHUNK = 400; // lines that are made at once, when they come near to what is seen: a program may have tens of thousands
+const CHUNK = 400; // lines rendered at once, when they scroll near: a program may have tens of thousands
 const coming = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting) entry.target.fill();
 }, { rootMargin: "400px" });
@@ -185,5 +185,5 @@ function remarks() {
   return sorted.length ? sorted.map((one) => el("div", { class: "remark" }, el("b", {}, one.pass_name),
     ` ${one.text} `, link("value", one.node, `%${one.node}`), " ",
     one.origin.file ? link("line", `${one.origin.file.split("/").at(-1)}:${one.origin.line}`) : "", soft(
-      ` ${one.origin.fqn}${one.routine ? ", routine" : ""}`))) : [soft("no pass had anything to say")];
+      ` ${one.origin.fqn}${one.routine ? ", routine" : ""}`))) : [soft("there are no remarks")];
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from passes.ir.graph import item_of, operands
+from passes.ir.graph import item_of, operands, tensor_of
 from passes.ir.layout import Placement, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
 from passes.recipes.weights import on_parameter
@@ -19,12 +19,17 @@ class Carry:
 
     Linears are taken in program order. Where an op cannot carry a sharding on, one of the linears that it came from tries its
     next digit, or stays whole, and the forward is walked again: each walk takes one digit away, so it ends.
+
+    A low-rank adapter, `base(x) + B(A(x))` as in LoRA (Hu et al. 2021), is no block of two linears: taken as one, `A` by
+    columns and `B` by rows, its sum is whole where that of a column-parallel base is sharded. So `A`, which has few
+    columns, stays whole, and `B` is sharded as the base is.
     """
 
     def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
         self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
         self.digits = {node: digits_of(linear, size) for node, linear in linears.items()}
         self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
+        self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
         self._reset()
         while not self._walk():
             self._reset()
@@ -35,6 +40,7 @@ class Carry:
         self.columns: dict[Node, Placement] = {}  # linear -> placement of its weight
         self.rows: dict[Node, Placement] = {}
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
+        self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
         self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
 
     def _walk(self) -> bool:
@@ -62,16 +68,15 @@ class Carry:
             return self._blocked(node)
         self.rows[node] = need
         self.stream[node] = None
+        self.through[node] = self.sources[linear.x]
         return True
 
     def _column(self, linear: Linear) -> bool:
         node = linear.node
         row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
-        assert row is not None
-        need = row.operands[linear.weight]
-        if not self._place(linear.w, need, node):
+        if row is None or not self._place(linear.w, row.operands[linear.weight], node):
             return self._retry(node)
-        self.columns[node] = need
+        self.columns[node] = row.operands[linear.weight]
         self.carried[node], self.sources[node] = row.results, (node,)
         return True
 
@@ -80,6 +85,7 @@ class Carry:
         if not any(isinstance(p, Shard) for i in inputs for p in self.carried.get(i, ())):
             if node.target is aten.embedding.default or any(i in self.stream for i in inputs):
                 self.stream[node] = None
+                self._pass_through(node, inputs)
             return True
         if (item := item_of(node)) is not None:
             source, position = item
@@ -95,6 +101,12 @@ class Carry:
         row = row_sharding(space, first, placement, self.size)
         return self._carry_on(node, row) if row is not None else self._blocked(node)
 
+    def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
+        """A view, a scale or a bias leaves the result of a row-parallel linear what it is; a sum with another value does not."""
+        values = [value for value in inputs if value in self.stream]
+        if len(values) == 1 and values[0] in self.through:
+            self.through[node] = self.through[values[0]]
+
     def _carry_on(self, node: Node, row: Row) -> bool:
         """Take `row` at `node`, if its other operands can follow."""
         inputs = operands(node)
@@ -102,6 +114,8 @@ class Carry:
             have = self._of(value)
             if have == need or (have is None and not isinstance(need, Shard)):
                 continue
+            if have is None and self._is_adapted(value, node):
+                return False
             if have is not None or value in self.stream:
                 return self._blocked(node)
             if value in self.weights and not self._place(value, need, node):
@@ -129,6 +143,15 @@ class Carry:
                     self.blockers.setdefault(source, node)
                     return self._retry(source)
         raise AssertionError(f"{node} blocks a sharding that nobody made")
+
+    def _is_adapted(self, value: Node, node: Node) -> bool:
+        """Keep `A` whole where `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
+        ranks = self.through.get(value, ())
+        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
+            return False
+        self.adapters[ranks[0]] = node
+        self.digits[ranks[0]] = ()
+        return True
 
     def _retry(self, linear: Node) -> bool:
         self.digits[linear] = self.digits[linear][1:]

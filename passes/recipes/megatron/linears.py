@@ -114,9 +114,16 @@ def _parts(node: Node, columns: int) -> tuple[int, ...]:
                 found += _sliced(user, columns)
             elif user.target is aten.view.default and tensor_of(user).shape[-1] != columns:
                 found += _viewed(user, columns)
-            elif user.target in (aten.view.default, aten.add.Tensor) or tensor_of(user).shape == tensor_of(node).shape:
+            elif _keeps_columns(user, node):
                 queue.append(user)
     return tuple(dict.fromkeys(found))
+
+
+def _keeps_columns(user: Node, node: Node) -> bool:
+    """Tell whether the last dim of `user` still is the columns of the linear `node`: a view, a sum, a scale, one of its shape."""
+    is_scale = user.target is aten.mul.Tensor and len(operands(user)) == 1
+    is_moved = user.target in (aten.view.default, aten.add.Tensor)
+    return is_scale or is_moved or tensor_of(user).shape == tensor_of(node).shape
 
 
 def _sliced(piece: Node, columns: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch.fx import Node
 
@@ -19,34 +21,36 @@ def stream_placement(node: Node, batch_parts: int, size: int) -> Placement | Non
 
     None where neither divides.
     """
-    shaped = _as_model_code_sees(node)
-    shape = tensor_of(shaped).shape
+    path = _to_model_shape(node)
+    shape = tensor_of(path[-1]).shape
     tries = [Shard(1)] if len(shape) > 2 and shape[1] % size == 0 else []
     tries += [Shard(0, batch_parts)] if shape[0] % (batch_parts * size) == 0 else []
-    found = (_back(shaped, node, placement, size) for placement in tries)
+    found = (_back(path, placement, size) for placement in tries)
     return next((placement for placement in found if placement is not None), None)
 
 
-def _as_model_code_sees(node: Node) -> Node:
-    while tensor_of(node).dim() < 3:
-        view = next((u for u in node.users if u.target in _SHAPES or is_reshard(u)), None)
-        if view is None or tensor_of(view).dim() < 2:
+def _to_model_shape(node: Node) -> list[Node]:
+    """Return the values from `node` to the first that has the shape which model code sees: batch, sequence, features."""
+    path = [node]
+    while tensor_of(path[-1]).dim() < 3:
+        following = next((u for u in path[-1].users if u.target in _SHAPES or is_reshard(u)), None)
+        if following is None or tensor_of(following).dim() < 2:
             break
-        node = view
-    return node
+        path.append(following)
+    return path
 
 
-def _back(value: Node, target: Node, placement: Shard, size: int) -> Shard | None:
-    """Return the placement of `target` that gives `value` this one."""
-    while value is not target:
+def _back(path: list[Node], placement: Shard, size: int) -> Shard | None:
+    """Return the placement of the first value of `path` that gives the last one `placement`."""
+    for operand, value in reversed(list(pairwise(path))):
         if is_reshard(value):
-            value = operands(value)[0]
             continue
         space = space_of(value)
         row = row_giving(space, 0, placement, size) if space is not None else None
-        if row is None or not isinstance(row.operands[0], Shard):
+        need = None if row is None else row.operands[operands(value).index(operand)]
+        if not isinstance(need, Shard):
             return None
-        value, placement = operands(value)[0], row.operands[0]
+        placement = need
     return placement
 
 

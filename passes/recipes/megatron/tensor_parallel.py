@@ -88,15 +88,17 @@ def _why_whole(linear: Linear, carry: Carry) -> str:
     """Say why a linear has neither columns nor rows."""
     if linear.column_count % carry.size:
         return f"its {linear.column_count} columns do not divide by {carry.size}"
+    if (adapted := carry.adapters.get(linear.node)) is not None:
+        return f"its {linear.column_count} columns are the rank of an adapter, which {_at(adapted)} adds to a sharded linear"
     if (blocker := carry.blockers.get(linear.node)) is not None:
-        place = f", {origin_of(blocker)}" if str(origin_of(blocker)) else ""
-        return f"its columns cannot be sharded past {_name(blocker)}{place}"
+        return f"its columns cannot be sharded past {_at(blocker)}"
     return "its columns cannot be sharded through to a row"
 
 
-def _name(node: Node) -> str:
-    """`sort`, `add.Tensor`: the op as graphs are written."""
-    return str(node.target).removeprefix("aten.").removesuffix(".default")
+def _at(node: Node) -> str:
+    """Return the op as graphs are written, and where it stands: `sort, model.py:9 layers.0`."""
+    op = str(node.target).removeprefix("aten.").removesuffix(".default")
+    return f"{op}, {origin_of(node)}" if str(origin_of(node)) else op
 
 
 MEGATRON = Recipe(

@@ -1,0 +1,93 @@
+"""The lazy border: what needs dynamo, AOTAutograd or Inductor, which are imported at the first call.
+
+They take longer to import than torch itself, and reading a plan or a `--help` needs none of them. This is the only
+module that imports inside of functions; a name that torch lacks is an ImportError at the first call, which says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+
+from passes._torch.results import InductorCode, JointGraph, TracedModule, TraceFailure
+from passes._torch.supported import unsupported
+
+
+@cache
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"passes._torch.{name}")
+    except (ImportError, AttributeError) as error:
+        raise unsupported(error) from error
+
+
+def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    """Trace a call with dynamo: static shapes, numbers as constants. Raises what `trace_failure` reads."""
+    traced: TracedModule = _module("dynamo").trace_module(module, args, kwargs)
+    return traced
+
+
+def trace_failure(error: Exception) -> TraceFailure:
+    """Return what an exception of `trace_module` or `trace_joint` says."""
+    failure: TraceFailure = _module("dynamo").trace_failure(error)
+    return failure
+
+
+def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
+    """Trace forward and backward of `flat`; the forward alone where no output needs a gradient."""
+    joint: JointGraph = _module("joint").trace_joint(flat, args, decompositions)
+    return joint
+
+
+def min_cut_partition(
+    joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
+) -> tuple[GraphModule, GraphModule]:
+    """Return forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
+    halves: tuple[GraphModule, GraphModule] = _module("partition").min_cut_partition(
+        joint, num_forward_outputs=num_forward_outputs, static_inputs=static_inputs
+    )
+    return halves
+
+
+def run_joint_graph_passes(gm: GraphModule) -> None:
+    """Do what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    _module("inductor").run_joint_graph_passes(gm)
+
+
+def inductor_compile(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    static_inputs: Sequence[int],
+    visible_outputs: Sequence[int],
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool,
+) -> InductorCode:
+    """Compile a flat ATen graph on fake `inputs`.
+
+    `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
+    where the graph has them: by default Inductor moves each wait after its collective.
+    """
+    code: InductorCode = _module("inductor").inductor_compile(
+        gm,
+        inputs,
+        static_inputs=static_inputs,
+        visible_outputs=visible_outputs,
+        is_backward=is_backward,
+        is_inference=is_inference,
+        keep_order=keep_order,
+    )
+    return code
+
+
+def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
+    """Return Inductor's decompositions, without those of `whole`."""
+    table: dict[Any, Any] = _module("inductor").select_decompositions(whole=whole)
+    return table

@@ -1,0 +1,69 @@
+"""What the functions of `deferred` take and give: records that can be named without importing dynamo or Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+
+@dataclass(frozen=True)
+class SideEffect:
+    """A Python object that a traced call changed: where the call got it from, and the stack of a change.
+
+    `constants` are the attributes that it was given, by name, where they are constants and there is no other change.
+    """
+
+    source: str
+    stack: str
+    changed: Any = field(compare=False)
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A call of a module as dynamo saw it: no Python, no structure, every tensor it reads a placeholder.
+
+    `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` where the
+    call got them from; `rebuild` turns values of the graph's outputs into what the module returns.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[Any, ...]
+    sources: tuple[str, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    side_effects: tuple[SideEffect, ...]
+
+
+@dataclass(frozen=True)
+class TraceFailure:
+    """Why a trace failed: torch's name for the reason, its words, and the stack of the user's code."""
+
+    kind: str
+    detail: str
+    stack: str
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A functional ATen graph of forward and backward, and what its ends are.
+
+    An end is (kind, index). Inputs: `("input", i)`, then `("tangent", i)` of output i, or `("mutation", i)`
+    for the tangent of input i's new value. Outputs: `("mutation", i)`, `("output", i)`, `("gradient", i)`
+    of input i, in the order of the graph; None for an input without gradient.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class InductorCode:
+    """A compiled graph: a list of tensors, which it empties, to a sequence of tensors."""
+
+    run: Callable[[list[torch.Tensor]], Sequence[Any]]
+    output_strides: tuple[tuple[int, ...] | None, ...]  # as the code returns them; None or () where as in the graph

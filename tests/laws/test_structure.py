@@ -1,0 +1,59 @@
+"""How files are named, how many stand in a folder, how they begin, and where passes are composed."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import PurePath
+
+from tests.laws.sources import PASS_CLASSES, PRODUCT
+
+CODE_FILES = 20  # of a folder, at most
+SAME_JOB = {"__init__.py"}  # names that several folders share: the same job for each
+NO_VERB = ("What ", "Which ", "Whether ", "Of ", "How ", "Where ", "That ", "For ", "With ", "As ", "From ", "The same")
+
+
+def test_a_folder_holds_few_files() -> None:
+    """`passes/` is the exception: it is the list of passes."""
+    count = Counter(str(PurePath(file).parent) for file in PRODUCT)
+    assert {folder: n for folder, n in count.items() if n > CODE_FILES and folder != "passes"} == {}
+
+
+def test_no_two_files_share_a_name() -> None:
+    named = defaultdict(list)
+    for file in PRODUCT:
+        named[PurePath(file).name].append(file)
+    assert {name: files for name, files in named.items() if len(files) > 1 and name not in SAME_JOB} == {}
+
+
+def test_every_file_says_what_it_is() -> None:
+    assert [file for file, tree in PRODUCT.items() if tree.body and not ast.get_docstring(tree)] == []
+
+
+def test_docstrings_start_with_a_verb() -> None:
+    """Of public functions: a docstring that starts with one of these words describes, and does not say what is done."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = [(file, node) for file, tree in PRODUCT.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [(file, node.name, ast.get_docstring(node) or "") for file, node in functions]
+    assert [f"{file} {name}: {text[:60]}" for file, name, text in texts if text.startswith(NO_VERB)] == []
+
+
+def composed(tree: ast.AST) -> list[str]:
+    """Return the names of passes that are put into a tuple or list of passes, at least two of them."""
+    groups = [node.elts for node in ast.walk(tree) if isinstance(node, ast.Tuple | ast.List)]
+    named = [[_called(element) for element in group] for group in groups]
+    return [name for names in named if len(PASS_CLASSES & {*names}) > 1 for name in names if name in PASS_CLASSES]
+
+
+def _called(element: ast.expr) -> str:
+    return element.func.id if isinstance(element, ast.Call) and isinstance(element.func, ast.Name) else ""
+
+
+def test_passes_are_composed_in_one_file() -> None:
+    found = {file: composed(tree) for file, tree in PRODUCT.items()}
+    assert [file for file, names in found.items() if names] == ["autoshard/phases.py"]
+
+
+def test_passes_that_are_composed_are_found() -> None:
+    assert composed(ast.parse("order = (Normalize(), Seed(x), Localize())")) == ["Normalize", "Seed", "Localize"]
+    assert composed(ast.parse("one = (Normalize(),)")) == []

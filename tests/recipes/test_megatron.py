@@ -1,0 +1,68 @@
+"""What `megatron` makes of models that are not written as its authors' is: it shards what it knows, and never crashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard import Mesh, Options, ShardingPlan, check, plan
+
+DIM, VOCAB, SEQ, BATCH = 16, 32, 8, 4
+
+Embed = Callable[["Embedded", Tensor, Tensor], Tensor]
+
+
+class Embedded(nn.Module):
+    """Tables whose rows are combined by `embed`, in front of one MLP; positions are an input, as in Hugging Face's models."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self.embed = embed
+        self.tok, self.pos, self.kind = nn.Embedding(VOCAB, DIM), nn.Embedding(SEQ, DIM), nn.Embedding(2, DIM)
+        self.norm, self.drop = nn.LayerNorm(DIM), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(self, tokens, positions)
+        return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
+
+
+EMBEDDINGS: dict[str, Embed] = {
+    "positions on the right": lambda m, t, p: m.tok(t) + m.pos(p),
+    "positions on the left": lambda m, t, p: m.pos(p) + m.tok(t),
+    "three ways, as in BERT": lambda m, t, p: m.tok(t) + m.kind(t % 2) + m.pos(p),
+    "three ways, positions first": lambda m, t, p: m.pos(p) + m.kind(t % 2) + m.tok(t),
+    "scaled": lambda m, t, p: m.tok(t) * DIM**0.5 + m.pos(p) * 0.5,
+    "scaled from the left": lambda m, t, p: 0.5 * m.pos(p) + DIM**0.5 * m.tok(t),
+    "dropped out, then added": lambda m, t, p: m.tok(t) + m.drop(m.pos(p)),
+    "normalised, then added": lambda m, t, p: m.tok(t) + m.norm(m.pos(p)),
+    "a product": lambda m, t, p: m.tok(t) * m.pos(p),
+    "a difference": lambda m, t, p: m.tok(t) - m.pos(p),
+    "joined": lambda m, t, p: torch.stack((m.tok(t), m.pos(p).expand(t.shape[0], -1, -1))).sum(0),
+    "one position at a time": lambda m, t, p: m.tok(t) + m.pos(p[0]) + m.pos(p)[None],
+    "after zeros": lambda m, t, p: torch.zeros(SEQ, DIM) + m.pos(p) + m.tok(t),
+    "after sines": lambda m, t, p: torch.sin(torch.arange(SEQ)[:, None] * torch.ones(DIM)) + m.pos(p) + m.tok(t),
+    "flat": lambda m, t, p: (torch.zeros(BATCH * SEQ, DIM) + m.tok(t.flatten())).view(BATCH, SEQ, DIM),
+    "of its own order": lambda m, t, p: m.tok(t).transpose(0, 1).add(m.pos(p)[:, None]).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_embeddings_are_combined_in_any_way(name: str) -> None:
+    torch.manual_seed(0)
+    model = Embedded(EMBEDDINGS[name]).double().eval()
+    args = torch.randint(VOCAB, (BATCH, SEQ)), torch.arange(SEQ)
+    checked = check(model, "tp=2", args, options=Options(recipe="megatron"))
+    assert checked, str(checked)
+    assert placements(plan(model, Mesh("tp=2"), args=args, options=Options(recipe="megatron")), "tok", "up", "down") == {
+        "tok.weight": "S(0)", "up.weight": "S(0)", "down.weight": "S(1)"
+    }  # fmt: skip
+
+
+def placements(made: ShardingPlan, *modules: str) -> dict[str, str]:
+    names = [f"{module}.weight" for module in modules]
+    return {name: str(made.parameters[name].layout.placements[-1]) for name in names}  # on tp, the last axis
