@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compile.overlap import OverlapPhase
+from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
@@ -29,9 +30,9 @@ from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call
 from autoshard.runtime.parameters import place_of
 from autoshard.runtime.process_groups import open_groups
-from autoshard.runtime.sharded_module import Request, ShardedModule, shard_module
+from autoshard.runtime.sharded_module import FirstCall, ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
-from autoshard.runtime.shared_plan import Decided, given_plan
+from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
@@ -58,7 +59,7 @@ def plan(
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     check_call(args, kwargs)
     options, training = options_given(options), torch.is_grad_enabled()
-    request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh), options, training=training)
+    request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
     return ShardingPlan.of(*plan_ahead(request))
 
 
@@ -142,18 +143,14 @@ def _distribute(
     planner = _Planner(device_mesh.device_type, place.mesh, options, given)
     if args is None and kwargs is None:
         return shard_module(model, place, groups, planner, mode=options.compile)
+
+    def attempt(followed: Decided | None) -> LocalProgram:
+        axes = planner.batch_axes()
+        return planner.plan(model, args or (), kwargs or {}, gradients, batch_axes=axes, followed=followed)
+
     gradients = torch.is_grad_enabled()
-    return shard_module(
-        model,
-        place,
-        groups,
-        planner,
-        mode=options.compile,
-        program=lambda followed: planner.plan(
-            model, args or (), kwargs or {}, gradients, batch_axes=planner.batch_axes(), followed=followed
-        ),
-        gradients=gradients,
-    )
+    planned = plan_together(groups, attempt)
+    return shard_module(model, place, groups, planner, mode=options.compile, planned=planned, gradients=gradients)
 
 
 class _Planner:
@@ -163,20 +160,22 @@ class _Planner:
         check_options(options, mesh)
         if given is not None:
             check_asked(given, mesh, options)
+        elif options.recipe == AUTO:
+            batch_axes_of(options, mesh)  # asked now, not at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # no program was made of `given` yet
         self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
-    def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
+    def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """The program for a call with this rank's part of each input."""
         splits = self._splits()
-        args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
+        args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
         return self.plan(
-            request.module,
+            call.module,
             args,
             kwargs,
-            request.gradients,
-            request.parameters,
+            call.gradients,
+            call.parameters,
             batch_axes=self.batch_axes(),
             followed=followed,
         )
@@ -223,14 +222,18 @@ class _Planner:
     def _splits(self) -> Splits:
         """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
         if self.first is None:
-            recipes = recipes_of(self.options.recipe, self.mesh)
-            return Splits(self.mesh, data_axes(recipes), self.options.inputs)
+            return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {
             name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
         }
         first = next(iter(layouts.values()), None)
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
+
+    def _data_axes(self) -> tuple[int, ...]:
+        if self.options.recipe == AUTO:
+            return batch_axes_of(self.options, self.mesh)
+        return data_axes(recipes_of(self.options.recipe, self.mesh))
 
     def _program(self, planned: Planned) -> LocalProgram:
         signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 
 import autoshard as product
 from autoshard import Dump, Mesh, Options, Overlap, UserError, autoshard, check, plan, rule
+from autoshard.config.axis_names import batch_axes_of
 
 
 class Tiny(nn.Module):
@@ -78,6 +80,52 @@ def test_hardware_of_another_type() -> None:
     assert message(Mesh, "dp=2", hardware=3) == (
         "MeshError: Mesh(..., hardware=3): give a preset such as 'h100', the path of a calibrated .json, or None"
     )
+
+
+@pytest.mark.parametrize("name", ["model", "ep", "x", "cp", "sp"])
+def test_an_axis_of_which_nothing_says_whether_it_carries_data(name: str) -> None:
+    mesh = Mesh(f"dp=2,{name}=4")
+    assert message(batch_axes_of, Options(), mesh) == (
+        f"MeshError: nothing says whether the batch is split over axis {name!r} of the mesh dp=2,{name}=4; give "
+        f"Options(recipe={{'dp': 'fsdp', '{name}': 'fsdp'}}) if it is, Options(recipe={{'dp': 'fsdp', '{name}': 'megatron'}}) "
+        f"or Options(inputs={{'*': {{'{name}': 'R'}}}}) if every rank of it has the same batch, or a plan (plan=...), or call "
+        "the axis 'dp' or 'tp'"
+    )
+
+
+def test_an_axis_that_says_whether_it_carries_data() -> None:
+    assert batch_axes_of(Options(), Mesh("pod=2,dp_replicate=2,tp=2,dp_shard=2,data=2")) == (0, 1, 3, 4)
+    assert batch_axes_of(Options(), Mesh("dp=2,x=1")) == (0,)
+    assert batch_axes_of(Options(inputs={"tokens": {"x": "R"}}), Mesh("dp=2,x=4")) == (0,)
+
+
+def test_an_axis_is_asked_about_before_the_first_call(one_rank: DeviceMesh) -> None:
+    options = Options(recipe="auto")
+    with mock.patch("autoshard.api.place_of") as placed, mock.patch("autoshard.api.open_groups"):
+        placed.return_value.mesh = Mesh("x=2")
+        assert message(autoshard, Tiny(), one_rank, options=options).startswith("MeshError: nothing says whether the batch")
+
+
+@pytest.mark.parametrize(("named", "asked"), [("h100", "a100"), ("h100", None)])
+def test_two_kinds_of_hardware(named: str, asked: str | None) -> None:
+    mesh, args, options = Mesh("dp=2", hardware=named), (torch.randn(4, 6),), Options(recipe="ddp", hardware=asked)
+    expected = (
+        f"MeshError: Mesh(..., hardware='h100') and Options(hardware={asked!r}) name different hardware; remove one: the "
+        "mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"
+    )
+    calls: tuple[Callable[..., Any], ...] = (plan, check)
+    for function in calls:
+        assert message(function, Tiny(), mesh, args, options=options) == expected
+    assert message(planned(recipe="ddp").replan, mesh=mesh, hardware="a100").startswith("MeshError: Mesh(..., hardware='h100')")
+
+
+def test_one_kind_of_hardware() -> None:
+    args, h100 = (torch.randn(4, 6),), Options(recipe="ddp", hardware="h100")
+    made = plan(Tiny(), Mesh("dp=2", hardware="h100"), args, options=h100)
+    assert made.mesh.hardware == plan(Tiny(), "dp=2", args, options=h100).mesh.hardware
+    again = made.replan(mesh=Mesh("dp=2", hardware="a100")).mesh.hardware
+    assert again is not None
+    assert again.name == "a100"
 
 
 def test_a_device_mesh_with_an_axis_name_twice(one_rank: DeviceMesh) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoshard.config.axis_names import usual_recipe
 from passes.errors import RecipeError
 from passes.ir.mesh import Mesh
 from passes.recipes import Recipe, recipe_named
-from passes.recipes.fsdp import FSDP
-from passes.recipes.megatron import MEGATRON
 
 AUTO = "auto"  # layouts are searched for; where they cannot be, and before a search, `rule_of_thumb` holds
-TENSOR_AXIS = "tp"  # the name that torchtitan and Megatron-LM give the axis of tensor parallelism
 
 
 def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tuple[str | None, ...]:
@@ -23,9 +21,9 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
     return tuple(None if one is None else one.name for one in _spread(_given(recipe, mesh), mesh))
 
 
-def rule_of_thumb(mesh: Mesh) -> tuple[str, ...]:
-    """`megatron` on an axis named `tp`, `fsdp` on every other."""
-    return tuple(MEGATRON.name if name == TENSOR_AXIS else FSDP.name for name in mesh.names)
+def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
+    """Return `megatron` for an axis named `tp`, `fsdp` for those that carry data by their name, None for every other."""
+    return tuple(map(usual_recipe, mesh.names))
 
 
 def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe | None, ...]:

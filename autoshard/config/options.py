@@ -81,13 +81,15 @@ class Options:
 
     recipe: str | Mapping[str, str | None] | None = "auto"
     """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
-    figures are not known, `megatron` on an axis named `tp` and `fsdp` on every other. Or an expert's: `"ddp"`,
+    figures are not known, `megatron` on an axis named `tp` and `fsdp` on those that carry data by their name (`dp`, `data`,
+    `fsdp`, ...). Or an expert's: `"ddp"`,
     `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
     one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
 
     hardware: str | Hardware | None = "auto"
-    """What a step is predicted for: a preset such as `"h100"`, a file that `python -m autoshard calibrate` wrote, or
-    `"auto"`: the mesh's own, else this machine's."""
+    """What a step is predicted for, on a DeviceMesh or a mesh that names no hardware: a preset such as `"h100"`, a file that
+    `python -m autoshard calibrate` wrote, a `Hardware`, or `None` for unknown figures. `"auto"`: what the mesh names
+    (`Mesh("dp=8", hardware="h100")`), else this machine's. Where both are given they have to be the same."""
 
     memory_limit: int | str | None = None
     """Memory of one device that a plan may use at its peak: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine

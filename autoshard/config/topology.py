@@ -17,12 +17,15 @@ from passes.ir.mesh import Mesh
 _RACK_WIDE = ("gb200",)  # NVLink joins GPUs of several hosts
 
 
-def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
-    """The axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
+def mesh_of(mesh: DeviceMesh | Mesh | str, hardware: str | Hardware | None = "auto") -> Mesh:
+    """Return the axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
 
-    Raises MeshError where a DeviceMesh has no axis names, or more ranks than the world.
+    A `Mesh` that names its hardware says what is planned for; `hardware`, that of the options, says it for a DeviceMesh,
+    instead of what the device is known by, and for a mesh that names none. Raises MeshError where both name some and they
+    differ, where a DeviceMesh has no axis names, and where it has more ranks than the world.
     """
     if isinstance(mesh, Mesh):
+        _check_one_hardware(mesh, hardware)
         return mesh
     if isinstance(mesh, str):
         return Mesh(mesh)
@@ -42,6 +45,18 @@ def mesh_of(mesh: DeviceMesh | Mesh | str) -> Mesh:
         )
     hardware = hardware_of(mesh.device_type)
     return Mesh(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), ranks=ranks, hardware=hardware)
+
+
+def _check_one_hardware(mesh: Mesh, hardware: str | Hardware | None) -> None:
+    if mesh.hardware is None or hardware == "auto":
+        return
+    asked = hardware_named(hardware) if isinstance(hardware, str) else hardware
+    if asked != mesh.hardware:
+        name = None if asked is None else asked.name
+        raise MeshError(
+            f"Mesh(..., hardware={mesh.hardware.name!r}) and Options(hardware={name!r}) name different hardware; remove one: "
+            "the mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"
+        )
 
 
 def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> Mesh:

@@ -88,18 +88,19 @@ def bisect(
     if options.mixed_precision is not None:
         raise UserError("with mixed precision the numbers are not the model's after any pass; bisect without")
     keeper = _Every()
-    request = PlanRequest(model, args, call.kwargs, mesh_of(mesh), options, training=torch.is_grad_enabled())
+    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
+    request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
     planned = make_plan(request, observers=(keeper,))
     whole = keeper.kept[0][2]
     if any(map(is_random, whole.graph.nodes)):
         raise UserError("the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check")
-    training, precision = torch.is_grad_enabled(), precision_of(call, options)
-    wanted, rounding = run_on_one_device(call, training=training), Rounding(call, precision, training)
+    precision = precision_of(call, options)
+    expected, rounding = run_on_one_device(call, training=training), Rounding(call, precision, training)
     steps = []
     for name, stage, gm in keeper.kept:
         made = replace(planned, graph=gm)
         got = Ranks.of(call, made).run().step if stage >= Stage.LOCAL else run_whole(gm, Ranks.of(call, planned))
-        found = differences(got, wanted, TOLERANCE[precision], rounding)
+        found = differences(got, expected, TOLERANCE[precision], rounding)
         steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
     explicit = next((gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE), whole)
     wrong = any(step.differs for step in steps)

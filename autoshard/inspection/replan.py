@@ -44,8 +44,10 @@ def replanned(
     if hardware is not None:
         options = {**options, "hardware": hardware}
     before = state.problem
+    wanted = before.mesh if mesh is None else mesh_of(mesh, options.get("hardware", "auto"))
+    if isinstance(mesh, Mesh) and mesh.hardware is not None:
+        options = {**options, "hardware": "auto"}  # the new mesh names it, instead of the plan's options
     changed = replace(before.options, **{"dump": False, **options})  # not over that of the plan that is asked
-    wanted = before.mesh if mesh is None else mesh_of(mesh)
     if mesh is not None and wanted.hardware is None and before.mesh.hardware is not None:
         wanted = wanted.on(before.mesh.hardware)
     wanted = equipped(wanted, changed.hardware, before.device)

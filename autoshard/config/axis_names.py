@@ -1,0 +1,57 @@
+"""What the name of a mesh axis says where no recipe, input or plan does: whether the batch is split over it."""
+
+from __future__ import annotations
+
+from autoshard.config.options import Options
+from passes.errors import MeshError
+from passes.ir.mesh import Mesh
+from passes.recipes.fsdp import FSDP
+from passes.recipes.megatron import MEGATRON
+
+# Names that PyTorch's tutorials, torchtitan (dp_replicate, dp_shard) and MaxText (data, fsdp, pod) give to axes of the batch.
+DATA_AXES = (
+    "dp",
+    "data",
+    "batch",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "zero",
+    "replicate",
+    "replica",
+    "shard",
+    "dp_replicate",
+    "dp_shard",
+    "pod",
+)
+TENSOR_AXIS = "tp"  # the name that torchtitan and Megatron-LM give the axis of tensor parallelism: all of it has one batch
+
+
+def batch_axes_of(options: Options, mesh: Mesh) -> tuple[int, ...]:
+    """Return the axes that a caller splits the batch over with `recipe="auto"`, before there is a plan.
+
+    Axes of one rank and those that `Options(inputs=...)` speaks of are not asked about. Raises MeshError for another
+    one whose name does not say it: `model`, `ep`, `cp`, `x`.
+    """
+    said = {axis for axes in (options.inputs or {}).values() for axis in axes}
+    for name, size in zip(mesh.names, mesh.sizes, strict=True):
+        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *said):
+            raise MeshError(_question(name, mesh))
+    return tuple(axis for axis, name in enumerate(mesh.names) if name in DATA_AXES)
+
+
+def _question(name: str, mesh: Mesh) -> str:
+    known = {axis: usual_recipe(axis) for axis in mesh.names if axis != name}
+    examples = [f"Options(recipe={known | {name: recipe}})" for recipe in (FSDP.name, MEGATRON.name)]
+    return (
+        f"nothing says whether the batch is split over axis {name!r} of the mesh {mesh}; give {examples[0]} if it is, "
+        f"{examples[1]} or Options(inputs={{'*': {{{name!r}: 'R'}}}}) if every rank of it has the same batch, or a plan "
+        f"(plan=...), or call the axis {DATA_AXES[0]!r} or {TENSOR_AXIS!r}"
+    )
+
+
+def usual_recipe(name: str) -> str | None:
+    """Return the recipe for an axis of this name, by rule of thumb; None where the name does not say what it is for."""
+    if name == TENSOR_AXIS:
+        return MEGATRON.name
+    return FSDP.name if name in DATA_AXES else None
