@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
+from autoshard.planner import standings
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import evaluate, fold, seeded
 from autoshard.planner.planning import make_plan
@@ -25,7 +26,7 @@ from autoshard.planner.problem import captured_problem
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
-from passes.errors import UnknownOpError
+from passes.errors import CompilerError, UnknownOpError
 from passes.insert_reshards import InsertReshards
 from passes.ir.graph import (
     InputRole,
@@ -308,3 +309,41 @@ def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
     notes = {one.name: one.note for one in found.search.candidates if not one.fits}
     assert notes["ddp"] == "takes 192.4 MiB for parameters, gradients and optimizer: not simulated"
     assert notes["zero2"] == "slower though nothing is computed again: not made to fit"
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:
+    """A defect in what makes the programs of these recipes, or of all; None: of the solver's plan."""
+
+    def failing(problem: Any, folded: Any, named: Any, solution: Any = None, **how: Any) -> Any:
+        if not recipes or named[0] in recipes:
+            raise ZeroDivisionError("a defect")
+        return evaluate(problem, folded, named, solution, **how)
+
+    monkeypatch.setattr(standings, "evaluate", failing)
+
+
+def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, "fsdp", None)
+    model, args = on_meta(64, 8)
+    with pytest.warns(UserWarning, match=r"is left out.*ZeroDivisionError: a defect.*report") as told:
+        found = plan(model, Mesh("dp=4", hardware="h100"), args)
+    assert found.search is not None and found.search.chosen in ("ddp", "zero2")
+    notes = {one.name: one.note for one in found.search.candidates}
+    assert notes["solved"] == notes["fsdp"] == "failed: ZeroDivisionError: a defect"
+    texts = [str(one.message) for one in told if "left out" in str(one.message)]
+    assert [text.split("'")[1] for text in texts] == ["solved", "fsdp"]
+
+
+def test_candidates_that_all_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch)
+    model, args = on_meta(64, 8)
+    with pytest.warns(UserWarning), pytest.raises(CompilerError, match="no candidate plan could be made") as raised:
+        plan(model, Mesh("dp=4", hardware="h100"), args)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_a_candidate_that_fails_is_an_error_in_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, "fsdp")
+    model, args = on_meta(64, 8)
+    with pytest.raises(UserWarning, match="'fsdp' is left out"):
+        plan(model, Mesh("dp=4", hardware="h100"), args)

@@ -15,7 +15,7 @@ from autoshard.planner.recomputation import room_for
 from autoshard.planner.solver_candidate import ANY, Solved, ask, solve, solve_for_least
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
-from passes.errors import MemoryLimitError
+from passes.errors import CompilerError, MemoryLimitError
 from passes.ir.units import format_bytes
 from passes.search.bundles import together
 from passes.search.find import Prepared
@@ -41,17 +41,23 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 
     Recipes that the solver's own model finds hopeless are not simulated, unless the effort is to try all; nor is any once
     the time limit is over and there is a plan that fits. Raises MemoryLimitError where nothing fits: with what takes the
-    memory, and the smallest limit that would do.
+    memory, and the smallest limit that would do. A candidate that fails by a defect of ours is left out with a warning;
+    where all do, raises CompilerError.
     """
     task = SearchTask(problem, folded, effort)
     standings = Standings(task)
     progress(SOLVED)
-    solved = solve(task, standings)
+    solved = Solved()
+    with standings.attempt(SOLVED):
+        solved = solve(task, standings)
     try_recipes(task, standings, solved, progress)
     if standings.best is None:
-        solved = solve_for_least(task, standings, solved)
+        with standings.attempt(SOLVED):
+            solved = solve_for_least(task, standings, solved)
+    if standings.smallest is None:
+        raise CompilerError("no candidate plan could be made: the first failure is above") from standings.failures[0]
     if standings.best is None:
-        raise _too_small(task, standings, solved)
+        raise _too_small(task, standings.smallest, solved)
     return _choice(task, standings, solved, _cut(task, standings))
 
 
@@ -102,25 +108,24 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
         yield KEPT
 
 
-def _too_small(task: SearchTask, standings: Standings, solved: Solved) -> MemoryLimitError:
-    assert standings.smallest is not None and solved.prepared is not None
-    smallest, cost = _smallest_limit(task, standings.smallest.cost, solved.prepared)
+def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLimitError:
+    smallest, cost = _smallest_limit(task, least.cost, solved.prepared)
     text = (
         f"no plan fits in {format_bytes(task.limit)} on a device: the one that takes least has a peak of "
         f"{format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
         "a larger mesh, a smaller batch, or mixed_precision. The largest values are made at"
     )
-    return MemoryLimitError("\n  ".join((text, *standings.smallest.largest(task.problem.mesh))))
+    return MemoryLimitError("\n  ".join((text, *least.largest(task.problem.mesh))))
 
 
-def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared) -> tuple[int, Cost]:
+def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
     """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
 
     The candidate that takes least, at a `cost`, fits in its peak, as all of them are tried again for any limit; below that,
     so does what the solver finds when it is asked for that very limit.
     """
     least = cost.peak_memory
-    while (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
+    while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=lower))
         lowered = replace(task, problem=problem, effort=FULL)
         answer = ask(lowered, Standings(lowered), prepared, room_for(problem, prepared).relief, gap=ANY)

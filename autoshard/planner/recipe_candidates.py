@@ -45,7 +45,10 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
         for name, _ in experts:
             standings.decline(name, QUICKLY)
         return
-    promising = [*_promising(task, standings, experts, solved.prepared)]
+    promising: list[Promise] = []
+    for name, recipes in experts:
+        with standings.attempt(name):
+            promising += _promising(task, standings, experts, solved.prepared, name, recipes)
     for one in sorted(promising, key=lambda one: one.seconds):
         if standings.best is not None and task.left <= 0:
             standings.decline_late(one.name)
@@ -56,7 +59,8 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
         else:
             progress(one.name)
             worst = float("inf") if task.effort.recipes == "all" else standings.best_time
-            standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
+            with standings.attempt(one.name):
+                standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:
@@ -67,28 +71,30 @@ def _is_answered(standings: Standings, solved: Solved) -> bool:
 
 
 def _promising(
-    task: SearchTask, standings: Standings, experts: Experts, prepared: Prepared | None
-) -> Iterator[Promise]:
-    """Yield the recipes that may be worth a simulation; the others are declined."""
-    for name, recipes in experts:
-        try:
-            task.problem.check_batch(recipes)
-        except InputError as error:
-            standings.decline(name, str(error))
-            continue
-        seconds, fits = 0.0, True  # as far as is known
-        if prepared is not None and task.left > 0:
-            seconds, fits = experts.estimate(recipes, prepared)
-        if standings.best is not None and task.effort.recipes == "needed" and not fits:
-            standings.decline(name, TOO_MUCH)
-        elif (
-            standings.best is not None
-            and task.effort.recipes != "all"
-            and (state := experts.state(recipes)) > task.limit
-        ):
-            standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
-        else:
-            yield Promise(name, recipes, seconds)
+    task: SearchTask,
+    standings: Standings,
+    experts: Experts,
+    prepared: Prepared | None,
+    name: str,
+    recipes: Recipes,
+) -> tuple[Promise, ...]:
+    """Return the recipe if it may be worth a simulation; otherwise it is declined."""
+    try:
+        task.problem.check_batch(recipes)
+    except InputError as error:
+        standings.decline(name, str(error))
+        return ()
+    seconds, fits = 0.0, True  # as far as is known
+    if prepared is not None and task.left > 0:
+        seconds, fits = experts.estimate(recipes, prepared)
+    if standings.best is not None and task.effort.recipes == "needed" and not fits:
+        standings.decline(name, TOO_MUCH)
+        return ()
+    is_choosy = standings.best is not None and task.effort.recipes != "all"
+    if is_choosy and (state := experts.state(recipes)) > task.limit:
+        standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
+        return ()
+    return (Promise(name, recipes, seconds),)
 
 
 def expert_names() -> Iterator[str]:

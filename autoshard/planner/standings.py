@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from autoshard.planner.effort import Effort
@@ -10,9 +14,12 @@ from autoshard.planner.evaluation import Evaluation, Folded, evaluate
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.plans.outcome import Candidate
+from passes.errors import UserError
 from passes.search.solution import Solution
 
 SOLVED = "solved"
+
+_log = logging.getLogger("autoshard.planner")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +70,7 @@ class Standings:
     task: SearchTask
     evaluated: dict[str, Evaluation] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
     smallest: Evaluation | None = None  # of all that were simulated, the one with the lowest peak
 
     def see(self, evaluation: Evaluation) -> None:
@@ -78,6 +86,27 @@ class Standings:
     def decline(self, name: str, note: str) -> None:
         """Leave a candidate out, and say why."""
         self.declined.append(Candidate(name, None, fits=False, note=note))
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Leave the candidate out where making it fails by a defect of ours, with a warning; the others are tried as ever.
+
+        What the user can change (a UserError) goes through.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # of one candidate alone: a plan without it is better than none
+            self.failures.append(error)
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            _log.warning("candidate %s failed", name, exc_info=error)
+            self.decline(name, f"failed: {what}")
+            warnings.warn(
+                f"the candidate plan {name!r} is left out, as making it failed ({what}); please report this with the model and "
+                "the log of autoshard.planner",
+                stacklevel=2,
+            )
 
     def decline_late(self, name: str) -> None:
         """Leave out a candidate that there is no time for."""
