@@ -19,9 +19,9 @@ from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call
-from autoshard.debug.dumping import dump_of
+from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
 from autoshard.planner.problem import data_axes
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked

@@ -50,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autoshard import Options, autoshard
 from autoshard.compile.compiled import compile_split, split_program
 from autoshard.config.topology import mesh_of
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from examples.gpt import GPT, GPT2, Config
 

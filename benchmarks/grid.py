@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
 from autoshard.planner.effort import EXHAUSTIVE
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b

@@ -28,7 +28,7 @@ from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import Phases, replaced
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from examples import gpt, llama

@@ -38,7 +38,7 @@ from autoshard import Mesh, Options, ShardedModule, autoshard
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.measure.calibrate import calibrate
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from benchmarks.overlap import awaited_at_once
 from benchmarks.overlap_inductor import by_inductor, our_seconds

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
 from autoshard.phases import OverlapPasses
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.request import PlanRequest
 from autoshard.runtime.process_groups import axes_used

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, ShardingPlan
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b, llama3_405b

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard import Mesh, Options
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
 from tests.test_search import on_meta
 

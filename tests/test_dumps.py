@@ -19,11 +19,11 @@ from torch.fx import GraphModule
 import tests.test_checking
 from autoshard import Dump, Options, Overlap, UserError, autoshard, plan
 from autoshard.cli.main import main
-from autoshard.debug import dumping
 from autoshard.debug.bisection import bisect
 from autoshard.debug.replay import replay
+from autoshard.dumps import graph_dump
 from autoshard.phases import Phases, default_passes, inserted
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes import observers
 from passes.base import Pass, PassContext
@@ -138,7 +138,7 @@ def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
 def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(observers, "trace_artifact", lambda name, text: said.append(name))
-    monkeypatch.setattr(dumping, "is_traced", lambda: True)
+    monkeypatch.setattr(graph_dump, "is_traced", lambda: True)
     plan(Model(), Mesh("dp=2", hardware="h100"), (torch.randn(4, 6),), options=Options(recipe="fsdp"))
     assert said[0] == "autoshard_00_capture" and "autoshard_09_localize" in said
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoshard import Options, ShardingPlan
 from autoshard.compile.compiled import split_program
 from autoshard.phases import Phases, default_passes
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.collectives import collectives_of
 from passes.ir.graph import transfer_of

@@ -15,7 +15,7 @@ from autoshard import Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.inspection.report.table import format_plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, Overlap, PlanError, ShardingPlan, plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked
 

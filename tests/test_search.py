@@ -20,7 +20,7 @@ from autoshard.phases import default_passes, inserted
 from autoshard.planner import standings
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import evaluate, fold, seeded
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.request import PlanRequest

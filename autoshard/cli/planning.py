@@ -16,7 +16,7 @@ from autoshard.config.options import Options
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.effort import EXHAUSTIVE, FULL, Effort
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
 from passes.errors import UserError
 from passes.ir.mesh import Mesh

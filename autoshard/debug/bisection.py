@@ -25,7 +25,7 @@ from autoshard.debug.checking import (
 )
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.errors import UserError

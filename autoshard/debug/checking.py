@@ -24,7 +24,7 @@ from autoshard.config.validation import check_call, shown
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext

@@ -13,7 +13,7 @@ from autoshard.config.options import Options
 from autoshard.config.topology import equipped, mesh_of
 from autoshard.planner.effort import FULL, QUICK
 from autoshard.planner.evaluation import refold
-from autoshard.planner.planning import plan_problem
+from autoshard.planner.make_plan import plan_problem
 from autoshard.planner.state import PlanningState
 from autoshard.plans.record import PlanRecord
 from passes.errors import UserError

@@ -10,7 +10,7 @@ import torch
 
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.config.options import Options
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.cost.build_program import program_of
 from passes.cost.liveness import bytes_by_kind

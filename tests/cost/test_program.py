@@ -12,7 +12,7 @@ import torch
 
 from autoshard.compile.compiled import Split, split_program
 from autoshard.config.options import Options, Overlap
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.cost.best_schedule import schedule

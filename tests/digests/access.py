@@ -14,7 +14,7 @@ from autoshard.compile.compiled import Split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.debug.simulated_ranks import Call, Ranks
 from autoshard.inspection.report.table import format_plan
-from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import PlanRequest
 from passes.ir.text import format_graph
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 
 BF16, F32 = torch.bfloat16, torch.float32

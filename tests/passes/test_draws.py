@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.ir.graph import InputRole, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, step_of
 from passes.base import Pass, PassContext

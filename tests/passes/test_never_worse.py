@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
 from autoshard.phases import OverlapPasses, default_passes, replaced
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives

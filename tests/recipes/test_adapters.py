@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, check, plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.ir.graph import operands, tensor_of
 

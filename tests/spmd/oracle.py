@@ -13,7 +13,7 @@ from autoshard.config.options import Options
 from autoshard.config.topology import equipped
 from autoshard.debug import simulated_ranks as simulation
 from autoshard.debug.simulated_ranks import SEED, Call, Ranks, Results, Step, distance, norm_of, tangent
-from autoshard.planner.planning import make_plan, program_problem
+from autoshard.planner.make_plan import make_plan, program_problem
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from passes.ir.mesh import Mesh

@@ -18,7 +18,7 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.options import Options, Overlap
 from autoshard.debug.simulated_ranks import Call
 from autoshard.phases import default_passes, replaced
-from autoshard.planner.planning import program_problem
+from autoshard.planner.make_plan import program_problem
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.request import PlanRequest
 from examples import llama

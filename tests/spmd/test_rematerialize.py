@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.compile.compiled import Mode, Split, compile_split, split_program
 from autoshard.config.options import Options
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
 from autoshard.planner.request import PlanRequest
 from passes.base import PassContext
 from passes.cost.build_program import program_of

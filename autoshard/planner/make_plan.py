@@ -14,7 +14,7 @@ from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import hardware_of
-from autoshard.debug.dumping import GraphDump, dump_of
+from autoshard.dumps.graph_dump import GraphDump, dump_of
 from autoshard.planner.candidates import search
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, Recorder, evaluate, fold, in_chunks, phases_of
