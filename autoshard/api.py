@@ -49,7 +49,7 @@ def plan(
     *,
     options: Options | None = None,
 ) -> ShardingPlan:
-    """How `model` would be distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
+    """Plan how `model` is distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
 
     `args` and `kwargs` are the arguments of one call with the global batch; they, and the model's parameters,
     may be on meta. The plan is for training where gradients are enabled and something needs one.
@@ -167,7 +167,7 @@ class _Planner:
         self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
     def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
-        """The program for a call with this rank's part of each input."""
+        """Return the program for a call with this rank's part of each input."""
         splits = self._splits()
         args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
         return self.plan(
@@ -191,7 +191,7 @@ class _Planner:
         batch_axes: tuple[int, ...] | None = None,
         followed: Decided | None,
     ) -> LocalProgram:
-        """The program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
+        """Return the program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
         (None: as the plan says). `followed` is what the first rank decided."""
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
@@ -220,7 +220,7 @@ class _Planner:
         return self._splits().data_axes if self.options.recipe == AUTO and self.given is None else None
 
     def _splits(self) -> Splits:
-        """How a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
+        """Return how a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
         if self.first is None:
             return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
@@ -253,7 +253,7 @@ class _Planner:
         )
 
     def _scale(self, layout: Layout) -> float:
-        """A loss computed from this rank's part stands for the mean over ranks, unless it is said to be summed."""
+        """Scale the loss of this rank's part: it stands for the mean over ranks, unless it is said to be summed."""
         if self.options.loss == "sum":
             return 1.0
         pairs = zip(self.mesh.sizes, layout.placements, strict=True)

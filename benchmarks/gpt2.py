@@ -133,7 +133,7 @@ def make_batch(arguments: argparse.Namespace) -> Batch:
 
 
 class Variant:
-    """One way to train the same model, with what was measured of it."""
+    """One way to train the same model, with its measurements."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Variant:
 
 
 def global_mean(loss: Tensor) -> float:
-    """The loss of the global batch, from a loss of this rank's part or of all."""
+    """Return the loss of the global batch, from the loss of this rank's part or of all."""
     local = loss.full_tensor() if isinstance(loss, DTensor) else loss.clone()
     dist.all_reduce(local)
     return local.item() / dist.get_world_size()
@@ -223,7 +223,7 @@ def part_of(batch: Batch, part: int, parts: int) -> Batch:
 
 
 def train_plainly(config: Config, batch: Batch, *, steps: int) -> list[float]:
-    """Losses of the plain model on one device; on the first rank only."""
+    """Return losses of the plain model on one device, on the first rank only."""
     losses = []
     if dist.get_rank() == 0:
         model = make_model(config)
@@ -248,7 +248,7 @@ def run_in_turns(variants: list[Variant], arguments: argparse.Namespace, console
 
 
 def print_steps(variants: list[Variant], title: str, console: Console) -> None:
-    """Step times, and their ratios to the first variant's."""
+    """Print step times, and their ratios to the first variant's."""
     table = Table("", "median", "fastest", f"/ {variants[0].name}", title=f"seconds per training step, {title}")
     for variant in variants:
         ratios = [mine / first for mine, first in zip(variant.seconds, variants[0].seconds, strict=True)]
@@ -258,7 +258,7 @@ def print_steps(variants: list[Variant], title: str, console: Console) -> None:
 
 
 def print_losses(variants: list[Variant], expected: list[float], console: Console) -> None:
-    """Each variant's first losses beside the plain model's."""
+    """Print each variant's first losses next to the plain model's."""
     table = Table("step", "one device", *(variant.name for variant in variants), title="loss")
     for step, loss in enumerate(expected):
         table.add_row(str(step), f"{loss:.6f}", *(f"{variant.losses[step]:.6f}" for variant in variants))
@@ -266,7 +266,7 @@ def print_losses(variants: list[Variant], expected: list[float], console: Consol
 
 
 def print_compile_times(config: Config, batch: Batch, mesh: DeviceMesh, console: Console) -> None:
-    """Phases on the way from the module to one device's code; the first rank alone, the others find its code cached."""
+    """Time the phases from module to compiled code on the first rank; the others find its code cached."""
     with torch.device("meta"):
         model = GPT(config)
     # Inductor asks for the groups of the collectives, which a sharded model opens.

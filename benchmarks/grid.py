@@ -1,9 +1,9 @@
-"""Whether the searched plan is ever worse than an expert's: `python -m benchmarks.grid`.
+"""Compare the searched plan with the best recipe over many cases: `python -m benchmarks.grid`.
 
 Models from 124M to 70B parameters, from 8 to 2048 devices, four kinds of hardware, small and large batches, short and
 long sequences. Per case: the simulated step of the chosen plan, that of the best recipe that fits in memory, their
 ratio, how far the solver's model is off, and the seconds of planning; in the end the worst ratio and the median gain.
-Nothing runs on devices. A name, such as `llama3_8b`, takes that model's cases alone.
+Nothing runs on devices. A name, such as `llama3_8b`, runs that model's cases alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from examples.vit import vit_huge, vit_large
 
 
 def wide_mlp(batch: int, hidden: int = 1 << 17) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Two layers whose `hidden` columns are far more than the batch has rows."""
+    """Return two layers with far more `hidden` columns than the batch has rows."""
     model = nn.Sequential(nn.Linear(8192, hidden), nn.ReLU(), nn.Linear(hidden, 8192))
     return _WithLoss(model), (torch.zeros(batch, 8192), torch.zeros(batch, 8192))
 
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def measure(case: Case) -> float | None:
-    """Plan one case and print what came of it; the chosen step over the best fitting recipe's, if there is one."""
+    """Plan and print one case; return the chosen step over that of the best recipe that fits, if there is one."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model, args = case.build(**case.sizes)

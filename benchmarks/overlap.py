@@ -1,10 +1,10 @@
-"""How much communication is exposed as lowered and behind each pass: `python -m benchmarks.overlap`.
+"""How much communication is exposed as lowered and after each pass: `python -m benchmarks.overlap`.
 
-For each case, planned on meta and simulated: exposed communication of a step and its peak memory with every wait behind
-its collective, behind each of the passes in turn, and in the scheduled order, which may take a twentieth more memory; what
-no order of messages that are left whole could hide; the ratio of the last two; and seconds that it took. With `--graph`,
-the seconds of each pass for the graphs of all layers, and what is predicted of these; `--layers 32 64` makes a case that
-deep, one behind the other. Nothing runs on devices.
+For each case, planned on meta and simulated: exposed communication and peak memory of a step with every collective awaited
+at once, after each pass in turn, and in the scheduled order, which may take a twentieth more memory; a lower bound for any
+order of whole messages; the ratio of the last two; and seconds of planning. With `--graph`, the seconds of each pass for
+the graphs of all layers, and their predictions; `--layers 32 64` runs a case at each of these depths. Nothing runs on
+devices.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from autoshard.planner.request import PlanRequest
 from examples import gpt, llama
 from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES
-from passes.cost.best_schedule import MORE_MEMORY, schedule
-from passes.cost.bucketing import bucket, sizes
 from passes.cost.build_program import program_of, program_of_graph
-from passes.cost.exposed_bound import exposed_bound
 from passes.cost.program import COMPUTE, Program, Task
+from passes.cost.scheduling.best_schedule import MORE_MEMORY, schedule
+from passes.cost.scheduling.bucketing import bucket, sizes
+from passes.cost.scheduling.exposed_bound import exposed_bound
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.decompose_matmuls import DecomposeMatmuls
@@ -115,7 +115,7 @@ def measure(name: str, case: Case, bucket_bytes: int, cutting: DecomposeMatmuls)
 
 
 def measure_graph(name: str, case: Case) -> None:
-    """Print what each pass takes, and gives, for the graphs of one case, as they are compiled."""
+    """Print the seconds and the effect of each pass on the graphs of one case, as they are compiled."""
     mesh, options, (model, args) = asked(case)
     split = split_program(make_plan(PlanRequest(model, args, {}, mesh, options)).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
@@ -126,8 +126,8 @@ def measure_graph(name: str, case: Case) -> None:
     overlap.apply(split, mode="inductor", observers=(clocks,))
     for half, gm, line in zip(("forward", "backward"), graphs, lines, strict=False):
         print(f"{name}, {case.config.layers} layers, {half}\n  {'as lowered':20} {line}")
-        for pass_, seconds, behind in clocks.found[gm]:
-            print(f"  {pass_:20} {behind}, {seconds:5.2f} s of CPU")
+        for pass_, seconds, after in clocks.found[gm]:
+            print(f"  {pass_:20} {after}, {seconds:5.2f} s of CPU")
     total = sum(seconds for found in clocks.found.values() for _, seconds, _ in found)
     each = f"{1e3 * total / nodes:.2f} ms a node"
     print(f"{name}, {case.config.layers} layers: {nodes} nodes, passes {total:.2f} s, {each}", flush=True)
@@ -135,7 +135,7 @@ def measure_graph(name: str, case: Case) -> None:
 
 @dataclass(frozen=True)
 class Clocks(Observer):
-    """Seconds of CPU of each pass, and what is predicted behind it: with waits at once, until it is ordered."""
+    """Seconds of CPU of each pass and the prediction after it; until the order is found, collectives are awaited at once."""
 
     mesh: Mesh
     started: list[float] = field(default_factory=list)
@@ -168,8 +168,8 @@ def captured_problem_of(case: Case) -> Problem:
 
 
 def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: str | None = None) -> Program:
-    """The step of the whole model, without buckets and in no better order; `on_halves` run on forward and backward, and
-    the passes before these are the usual, `without` one."""
+    """Return the step of the whole model, not bucketed and not reordered. `on_halves` run on forward and backward, after the
+    usual passes; `without` names one to leave out."""
     folded, mesh = fold(problem), problem.mesh
     gm, ctx = copy_graph(folded.graph), PassContext(mesh)
     phases = Phases(problem.seed(gm, recipes_of(case.recipe, mesh)), problem.cast)
@@ -185,7 +185,7 @@ def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: str
 
 
 def asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]:
-    """What a case asks for; the model is on meta."""
+    """Return mesh, options, and the model with its arguments, on meta, of a case."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     config = case.config
     with torch.device("meta"):
@@ -199,7 +199,7 @@ def asked(case: Case) -> tuple[Mesh, Options, tuple[nn.Module, tuple[Any, ...]]]
 
 
 def awaited_at_once(program: Program) -> Program:
-    """`program` with a wait behind every collective, as a graph has it before it is scheduled."""
+    """Return `program` with a wait after every collective, as a graph has it before it is scheduled."""
     tasks: list[Task] = []
     for task in program.tasks:
         tasks.append(task)

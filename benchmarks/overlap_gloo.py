@@ -2,12 +2,11 @@
 
 Two gloo processes (`--ranks 4`: four) train a Llama of three layers (fsdp, float32, one thread each) over a loopback of
 1 Gbit/s (3 Gbit/s) in a network namespace of their own (`unshare`, `ip` and `tc` of Linux): the same model and batch, on two
-cores, with communication of 70 to 100 % of compute. Gloo's threads go before those that compute: bytes move as a network
-card moves them, without waiting for time slices of the processes that share a core (`--time-slices`: they wait, as any
-thread does). Three programs take turns: as it is lowered;
-as our passes order it; as Inductor's own bucketing and overlap scheduling do, with or without buckets, whichever is predicted
-to be faster. All go by the same seconds: of the machine as `calibrate` measures it first. Prints medians of each one's steps
-and of their ratios within a round, what the simulator said, and how much of the seconds that it promised were gained.
+cores, with communication of 70 to 100 % of compute. Gloo's threads have priority over compute threads, so that bytes move
+as a network card moves them, without waiting for time slices (`--time-slices`: they wait, as any thread does). Three programs
+take turns: as lowered; in our order; in the order of Inductor's bucketing and overlap scheduling, with or without buckets,
+whichever is predicted to be faster. All are scheduled by the figures that `calibrate` measures first. Prints medians of step
+times and of their ratios within a round, the predictions, and the part of the predicted gain that arrived.
 `--trace FOLDER` writes one step of each, as the first rank ran it, for https://ui.perfetto.dev.
 """
 
@@ -78,13 +77,13 @@ def main() -> None:
 
 
 def hardware(ranks: int) -> Hardware:
-    """This machine as measured while all ranks compute at once, and the loopback while all send."""
+    """Measure this machine while all ranks compute at once, and the loopback while all send."""
     return replace(calibrate(f"dp={ranks}").hardware, name="throttled")
 
 
 @dataclass(frozen=True)
 class _Inductors:
-    """In the place of `OverlapPhase.apply`: Inductor orders both graphs of a program, in place."""
+    """Replace `OverlapPhase.apply`: Inductor orders both graphs of a program, in place."""
 
     mesh: Mesh
 
@@ -103,7 +102,7 @@ class _Inductors:
 
 
 def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | None, *, waits: bool) -> None:
-    """One rank."""
+    """Run one rank."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     with nullcontext() if waits else _before_others():
@@ -136,8 +135,8 @@ def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | N
 
 @contextmanager
 def _before_others() -> Iterator[None]:
-    """Threads that are started meanwhile run as soon as they can, whatever else does: gloo's move bytes as a network card does,
-    which waits for no time slice of the processes that share a core."""
+    """Give threads that are started meanwhile priority: gloo's then move bytes as a network card does, without waiting for a
+    time slice."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     yield
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -153,7 +152,7 @@ def _variant(
 
 
 def predict(model: Llama, args: tuple[Tensor, Tensor], mesh: Mesh, options: Options) -> list[float]:
-    """Seconds of a step of each variant. Prints what it consists of."""
+    """Return seconds of a step of each variant, and print their parts."""
     mode, overlap = options.compile, OverlapPhase.of(options, mesh)
     assert overlap is not None
     graph = make_plan(PlanRequest(model, args, {}, mesh, options)).graph

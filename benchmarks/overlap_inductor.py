@@ -1,11 +1,11 @@
 """Our passes against Inductor's own, on the same graphs: `python -m benchmarks.overlap_inductor`.
 
 Each case of `benchmarks.overlap`, by default with four layers: its lowered forward and backward graphs are given to
-`schedule_overlap_bucketing` of Inductor, with and without buckets, and to our passes. What comes of it is run by the
-simulator, with seconds of collectives by our model, and again by the one that Inductor has of NCCL; both schedule with the
-seconds that they are judged by. Inductor may take a twentieth or a gigabyte more memory than the graph as it is lowered, by
-its own count: its default. Ours may take what Inductor's faster one took, by the simulator's count, and again the device's
-memory. Nothing runs on devices.
+`schedule_overlap_bucketing` of Inductor, with and without buckets, and to our passes. The results are simulated
+with collective times by our model, and again by Inductor's model of NCCL; both schedulers are given the times that they are
+evaluated by. Inductor may take a twentieth or a gigabyte more memory than the lowered graph by its own count,
+which is its default. Ours may take what Inductor's faster variant took by the simulator's count, and in a second run the
+device's memory. Nothing runs on devices.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
 from passes.base import PassContext
-from passes.cost.best_schedule import memory_cap, schedule
-from passes.cost.bucketing import bucket, seconds_by_sort, sizes
 from passes.cost.build_program import program_of_graph
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
+from passes.cost.scheduling.best_schedule import memory_cap, schedule
+from passes.cost.scheduling.bucketing import bucket, seconds_by_sort, sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, results_of, transfer_of
 from passes.ir.mesh import Mesh
@@ -114,7 +114,7 @@ def _graphs(split: Split) -> tuple[GraphModule, ...]:
 
 
 def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
-    """What our passes make of a copy of a graph."""
+    """Return a copy of a graph after our passes."""
     gm = copy_graph(given)
     given = options.hiding or Overlap()
     passes = OverlapPasses(limit, given.bucket_bytes).passes
@@ -123,7 +123,7 @@ def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> 
 
 
 def _ordered(gm: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
-    """What our passes would make of a graph, had they Inductor's seconds; without chunks. The best of all sizes of buckets, by
+    """Return what our passes would make of a graph with Inductor's times, without chunks: the best of all bucket sizes per
     sort of message."""
     given = program_of_graph(gm, mesh)
     cap, sorts = memory_cap(simulate(given), limit), tuple(seconds_by_sort(given))
@@ -150,7 +150,7 @@ def _inductor_priced(program: Program) -> Program:
 
 
 def _program(gm: GraphModule, mesh: Mesh, seconds: Seconds) -> Program:
-    """The program of a graph with other seconds for its collectives."""
+    """Return the program of a graph with other times of its collectives."""
     program = program_of_graph(gm, mesh)
     nodes = {node.name: node for node in gm.graph.nodes}
     tasks = (replace(t, seconds=seconds(nodes[t.nodes[-1]], None)) if t.is_collective else t for t in program.tasks)
@@ -182,7 +182,7 @@ def _inductor_seconds(node: Node, nbytes: int | None) -> float:
 
 
 def by_inductor(given: GraphModule, mesh: Mesh, seconds: Seconds, *, buckets: bool) -> GraphModule:
-    """A copy of `given` as Inductor orders it, by its defaults."""
+    """Return a copy of `given` as Inductor orders it by default."""
     gm = copy_graph(given)
     priced = {name: task.seconds for task in program_of_graph(gm, mesh).tasks for name in task.nodes[-1:]}
 
@@ -205,7 +205,7 @@ def by_inductor(given: GraphModule, mesh: Mesh, seconds: Seconds, *, buckets: bo
 def _gathered_together(
     ag_ins: list[torch.Tensor], group_name: str, group_size: int, dtype: torch.dtype, out_dtypes: Any, rank: int
 ) -> list[torch.Tensor]:
-    """Inductor's bucket of gathers without its copy in place, which a program of values cannot say."""
+    """Build Inductor's bucket of gathers without its in-place copy, which a functional program cannot express."""
     whole = c10d.all_gather_into_tensor(torch.cat([one.reshape(-1) for one in ag_ins]), group_size, group_name)
     parts = c10d.wait_tensor(whole).reshape(group_size, -1).split_with_sizes([one.numel() for one in ag_ins], dim=1)
     return [p.reshape((one.shape[0] * group_size, *one.shape[1:])) for p, one in zip(parts, ag_ins, strict=True)]

@@ -1,7 +1,7 @@
 """How large the page of a deep plan is, and how long it takes to open: `python -m benchmarks.page`.
 
-Llama 3 70B, all 80 layers, `fsdp` x `megatron` on 256 H100. Prints bytes, and where `make test-browser` has installed what
-that needs, the seconds until the page is there in a headless Chromium, and until its timeline is drawn.
+Llama 3 70B, all 80 layers, `fsdp` x `megatron` on 256 H100. Prints its bytes and, where `make test-browser` has installed a
+headless Chromium, the seconds until the page is loaded and until its timeline is drawn.
 """
 
 from __future__ import annotations

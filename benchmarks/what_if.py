@@ -1,7 +1,7 @@
-"""How long a plan takes to answer what if: `python -m benchmarks.what_if`.
+"""How long `replan`, `explain` and `diff` take: `python -m benchmarks.what_if`.
 
-Llama 3 8B on 32 x 8 H100 is planned; then seconds of CPU of `replan` for other hardware, meshes, limits, pins and a recipe,
-each with the step and the peak of its answer; and of `explain` and `diff`, printed.
+Plans Llama 3 8B on 32 x 8 H100; then prints the seconds of CPU of `replan` for other hardware, meshes, limits, constraints and
+a recipe, each with the step and peak of its answer, and those of `explain` and `diff`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.llama import llama3_8b
 
 PIN = {"layers.*.attention.wq.weight": {"tp": Shard(0)}}
 WEIGHT, MODULE = "layers.0.attention.wq.weight", "layers.0.feed_forward"
-SHORT = 0.8, 0.4  # of the peak: limits that bind; less than the least without layers computed again
+SHORT = 0.8, 0.4  # of the peak: a limit that binds, and one that needs recomputation
 
 
 def main() -> None:

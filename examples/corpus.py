@@ -1,4 +1,4 @@
-"""The source files of Python's standard library as training text: real, and already on every machine."""
+"""The source files of Python's standard library as training text: real text that is on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECE = re.compile(rb" ?[A-Za-z]+|\n *|.", re.DOTALL)  # a word, a line break wi
 
 
 class Corpus:
-    """Tokens are the 256 bytes and the most common pieces; a piece that is not common is spelled in bytes."""
+    """Text as tokens: the most common words, and bytes for everything else."""
 
     def __init__(self, *, vocab: int, seq: int, batch: int) -> None:
         self.seq, self.batch = seq, batch
@@ -29,12 +29,12 @@ class Corpus:
         self.bytes_per_token = len(text) / len(tokens)
 
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels `[batch, seq]` of one step: global, and the same wherever it is asked for."""
+        """Return tokens and labels `[batch, seq]` of one step: the global batch, equal on all ranks."""
         windows = self._windows(self.train, self.batch, self.seq + 1, seed=number)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def prompt(self) -> Tensor:
-        """A window `[seq]` of text that is not trained on."""
+        """Return a window `[seq]` of held-out text."""
         return self._windows(self.held_out, 1, self.seq, seed=0)[0]
 
     def decode(self, tokens: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""A GPT as one writes it for one device: nothing in this file knows of a mesh."""
+"""A GPT written for one device: nothing in this file knows about a mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPT2 = Config(layers=12, dim=768, heads=12, vocab=50304, seq=1024)
 
 
 def gpt2(batch: int = 64, seq: int = 1024) -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """GPT-2 and the arguments of one training step, for `python -m autoshard plan examples/gpt.py:gpt2 ...`."""
+    """Return GPT-2 and the arguments of one training step, for `python -m autoshard plan examples/gpt.py:gpt2 ...`."""
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     return GPT(replace(GPT2, seq=seq)), (tokens, tokens)
 
@@ -89,7 +89,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if into_residual else 0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean loss of `labels` [batch, seq], or without them the logits of the token to come [batch, vocab]."""
+        """Return the mean loss of `labels` [batch, seq], or without labels the logits of the next token [batch, vocab]."""
         x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""Llama 3 at its public sizes, as one writes it for one device; build it on meta to plan it anywhere.
+"""Llama 3 at its public sizes, written for one device; build it on meta to plan it anywhere.
 
     python -m autoshard plan examples/llama.py:llama3_8b --mesh dp=32,tp=8 --hardware h100 --bf16
 
@@ -36,7 +36,7 @@ Case = tuple["Llama", tuple[Tensor, Tensor]]  # a model and the arguments of one
 
 
 def llama3_8b(batch: int = 64, seq: int = 8192) -> Case:
-    """`batch` is of all devices together: by default 2 sequences on each of 32 data-parallel ranks."""
+    """Return model and arguments. `batch` is global: by default 2 sequences for each of 32 data-parallel ranks."""
     return step_of(LLAMA3_8B, batch, seq)
 
 
@@ -49,7 +49,7 @@ def llama3_405b(batch: int = 32, seq: int = 8192) -> Case:
 
 
 def tiny(batch: int = 8, seq: int = 16) -> Case:
-    """Two small layers: planned in seconds, and run on simulated ranks in one process."""
+    """Return two small layers, which are planned in seconds."""
     return step_of(TINY, batch, seq)
 
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, seq, head_dim], in its dtype; cos and sin are [seq, head_dim], in float32."""
+    """Return x [batch, heads, seq, head_dim] rotated, in its dtype; cos and sin are [seq, head_dim], in float32."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x)
 
@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`forward(tokens, labels)`, both `[batch, seq]`, gives the mean loss."""
+    """A decoder; `forward(tokens, labels)`, both `[batch, seq]`, returns the mean loss."""
 
     cos: Tensor
     sin: Tensor

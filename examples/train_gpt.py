@@ -1,11 +1,11 @@
-"""Trains a small GPT on the standard library's source, on four CPU processes, and checks it against one device.
+"""Train a small GPT on the standard library's source with four CPU processes, and check it against one device.
 
     python examples/train_gpt.py                     # starts torchrun itself: dp=2, tp=2, fsdp x megatron
     python examples/train_gpt.py --mesh dp=4 --recipe dp=zero2
     python examples/train_gpt.py --single            # the one-device run alone
 
-The model (gpt.py) and the text (corpus.py) know nothing of a mesh. Prints the plan, the losses of both runs side
-by side, their tokens per second, and a sample of what the model writes, read from all its shards.
+The model (gpt.py) and the text (corpus.py) know nothing about a mesh. Prints the plan, the losses of both runs side by
+side, their tokens per second, and a sample that the sharded model writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TEMPERATURE = 0.5
 
 @dataclass(frozen=True)
 class History:
-    """What a training run leaves behind."""
+    """The record of a training run."""
 
     name: str
     losses: list[float]  # one per step
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """`"dp=2,tp=2"` as a dict."""
+    """Return `"dp=2,tp=2"` as a dict."""
     return dict(pair.split("=") for pair in text.split(","))
 
 
@@ -130,7 +130,7 @@ def make_corpus() -> Corpus:
 
 
 def make_model() -> GPT:
-    """The same weights for every run and rank."""
+    """Return the model with the same weights in every run and on every rank."""
     torch.manual_seed(0)
     return GPT(CONFIG)
 
@@ -142,7 +142,7 @@ def compiled(model: nn.Module, arguments: argparse.Namespace) -> nn.Module:
 def train(
     model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]], name: str, steps: int, console: Console
 ) -> History:
-    """Train for `steps`; `batch` gives what this process feeds the model. Nothing here knows of a mesh either."""
+    """Train for `steps`; `batch` returns what this process feeds the model. Nothing here knows about a mesh either."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 - 0.9 * step / steps)
@@ -167,8 +167,8 @@ def train(
 
 @torch.no_grad()
 def write(model: nn.Module, prompt: Tensor) -> Tensor:
-    """`WRITTEN` tokens that follow `prompt` [seq], from a sliding window. Every rank gives the same row and, with the
-    same seed, chooses the same tokens: the ranks of a tensor-parallel group must."""
+    """Return `WRITTEN` tokens that follow `prompt` [seq], from a sliding window. Every rank gives the same row and, with the
+    same seed, chooses the same tokens, as the ranks of a tensor-parallel group must."""
     seeded = torch.Generator().manual_seed(0)
     text = prompt
     for _ in range(WRITTEN):
@@ -184,7 +184,7 @@ def make_progress(console: Console) -> Progress:
 
 
 def print_histories(histories: list[History], corpus: Corpus, console: Console) -> None:
-    """The loss at some steps, the speed and, for two runs, how far apart their losses are."""
+    """Print the loss at some steps, the speed and, for two runs, the largest difference of their losses."""
     steps = len(histories[0].losses)
     table = Table("step", *(history.name for history in histories), title="loss")
     shown = sorted({0, 1, 2, 4, 9, 24, 49, *range(99, steps, 50), steps - 1})

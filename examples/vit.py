@@ -1,4 +1,4 @@
-"""A vision transformer as one writes it for one device; build it on meta to plan it anywhere.
+"""A vision transformer written for one device; build it on meta to plan it anywhere.
 
     python -m autoshard plan examples/vit.py:vit_huge --mesh dp=8,tp=2 --hardware h100 --bf16
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images [batch, 3, side, side] to logits; with labels [batch], to the loss."""
+    """A classifier of images [batch, 3, side, side]: returns logits, or with labels [batch] the loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 
 from passes.cost.program_memo import ProgramMemo
 from passes.hardware.hardware import hardware_named
-from passes.ir.edges import Edge
 from passes.ir.graph import Origin, Stage, origin_of
 from passes.ir.mesh import Mesh
+from passes.ir.propagation_edges import Edge
 
 NOMINAL = "h100"  # whose figures stand for those of devices that are not known
 

@@ -11,11 +11,11 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of, fake_view
 from passes.base import Pass, PassContext
-from passes.cost.best_schedule import WORTH, Schedule, bucketed, memory_cap, prefetch, schedule
-from passes.cost.bucketing import SMALLER, buckets, neighbours, sizes
 from passes.cost.program import Program
+from passes.cost.scheduling.best_schedule import WORTH, Schedule, bucketed, memory_cap, prefetch, schedule
+from passes.cost.scheduling.bucketing import SMALLER, buckets, neighbours, sizes
 from passes.cost.simulate import simulate
-from passes.ir.fake import fake_call
+from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     Stage,
     add_call,

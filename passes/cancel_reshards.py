@@ -1,4 +1,4 @@
-"""Fewer reshards for the same layouts."""
+"""Remove, merge and move reshards, for the same layouts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CancelReshards(Pass):
 
     1. To the layout that the operand has: gone.
     2. Of a reshard that nobody else uses: one reshard.
-    3. Of a view or permute: moved in front of it, so that equal ones meet.
+    3. Of a view or permute: moved before it, so that equal ones meet.
     4. Equal ones are one.
     5. A replicated value that every user takes in parts (`R -> S`) is computed in parts, if its operands
        are replicated as well; a factory is made in parts.
@@ -122,7 +122,7 @@ def _joined(node: Node) -> bool:
 
 
 def _above_move(node: Node, mesh: Mesh) -> bool:
-    """reshard(move(x)) -> move(reshard(x))."""
+    """Turn reshard(move(x)) into move(reshard(x))."""
     move = _source(node)
     if move.target not in _MOVES or _is_part_of_replicated(node):
         return False
@@ -157,7 +157,7 @@ def _dress(new: Node, facts: Node, value: Node, layout: Layout, need: Layout) ->
 
 
 def _layout_through(space: Space, result: Layout, mesh: Mesh) -> Layout | None:
-    """The operand's layout that gives `result` through a move; None where the move has no such row."""
+    """Return the operand's layout that gives `result` through a move; None where the move has no such row."""
     placements: list[Placement] = []
     for axis, placement in enumerate(result.placements):
         if isinstance(placement, Shard):
@@ -170,13 +170,13 @@ def _layout_through(space: Space, result: Layout, mesh: Mesh) -> Layout | None:
 
 
 def _is_part_of_replicated(node: Node) -> bool:
-    """Whether the reshard only takes parts (or terms) of what every rank has."""
+    """Return whether the reshard only takes parts (or terms) of what every rank has."""
     pairs = zip(layout_of(_source(node)).placements, layout_of(node).placements, strict=True)
     return all(have in (need, R) for have, need in pairs)
 
 
 def _in_parts(node: Node, mesh: Mesh) -> bool:
-    """take_part(op(x, ...)) -> op(take_part(x), ...), down to the factories."""
+    """Turn take_part(op(x, ...)) into op(take_part(x), ...), down to the factories."""
     source, layout = _source(node), layout_of(node)
     if not isinstance(source.target, OpOverload) or not _is_part_of_replicated(node) or len(results_of(source)) != 1:
         return False
@@ -228,7 +228,7 @@ def _recompute_in_parts(node: Node, source: Node, needs: tuple[Layout, ...]) -> 
 
 
 def _merge(gm: GraphModule) -> bool:
-    """Equal reshards, and equal moves of them, are one: the first."""
+    """Merge equal reshards, and equal moves of them, into the first."""
     seen: dict[object, Node] = {}
     merged = False
     for node in list(gm.graph.nodes):

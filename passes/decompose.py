@@ -33,8 +33,8 @@ from passes.ir.graph import (
 class Decompose(Pass):
     """Replace calls that have a decomposition by it.
 
-    Ops are captured whole where a rule for the whole is simpler (`embedding_dense_backward`), and local forms
-    emit what reads best (`masked_fill`); Inductor wants both in pieces.
+    Ops are captured whole where a sharding rule for the whole is simpler (`embedding_dense_backward`), and local
+    forms emit what reads best (`masked_fill`); Inductor has kernels for the pieces. What capture keeps whole stays so.
 
     Before:
 

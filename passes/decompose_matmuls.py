@@ -9,18 +9,17 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.best_schedule import memory_cap, schedule
 from passes.cost.build_program import program_of_graph
 from passes.cost.collective_time import link_of
 from passes.cost.program import Program, Task
+from passes.cost.scheduling.best_schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
-from passes.ir.chunks import Site, sites_in, split
-from passes.ir.excerpt import excerpt
-from passes.ir.graph import Stage, copy_graph, origin_of
+from passes.ir.graph import Stage, copy_graph, origin_of, repeats_of
+from passes.ir.matmul_chunks.excerpt import excerpt
+from passes.ir.matmul_chunks.one_operator import make_one, why_not_one
+from passes.ir.matmul_chunks.sites import Site, sites_in, split
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import make_one, why_not_one
-from passes.ir.repeats import repeats_of
 from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # numbers of chunks to try: each doubling halves what stays exposed and doubles launches and latency
@@ -229,6 +228,8 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
 
 @dataclass(frozen=True)
 class _Choice:
+    """Hold what to do with the sites of a form, and why."""
+
     way: int | None  # a number of chunks, or `ONE`; None: whole
     reason: str
 

@@ -14,9 +14,19 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.ir.graph import Output, OutputRole, Stage, input_of, output_node, outputs_of, returned, set_outputs
-from passes.ir.layers import Indexed, Layer, Layers, depth_of
-from passes.ir.repeats import Repeats, Run, index_in, set_repeats
+from passes.ir.equal_layers import Indexed, Layer, Layers, depth_of
+from passes.ir.folded_layers import Repeats, Run, index_in
+from passes.ir.graph import (
+    Output,
+    OutputRole,
+    Stage,
+    input_of,
+    output_node,
+    outputs_of,
+    returned,
+    set_outputs,
+    set_repeats,
+)
 
 MAX_PERIOD = 4  # layers; sliding and global attention, or dense and MoE, alternate with 2 to 4 in most models
 

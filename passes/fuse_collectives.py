@@ -1,4 +1,4 @@
-"""Fewer messages, and smaller ones, for the same values: sums before their reduction, casts on the cheaper side."""
+"""Send fewer and smaller messages for the same values: sums before their reduction, casts on the cheaper side."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class FuseCollectives(Pass):
         return changed
 
     def _narrowed(self, node: Node, ctx: PassContext) -> bool:
-        """`cast(reshard(a))` to `reshard(cast(a))`, or of a sum to `reshard(cast(reshard(a)))`."""
+        """Turn `cast(reshard(a))` into `reshard(cast(a))`, or of a sum to `reshard(cast(reshard(a)))`."""
         source, before = operands(node)[0], needs_of(node)[0]
         if not _sends(node) or not _is_read_narrow(node):
             return False
@@ -126,12 +126,12 @@ class FuseCollectives(Pass):
         first.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
         first.append(moved)
         node.graph.erase_node(node)
-        told = "reduced in parts, and gathered as" if before.has_partial else "cast in front of it to"
-        ctx.remark(self, moved, f"{told} {DTYPE_NAMES[tensor_of(moved).dtype]}", routine=True)
+        text = "reduced in parts, and gathered as" if before.has_partial else "cast in front of it to"
+        ctx.remark(self, moved, f"{text} {DTYPE_NAMES[tensor_of(moved).dtype]}", routine=True)
         return True
 
     def _parted(self, node: Node, ctx: PassContext) -> Layout | None:
-        """The layout to cast an all-reduce's result in, where it is faster to reduce and to gather by themselves."""
+        """Return the layout to cast an all-reduce's result in, where it is faster to reduce and to gather by themselves."""
         mesh, shape, before, whole = ctx.mesh, tensor_of(node).shape, needs_of(node)[0], layout_of(node)
         axes = [axis for axis in range(mesh.ndim) if before.on(axis) != whole.on(axis)]
         if len(axes) != 1 or whole.on(axes[0]) != R or before.on(axes[0]) != Partial("sum") or mesh.hardware is None:
@@ -151,7 +151,7 @@ class FuseCollectives(Pass):
         return parted if apart < together else None
 
     def _widened_behind(self, node: Node, ctx: PassContext) -> bool:
-        """`reshard(cast(a))` to `cast(reshard(a))`."""
+        """Turn `reshard(cast(a))` into `cast(reshard(a))`."""
         cast = operands(node)[0]
         if cast.target is not _convert or len(cast.users) > 1 or not _sends(node):
             return False
@@ -167,30 +167,31 @@ class FuseCollectives(Pass):
         node.replace_all_uses_with(cast)
         node.graph.erase_node(node)
         dtype = DTYPE_NAMES[tensor_of(moved).dtype]
-        told = f"reduced in {dtype}, in which it is computed, and cast behind" if is_sum else f"moved in {dtype}, cast behind"
-        ctx.remark(self, moved, told, routine=not is_sum)
+        reduced = f"reduced in {dtype}, in which it is computed, and cast behind"
+        text = reduced if is_sum else f"moved in {dtype}, cast behind"
+        ctx.remark(self, moved, text, routine=not is_sum)
         return True
 
 
 def _is_read_narrow(node: Node) -> bool:
-    """Whether all that reads a value casts it to one narrower dtype."""
+    """Return whether all that reads a value casts it to one narrower dtype."""
     casts = [user for user in node.users if user.target is _convert and _is_narrower(tensor_of(user), tensor_of(node))]
     return len(casts) == len(node.users) and len({tensor_of(cast).dtype for cast in casts}) == 1
 
 
 def _sends(node: Node) -> bool:
-    """Whether a reshard moves more than a rank's own parts."""
+    """Return whether a reshard moves more than a rank's own parts."""
     moves = zip(needs_of(node)[0].placements, layout_of(node).placements, strict=True)
     return any(have != want and (isinstance(have, Shard) or needs_of(node)[0].has_partial) for have, want in moves)
 
 
 def _is_narrower(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a cast from `one` to `other` loses nothing, or the cast back rounds: floating point of fewer bytes."""
+    """Return whether a cast from `one` to `other` loses nothing, or the cast back rounds: floating point of fewer bytes."""
     return one.is_floating_point() and other.is_floating_point() and one.dtype.itemsize < other.dtype.itemsize
 
 
 def _moved(node: Node, source: Node, layout: Layout) -> Node:
-    """As reshard `node`, of `source` to `layout`; who uses it is the caller's to say."""
+    """Add a reshard like `node`, of `source` to `layout`; the caller sets its users."""
     graph = node.graph
     with graph.inserting_before(node):
         new = add_call(graph, reshard, (source,), {})
@@ -224,7 +225,7 @@ def _merge(node: Node) -> bool:
 
 
 def _inner_terms(node: Node) -> list[tuple[Node, Node]]:
-    """Ways to see a sum that only one call uses as rest and term."""
+    """Yield the ways to see a sum that only one call uses as rest and term."""
     if node.target is not _add or node.kwargs or len(node.users) > 1 or len(operands(node)) != 2:
         return []
     left, right = operands(node)
@@ -244,7 +245,7 @@ def _are_alike(first: Node, second: Node) -> bool:
 
 
 def _replace(node: Node, terms: list[Node], rest: Node | None) -> None:
-    """`node`, a sum of the reduced `terms` and `rest`, with the terms added before they are reduced."""
+    """Replace `node`, a sum of the reduced `terms` and `rest`, with the terms added before they are reduced."""
     graph, (first, second) = node.graph, terms
     partial, reduced = needs_of(first)[0], layout_of(first)
     sources = tuple(operands(term)[0] for term in terms)

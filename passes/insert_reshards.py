@@ -32,7 +32,7 @@ from passes.ir.layout import Layout
 
 @dataclass(frozen=True)
 class InsertReshards(Pass):
-    """Put a `reshard` in front of every operand whose layout is not the one needed.
+    """Put a `reshard` before every operand whose layout is not the one needed.
 
     Operands of one value that need the same layout share one reshard.
 

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_empty, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.collective import is_step, step_axes, step_kind
-from passes.ir.fake import fake_call, is_viewable
+from passes.ir.collectives import StepCall, is_step, kind_of_op, step_axes, step_kind
+from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import (
     Input,
     InputRole,
@@ -46,7 +46,6 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
 from passes.rules.rule import Call, LocalCall, call_of, rule_of
-from passes.rules.steps import StepCall, step_form
 
 aten = torch.ops.aten
 
@@ -97,7 +96,7 @@ class Localize(Pass):
 
 
 class _Emitter:
-    """Adds per-device calls in front of the node at hand, and finds their values on fake tensors."""
+    """Adds per-device calls before the node at hand, and finds their values on fake tensors."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.graph, self.mesh = gm.graph, mesh
@@ -166,10 +165,12 @@ class _Emitter:
         value = operands(node)[0]
         axes = tuple(self.mesh.index(axis) for axis in step_axes(node))
         shape = self.shapes[node]
-        return step_form(node.target)(StepCall(self, self.mesh, value, shape, needs_of(node)[0], layout_of(node), axes))
+        before, after = needs_of(node)[0], layout_of(node)
+        call = StepCall(self, self.mesh, value, shape, before, after, axes, tuple(node.args[2:]))
+        return step_kind(node).lower(call)
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        """Add a call in front of the node at hand. A view that strides forbid is made on a copy."""
+        """Add a call before the node at hand. A view that strides forbid is made on a copy."""
         if op is aten.view.default:
             source, shape = self._unviewed(args[0]), args[1]
             held = tensor_of(source)
@@ -181,7 +182,7 @@ class _Emitter:
         return self._add(op, args, kwargs)
 
     def _unviewed(self, source: Node) -> Node:
-        """What a view of a view is a view of; a view made for nothing else goes."""
+        """Return what a view of a view is a view of; erase the view if it was made for nothing else."""
         if source.target is not aten.view.default or has_layout(source):
             return source
         inner = _as_node(source.args[0])
@@ -196,19 +197,19 @@ class _Emitter:
         set_value(new, self._run(op, args, kwargs))
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
-        if op.namespace == "_c10d_functional" and op is not torch.ops._c10d_functional.wait_tensor.default:
-            set_transfer(new, Transfer(step_kind(self.at), step_axes(self.at), (self.at.name,)))
+        if kind_of_op(op) is not None:
+            set_transfer(new, Transfer(step_kind(self.at).name, step_axes(self.at), (self.at.name,)))
         return new
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fake_call(self.fake_mode, target, args, kwargs)
 
     def coordinate(self, axis: int) -> Node:
-        """This rank's place on a mesh axis: i64[1]."""
+        """Return this rank's place on a mesh axis: i64[1]."""
         return self._input(Input(InputRole.COORDINATE, self.mesh.names[axis]), (1,))
 
     def seed(self) -> Node:
-        """The step's seed: i64[]."""
+        """Return the step's seed: i64[]."""
         return self._input(Input(InputRole.SEED, "step"), ())
 
     def _input(self, what: Input, shape: tuple[int, ...]) -> Node:

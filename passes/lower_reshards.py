@@ -27,7 +27,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.steps import plan_steps
+from passes.ir.routes import plan_steps
 from passes.recipes.weights import weights_of
 
 
@@ -39,8 +39,8 @@ class LowerReshards(Pass):
     layouts between source and target (every axis at its source, its target or `R`). Several axes that
     gather, or reduce, or scatter next to each other move in one collective.
 
-    A step stands in front of its first user if it grows the value, behind its producer if it shrinks it. Moves and
-    casts of a parameter stand in front of their first users too, so that nothing is gathered long before its use.
+    A step stands before its first user if it grows the value, after its producer if it shrinks it. Moves and casts of
+    a parameter stand before their first users too, so that nothing is gathered long before its use.
 
     Before:
 
@@ -95,7 +95,7 @@ def _lower(node: Node, mesh: Mesh, order: dict[Node, int]) -> None:
     for step in steps:
         before = first_user if grows and first_user is not None else node
         with node.graph.inserting_before(before):
-            new = node.graph.call_function(step.kind, (current, [mesh.names[a] for a in step.axes]))
+            new = node.graph.call_function(step.kind.step, (current, [mesh.names[a] for a in step.axes]))
         order[new] = order.get(before, 0)
         copy_facts(node, new)
         set_value(new, value_of(node))

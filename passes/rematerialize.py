@@ -12,13 +12,13 @@ from torch.fx import GraphModule
 
 from passes.base import Pass, PassContext
 from passes.cost.saved_values import saved_or_remade
-from passes.ir.blocks import Blocks
 from passes.ir.graph import Stage, output_node, set_saving
+from passes.ir.recompute_blocks import Blocks
 
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Save what leaves each block of a model (`passes/ir/blocks.py`), and compute the rest again in the backward.
+    """Save what leaves each block of a model (`passes/ir/recompute_blocks.py`), and compute the rest again in the backward.
 
     1. What leaves a block is `saved`. If it was gathered for its users, what was gathered is saved instead.
     2. What the backward needs of a block, and what that is computed from, is `remade`, collectives included, from values

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.best_schedule import memory_cap, schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import memory_cap, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import Stage
 
@@ -19,7 +19,7 @@ from passes.ir.graph import Stage
 class ScheduleOverlap(Pass):
     """Order the calls of a partitioned graph so that communication hides behind compute, as `simulate` predicts it.
 
-    1. Kernels and collectives take the fastest order that `passes.cost.best_schedule` finds within `memory_limit` (bytes
+    1. Kernels and collectives take the fastest order that `best_schedule` finds within `memory_limit` (bytes
        at the graph's peak; None: 5 % more than in the given order). If the given order exceeds the limit, the peak must not
        grow.
     2. A wait stands before the first call that reads the collective's result. A reduction of gradients keeps its operand

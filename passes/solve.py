@@ -35,7 +35,8 @@ from passes.recipes.storage import reshard_for_use
 from passes.recipes.weights import weights_of
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
-from passes.search.find import Goal, find
+from passes.search.goal import Goal
+from passes.search.prepared import best_solution
 from passes.search.solution import Placed, Solution, keys_of
 
 
@@ -45,9 +46,9 @@ class Solve(Pass):
 
     1. `solution` says the layouts by name; where it is not given, it is searched for.
     2. A call that no rule can shard runs replicated, with a remark.
-    3. A parameter that the forward or the backward needs otherwise than it is stored is gathered behind the
-       last cast or move that the search chose; again in the backward, unless the search keeps it. What else the search
-       moves again, rather than keep what was moved, has a reshard of that kind too.
+    3. A parameter that the forward or the backward needs in another layout than it is stored in is gathered after the
+       last cast or reshard that the search chose; again in the backward, unless the search keeps it. Other values whose
+       reshard the search repeats in the backward, rather than keep its result, get such reshards too.
 
     Before:
 
@@ -79,7 +80,7 @@ class Solve(Pass):
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         whole = [(node, why_whole(node, unknown_ops=ctx.unknown_ops)) for node in gm.graph.nodes if _has_no_space(node)]
-        solution = self.solution or find(gm, _with_hardware(ctx.mesh), self.goal)
+        solution = self.solution or best_solution(gm, _with_hardware(ctx.mesh), self.goal)
         _place(gm, solution)
         for node, why in whole:
             ctx.remark(self, node, f"{why}: runs replicated")
@@ -88,7 +89,7 @@ class Solve(Pass):
 
 
 def _has_no_space(node: Node) -> bool:
-    """Whether no rule says how to shard the call."""
+    """Tell whether no rule says how to shard the call."""
     if not isinstance(node.target, OpOverload) or not results_of(node):
         return False
     return space_of(node) is None
@@ -135,9 +136,9 @@ def _place_output(gm: GraphModule, solution: Solution) -> None:
 
 
 def _gather(gm: GraphModule, solution: Solution) -> None:
-    """One reshard per layout that its users need, for what is a parameter and for what is moved again in the backward."""
-    keys, weights, again = keys_of(gm), weights_of(gm.graph), set(solution.again)
-    for node in [node for node in gm.graph.nodes if node in weights or keys[node] in again]:
+    """Add one reshard per layout that users need, for parameters and for values that are resharded again in the backward."""
+    keys, weights, repeated = keys_of(gm), weights_of(gm.graph), set(solution.repeated)
+    for node in [node for node in gm.graph.nodes if node in weights or keys[node] in repeated]:
         for need, users in _by_need(node).items():
             recompute = keys[node] not in solution.kept
             new = reshard_for_use(node, users, f"solve: {'gathered' if node in weights else 'moved'} for use", again=recompute)
@@ -148,7 +149,7 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
 
 
 def _by_need(node: Node) -> dict[Layout, list[Node]]:
-    """Users of a value by the layout that they need, where that is not the value's own."""
+    """Return the users of a value by the layout that they need, where that is not the value's own."""
     found: dict[Layout, list[Node]] = {}
     for user in node.users:
         if user.op == "output" or is_reshard(user):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.fx import GraphModule
 
 from autoshard.plans.collectives import Collective
-from passes.ir.collective import is_step
+from passes.ir.collectives import is_step
 from passes.ir.graph import origin_of
 
 MOVED = ("parameter ", "gradient ", "input ", "output ", "tangent ", "buffer ", "%")

@@ -10,7 +10,7 @@ import types
 import pytest
 from torch._inductor import config
 
-from passes._torch.inductor_settings import order_settings
+from passes._torch.inductor.inductor_settings import order_settings
 from passes._torch.patches import once, replaced
 from passes._torch.supported import check_release, release
 
@@ -111,7 +111,7 @@ gather = torch._C._dispatch_dump("_c10d_functional::all_gather_into_tensor")
 import autoshard, passes.ir.graph, autoshard.cli.main
 assert hooks == [getattr(DTensor, name) for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")]
 assert gather == torch._C._dispatch_dump("_c10d_functional::all_gather_into_tensor")
-print([name for name in ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd") if name in sys.modules])
+print([name for name in ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint") if name in sys.modules])
 """
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from autoshard import Mesh, UserError
-from autoshard.measure.calibrate import KINDS, QUICK, Calibration, calibrate, contention_of, format_calibration
+from autoshard.measure.calibrate import Calibration, calibrate, format_calibration
+from autoshard.measure.clocks import QUICK
+from autoshard.measure.link_figures import KINDS, contention_of
 from passes.cost.collective_time import collective_seconds
 from passes.cost.contention import Contention
 from passes.hardware.hardware import hardware_named

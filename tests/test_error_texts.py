@@ -39,7 +39,7 @@ from passes.cost.build_program import program_of
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import Stage, layout_of, set_layouts, set_stage, set_value, tensor_of
 from passes.ir.layout import Layout, R, parse_layout
-from passes.ir.steps import plan_steps
+from passes.ir.routes import plan_steps
 from passes.ir.text.printer import _format_argument, _format_call, format_target
 from passes.seed import Constraint
 from passes.solve import Solve

@@ -15,8 +15,8 @@ from autoshard import Mesh, Options, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
 from autoshard.planner.evaluation import seeded
 from autoshard.plans.collectives import Collective
-from passes.search.find import Goal, find
-from passes.search.pinned import alternatives
+from passes.search import goal, prepared
+from passes.search.alternatives import alternatives
 
 
 class Deep(nn.Module):
@@ -172,7 +172,7 @@ def test_a_source_line_and_a_layer_that_was_left_out() -> None:
 def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
     state = searched().state
     assert state is not None
-    node, room = next(one for one in state.searched.graph.graph.nodes if one.name == "up_weight"), state.searched.room
+    node, room = next(one for one in state.searched.graph.graph.nodes if one.name == "up_weight"), state.searched.budget
     assert room is not None
     found = alternatives(
         state.searched, node, asked=searched().parameters["up.weight"].layout, most=9, solved=9
@@ -182,7 +182,8 @@ def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:
         pinned = searched().replan(params={"up.weight": {"tp": str(one.layout.placements[0])}}).state
         assert pinned is not None
         gm = seeded(pinned.problem, pinned.folded, (None,))
-        exact = find(gm, pinned.problem.mesh, Goal(room.limit, gap=0.0, relief=room.relief)).objective
+        aim = goal.Goal(room.limit, gap=0.0, recomputation=room.recomputation)
+        exact = prepared.best_solution(gm, pinned.problem.mesh, aim).objective
         assert one.step is not None and one.bound <= exact * (1 + 1e-6)
         assert exact <= one.step * (1 + 1e-6) and one.step <= exact * 1.05, one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard import UserError
-from autoshard.measure.hsdp import Cluster, format_shardings, shardings
+from autoshard.measure.hybrid_sharding import Cluster, format_shardings, shardings
 from passes.cost.collective_time import collective_seconds
 from passes.hardware.hardware import Group, hardware_named
 

@@ -41,7 +41,7 @@ from passes.ir.graph import (
 )
 from passes.manager import PassManager
 from passes.propagate import Propagate
-from passes.search.find import prepare
+from passes.search.prepared import prepare
 from tests.models import build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
@@ -291,7 +291,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
             placed = seeded(problem, folded, recipes_of(name, mesh))
             PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
             layouts.append({node.name: layouts_of(node) for node in placed.graph.nodes if has_layout(node)})
-            priced = prepared.price(placed, gathers_again=name.startswith("fsdp"))
+            priced = prepared.evaluate_recipe(placed, gathers_again=name.startswith("fsdp"))
             assert priced is not None
             steps.append(priced.objective)
         assert layouts[0] == layouts[1]

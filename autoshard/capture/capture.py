@@ -100,7 +100,7 @@ class Captured:
 
 @contextmanager
 def _tracing(*, training: bool) -> Iterator[None]:
-    """Where torch traces; what it raises comes out as a CaptureError."""
+    """Trace inside; what torch raises comes out as a CaptureError."""
     try:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
             yield
@@ -111,7 +111,7 @@ def _tracing(*, training: bool) -> Iterator[None]:
 
 
 def capture(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **how: Any) -> Captured:
-    """As `capture_call`, with the graph traced."""
+    """Do as `capture_call`, with the graph traced."""
     captured = capture_call(module, args, kwargs, **how)
     captured.trace()
     return captured
@@ -157,7 +157,7 @@ def capture_call(
 
 
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """The trace of a call that changes no Python object.
+    """Return the trace of a call that changes no Python object.
 
     Constants that a first call sets on an object beside the modules (a flag of a config, which the fake module has a
     copy of) are set here, as that call would, if a second call then changes nothing any more.

@@ -33,7 +33,7 @@ _UNKNOWN_SHAPE = (
 
 
 def _sends(call: str) -> str:
-    """What is wrong with a model that makes such a call."""
+    """Say what is wrong with a model that makes such a call."""
     return (
         f"the model sends values between ranks ({call}), but it computes as on one device: each value is that of all ranks "
         "together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)"
@@ -97,7 +97,7 @@ _CAUSES = (
 
 
 def capture_error(error: Exception) -> CaptureError:
-    """The CaptureError to raise from `error`, an exception of a trace."""
+    """Return the CaptureError to raise from `error`, an exception of a trace."""
     failure = trace_failure(error)
     return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
 
@@ -138,7 +138,7 @@ def _message(failure: TraceFailure) -> str:
 
 
 def side_effect_error(effect: SideEffect) -> CaptureError:
-    """The CaptureError for a Python object that the model changes."""
+    """Return the CaptureError for a Python object that the model changes."""
     name = user_name(effect.source)
     if name.endswith("_buffers"):
         what, change = "assigns a buffer", "update it in place instead, such as self.average.copy_(value)"
@@ -163,5 +163,5 @@ def user_name(source: str) -> str:
 
 
 def format_place(origin: Origin) -> str:
-    """The end of a message: the user's line."""
+    """Return the end of a message: the user's line."""
     return f"\n  {origin.file}:{origin.line}: {origin.source}" if origin.file else ""

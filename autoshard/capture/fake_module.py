@@ -66,7 +66,7 @@ def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch
 def fake_tensor(
     tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A contiguous leaf without data, of the same shape, dtype and need of a gradient; floating point in `dtype`."""
+    """Return a contiguous leaf without data, of the same shape, dtype and need of a gradient; floating point in `dtype`."""
     with mode:
         return _empty_like(tensor, device, dtype).requires_grad_(tensor.requires_grad)
 

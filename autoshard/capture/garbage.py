@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection inside: of a capture it is a quarter of the time for 40 layers, of an evaluation a half."""
+    """Collect no garbage inside: it takes a quarter of a capture of 40 layers, and half of an evaluation."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

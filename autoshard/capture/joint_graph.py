@@ -32,7 +32,7 @@ from passes.ir.graph import (
     tensor_of,
     value_of,
 )
-from passes.ir.repeats import number_regions
+from passes.ir.numbering import number_regions
 from passes.ir.text import DTYPE_NAMES
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ def _uncloned(node: Node) -> Node:
 
 
 def _base(node: Node) -> Node:
-    """The node whose memory `node` views."""
+    """Return the node whose memory `node` views."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -151,7 +151,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Placeholders with roles and readable names; literals become BUFFER placeholders behind the others."""
+    """Placeholders with roles and readable names; literals become BUFFER placeholders after the others."""
     gm = joint.graph_module
     old = gm.graph.find_nodes(op="placeholder")
     inputs = [
@@ -185,7 +185,7 @@ def _replace_placeholder(graph: Graph, old: Node, key: Input) -> None:
 
 
 def _set_regions(graph: Graph) -> None:
-    """What the model computes inside of `torch.utils.checkpoint` is computed again in the backward."""
+    """Compute again in the backward what the model computes inside of `torch.utils.checkpoint`."""
     for node in graph.nodes:
         found = checkpoint_of(node)
         if found is not None and found[1]:

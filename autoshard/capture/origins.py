@@ -41,7 +41,7 @@ def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:
 
 
 def user_frame(stack: str | None) -> Origin:
-    """The innermost frame of a printed stack that is the user's; torch's own where the user wrote none."""
+    """Return the innermost frame of a printed stack that is the user's; torch's own where the user wrote none."""
     frames = [(match["file"], int(match["line"])) for match in _FRAME.finditer(stack or "")]
     frames = [frame for frame in frames if not frame[0].startswith(_HERE)]
     if not frames:
@@ -51,7 +51,7 @@ def user_frame(stack: str | None) -> Origin:
 
 
 def _module_of(node: Node, fqns: Mapping[int, str]) -> tuple[str, Origin]:
-    """The innermost module of the model that a call is in, and where its forward begins."""
+    """Return the innermost module of the model that a call is in, and where its forward begins."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for key, (_, kind) in reversed(stack.items()):
         number = key.partition("@")[0]  # dynamo counts repeated calls of a module: "1234@1"

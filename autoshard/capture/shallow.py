@@ -17,9 +17,20 @@ from autoshard.config.progress import Progress
 from autoshard.phases import Phases
 from passes.base import PassContext
 from passes.fold import Fold
-from passes.ir.graph import Output, OutputRole, copy_graph, input_of, placeholders, set_input, set_outputs, set_value
-from passes.ir.layers import Indexed, Layers, depth_of
-from passes.ir.repeats import Repeats, Run, repeats_of, set_repeats
+from passes.ir.equal_layers import Indexed, Layers, depth_of
+from passes.ir.folded_layers import Repeats, Run
+from passes.ir.graph import (
+    Output,
+    OutputRole,
+    copy_graph,
+    input_of,
+    placeholders,
+    repeats_of,
+    set_input,
+    set_outputs,
+    set_repeats,
+    set_value,
+)
 from passes.manager import PassManager
 
 MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where gradients of a value that two layers use are
@@ -27,7 +38,7 @@ MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where
 
 
 def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Progress) -> GraphModule | None:
-    """The normalized joint graph of `captured` as `fold` makes it, traced of few layers; None where it has to be traced whole.
+    """Return the normalized joint graph of `captured` as `fold` makes it, traced of few layers; None where that is not possible.
 
     `repeats_of` it says what was left out: `mm_3@layers.7` is what `mm_3` stands for.
     """
@@ -52,10 +63,10 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
     return joint
 
 
-def _joined(before: tuple[Run, ...], behind: tuple[Run, ...]) -> tuple[Run, ...] | None:
-    """Runs that were removed in front of the trace and behind it, as one; None where the latter do not hold the former."""
+def _joined(before: tuple[Run, ...], after: tuple[Run, ...]) -> tuple[Run, ...] | None:
+    """Join runs that were removed before the trace and after it; None where the latter do not hold the former."""
     left, found = list(before), []
-    for run in behind:
+    for run in after:
         inside = [
             one
             for one in left
@@ -70,7 +81,7 @@ def _joined(before: tuple[Run, ...], behind: tuple[Run, ...]) -> tuple[Run, ...]
 
 
 def _copies(gm: GraphModule, runs: tuple[Run, ...]) -> dict[str, str]:
-    """Names for the calls of removed layers, and what stands for each."""
+    """Return names for the calls of removed layers, and what stands for each."""
     graph = Indexed.of(gm.graph, {})
     levels = [Layers.of(graph, level) for level in range(depth_of(graph))]
     names = {}

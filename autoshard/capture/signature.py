@@ -88,7 +88,7 @@ class Call:
 
 
 def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The leaves of a call. Raises TypeError where `forward` would."""
+    """Return the leaves of a call. Raises TypeError where `forward` would."""
     bound = signature.bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
@@ -108,7 +108,7 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def is_constant(value: object) -> bool:
-    """Whether a leaf can be a constant of a capture."""
+    """Return whether a leaf can be a constant of a capture."""
     return isinstance(value, _CONSTANT_TYPES)
 
 
@@ -127,7 +127,7 @@ def format_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def format_leaf(value: object) -> str:
-    """A leaf of a call as messages show it."""
+    """Return a leaf of a call as messages show it."""
     return format_tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -148,7 +148,7 @@ class Signature:
     out_spec: TreeSpec
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
-        """The tensors of a call in the order of `inputs`; their shapes are the caller's to check.
+        """Return the tensors of a call in the order of `inputs`; their shapes are the caller's to check.
 
         Raises InputError for a call of another structure or with other constants than captured.
         """
@@ -168,7 +168,7 @@ class Signature:
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """What the model returns, from the values of the OUTPUT results."""
+        """Return what the model returns, from the values of the OUTPUT results."""
         assert len(outputs) == len(self.outputs), f"{len(outputs)} values for {len(self.outputs)} outputs"
         leaves = [value if number is None else outputs[number] for number, value in self.results]
         return unflatten_pytree(leaves, self.out_spec)
@@ -205,7 +205,7 @@ def _check_constant(leaves: dict[str, Any], path: str, value: object) -> None:
 def describe_output(
     output: Any,
 ) -> tuple[tuple[tuple[str, torch.Tensor], ...], tuple[tuple[int | None, Any], ...], TreeSpec]:
-    """The tensors of a model's output with their paths, `Signature.results` and `Signature.out_spec`."""
+    """Return the tensors of a model's output with their paths, `Signature.results` and `Signature.out_spec`."""
     pairs, spec = flatten_pytree(output)
     tensors: list[tuple[str, torch.Tensor]] = []
     results: list[tuple[int | None, Any]] = []

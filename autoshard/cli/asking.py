@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.measure.crossover import Question, crossovers, format_crossovers
-from autoshard.measure.hsdp import Cluster, format_shardings, shardings
+from autoshard.measure.hybrid_sharding import Cluster, format_shardings, shardings
 from passes.hardware.hardware import hardware_named
 
 

@@ -12,7 +12,7 @@ from passes.errors import UserError
 
 
 def add_reports(parser: argparse.ArgumentParser) -> None:
-    """The options of what is written of a plan for people."""
+    """Return the options of what is written of a plan for people."""
     parser.add_argument("--html", metavar="FILE", help="where to write the plan as one page for a browser")
     parser.add_argument("--trace", metavar="FILE", help="where to write the simulated step, for ui.perfetto.dev")
 

@@ -76,7 +76,7 @@ def _recipes(given: argparse.Namespace) -> None:
 
 
 def find_plan(given: argparse.Namespace, *, effort: Effort = FULL) -> ShardingPlan:
-    """The plan that a command line asks for."""
+    """Return the plan that a command line asks for."""
     mesh = Mesh(given.mesh, hardware=given.hardware)
     options = options_of_command(given)
     with Display(Console(stderr=True)) as display:
@@ -88,7 +88,7 @@ def find_plan(given: argparse.Namespace, *, effort: Effort = FULL) -> ShardingPl
 
 
 def options_of_command(given: argparse.Namespace) -> Options:
-    """The options that a command line asks for."""
+    """Return the options that a command line asks for."""
     return Options(
         recipe=_recipe(given.recipe),
         memory_limit=given.memory_limit,
@@ -98,7 +98,7 @@ def options_of_command(given: argparse.Namespace) -> Options:
 
 
 def sizes_of(given: argparse.Namespace) -> dict[str, int]:
-    """The sizes that a command line asks for, by the names of the function's arguments."""
+    """Return the sizes that a command line asks for, by the names of the function's arguments."""
     return {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
 
 

@@ -27,10 +27,10 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     explain.add_argument("--recipe", default="auto", help="as for `plan`")
     explain.add_argument("--what", required=True, help="layers.0.wq.weight, layers.0.attention, %%mm_1, model.py:42, ...")
     explain.set_defaults(run=_explain)
-    again = commands.add_parser("replay", help="run the passes behind a dump again", description=_replay.__doc__)
+    again = commands.add_parser("replay", help="run the passes after a dump again", description=_replay.__doc__)
     again.add_argument("dump", type=Path, help="a file of a dump: dump/05_insert_reshards.txt")
-    again.add_argument("--from", dest="behind", metavar="PASS", help="the pass that gave it; by default that of its name")
-    again.add_argument("--recipe", help="to place a graph by that was dumped in front of the seeds: fsdp+megatron")
+    again.add_argument("--from", dest="behind", metavar="PASS", help="the pass that gave it; by default the one in its name")
+    again.add_argument("--recipe", help="that places a graph dumped before the seeds: fsdp+megatron")
     again.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write what each pass makes of it")
     again.set_defaults(run=_replay)
     wrong = commands.add_parser("bisect", help="the first pass that changes the numbers", description=_bisect.__doc__)
@@ -40,13 +40,13 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _diff(given: argparse.Namespace) -> None:
-    """What the second plan has otherwise than the first: time, memory, layouts, collectives; equal layers as one line."""
+    """Show what is different in the second plan: time, memory, layouts, collectives; equal layers as one line."""
     print(ShardingPlan.load(given.before).diff(ShardingPlan.load(given.after)))
 
 
 def _explain(given: argparse.Namespace) -> None:
-    """What was chosen for a parameter, module, value, collective or source line; what else there was, and its price in the
-    whole step; who insisted; where it came from; which passes touched it. A saved plan knows all but prices and passes."""
+    """Show what was chosen for a parameter, module, value, collective or source line; what else there was, and its price in the
+    whole step; whose constraint it is; its origin; which passes touched it. A saved plan has all but prices and passes."""
     if given.mesh is None and ":" in given.target:
         raise UserError(f"give --mesh to plan {given.target} on, or a saved plan")
     plan = ShardingPlan.load(given.target) if given.mesh is None else find_plan(given)
@@ -54,7 +54,7 @@ def _explain(given: argparse.Namespace) -> None:
 
 
 def _replay(given: argparse.Namespace) -> None:
-    """Read a graph that was dumped, run the passes behind it again, and print what comes out."""
+    """Read a graph that was dumped, run the passes after it again, and print what comes out."""
     found = replay(given.dump, behind=given.behind, folder=given.output, recipe=given.recipe)
     print(found.text, end="")
     for remark in found.remarks:

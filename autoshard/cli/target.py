@@ -36,7 +36,7 @@ class Target:
 
 
 def load_target(text: str, given: Mapping[str, int], *, device: str = "meta") -> Target:
-    """What the function of `"file.py:function"` gives on a device; `given` are keyword arguments for it.
+    """Return what the function of `"file.py:function"` gives on a device; `given` are keyword arguments for it.
 
     Raises UserError that says what is wrong with the file, the function or what it gives.
     """

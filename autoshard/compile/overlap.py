@@ -14,9 +14,8 @@ from autoshard.config.options import Options, Overlap
 from autoshard.phases import OverlapPasses
 from passes.base import Observer, PassContext, Remark
 from passes.cost.optimizer_step import OPTIMIZER_STATES
-from passes.ir.graph import input_of, placeholders, returned, value_of
+from passes.ir.graph import input_of, placeholders, repeats_of, returned, value_of
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import repeats_of
 from passes.manager import PassManager
 
 

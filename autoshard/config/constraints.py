@@ -18,7 +18,7 @@ from passes.seed import Constraint
 
 
 def check_options(options: Options, mesh: Mesh) -> None:
-    """Raise RecipeError, MeshError or ConstraintError for what is wrong without knowing the model."""
+    """Raise RecipeError or MeshError for what is wrong whatever the model is."""
     recipes_of(options.recipe, mesh)
     for placements in (options.params, options.inputs, options.outputs):
         for axes in (placements or {}).values():

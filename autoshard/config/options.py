@@ -100,10 +100,10 @@ class Options:
     SGD; `None`: no update at all."""
 
     time_limit: float | None = None
-    """Seconds that the search behind capture may take: stating the problem, solving it, simulating what it found and
-    recipes. The best plan so far counts, with the gap that was proven by then; the plan's candidates tell what was left
-    out. What was begun is ended, and the search goes on until one plan fits, 0 being for the first that does. Without a
-    limit the same model, mesh and options give the same plan everywhere."""
+    """Seconds that the search after capture may take: stating the problem, solving it, simulating its plans and recipes'. The
+    best plan so far counts, with the gap that was proven by then; the plan's candidates say what was left out. A phase that
+    has started is finished, and the search goes on until one plan fits: 0 asks for the first that does. Without a limit the
+    same model, mesh and options give the same plan everywhere."""
 
     params: Placements | None = None
     """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; of several that match
@@ -207,7 +207,7 @@ class Options:
         return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
-        """The memory limit in bytes, on a device that has `available`."""
+        """Return the memory limit in bytes, on a device that has `available`."""
         if self.memory_limit is None:
             return int(available * USABLE_MEMORY)
         if isinstance(self.memory_limit, int) and self.memory_limit > 0 and self.memory_limit is not True:

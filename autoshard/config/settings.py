@@ -23,7 +23,7 @@ class Settings:
 
 
 def settings_of(options: Options, *, training: bool, device: str) -> Settings:
-    """What a plan made with these options depends on."""
+    """Return what a plan made with these options depends on."""
     policy = options.mixed_precision
     described: dict[str, object] = {
         "recipe": dict(options.recipe) if isinstance(options.recipe, Mapping) else options.recipe,

@@ -70,7 +70,7 @@ def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> M
 
 
 def hardware_of(device_type: str) -> Hardware | None:
-    """The figures of this process's device: the preset of its name; None for a device that has none.
+    """Return the figures of this process's device: the preset of its name; None for a device that has none.
 
     Of a GPU, memory is what it reports where that is less, and nodes are as large as torchrun starts processes on
     them.
@@ -89,7 +89,7 @@ def hardware_of(device_type: str) -> Hardware | None:
 
 
 def preset_of(device_name: str) -> Hardware | None:
-    """The preset of a GPU as CUDA names it, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the preset of a GPU as CUDA names it, such as "NVIDIA H100 80GB HBM3"."""
     name = device_name.lower()
     if "a100" in name and "pcie" in name:
         return hardware_named("a100-pcie")

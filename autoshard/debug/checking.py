@@ -29,7 +29,7 @@ from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError, PlanError, UserError
-from passes.ir.collective import is_step
+from passes.ir.collectives import is_step
 from passes.ir.graph import (
     Origin,
     Stage,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER
+from passes._torch import OpOverload
 from passes.errors import CompilerError
+from passes.ir.collectives import Simulated, kind_of_op
 from passes.ir.graph import returned
-from passes.ir.layout import reduce_terms
 from passes.ir.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
@@ -28,7 +28,7 @@ def run_ranks(
     inputs: Sequence[Sequence[Any]],
     watch: Callable[[Node, Sequence[Any]], None] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
+    """Return the outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
 
     `watch` is given each call as it is made, with every rank's value.
     """
@@ -68,11 +68,9 @@ def _last_uses(gm: GraphModule) -> dict[Node, list[Node]]:
 
 def _call(node: Node, mesh: Mesh, values: list[dict[Node, Any]]) -> list[Any]:
     args = [_resolve((node.args, node.kwargs), held) for held in values]
-    collective = _COLLECTIVES.get(node.target)
-    if collective is not None:
-        return _grouped(lambda calls: collective([call[0] for call in calls], *calls[0][1:-1]), mesh, args)
-    if node.target in _OPERATORS:
-        return _grouped(_OPERATORS[node.target], mesh, args)
+    kind = kind_of_op(node.target)
+    if kind is not None and isinstance(node.target, OpOverload):
+        return _grouped(kind.ops[node.target], mesh, args)
     if node.target is c10d.wait_tensor.default:
         return [positional[0] for positional, _ in args]
     target: Callable[..., Any] = operator.getitem if node.target is operator.getitem else _callable(node)
@@ -96,64 +94,11 @@ def _resolve(value: Any, held: dict[Node, Any]) -> Any:
     return value
 
 
-def _grouped(collective: Callable[[list[Any]], list[Any]], mesh: Mesh, args: list[Any]) -> list[Any]:
-    """Results of a call on ranks that have `args`; `collective` is given the positional ones of each rank of a group."""
+def _grouped(collective: Simulated, mesh: Mesh, args: list[Any]) -> list[Any]:
+    """Return the results of a call on ranks that have `args`; `collective` is called once for each group of ranks."""
     results: list[Any] = [None] * len(args)
     name = str(args[0][0][-1])
     for group in mesh.groups(mesh.axes_of_group(name)):
         for place, result in zip(group, collective([args[place][0] for place in group]), strict=True):
             results[place] = result
     return results
-
-
-def _all_gather(tensors: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    return [torch.cat(tensors)] * size
-
-
-def _all_gather_coalesced(lists: list[list[torch.Tensor]], size: int) -> list[list[torch.Tensor]]:
-    return [[torch.cat(tensors) for tensors in zip(*lists, strict=True)]] * size
-
-
-def _all_reduce(tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
-    return [reduce_terms(torch.stack(tensors), op)] * len(tensors)
-
-
-def _reduce_scatter(tensors: list[torch.Tensor], op: str, size: int) -> list[torch.Tensor]:
-    return list(reduce_terms(torch.stack(tensors), op).chunk(size))
-
-
-def _reduce_scatter_coalesced(lists: list[list[torch.Tensor]], op: str, size: int) -> list[list[torch.Tensor]]:
-    scattered = [_reduce_scatter(list(tensors), op, size) for tensors in zip(*lists, strict=True)]
-    return [list(parts) for parts in zip(*scattered, strict=True)]
-
-
-def _all_to_all(tensors: list[torch.Tensor], outputs: list[int], inputs: list[int]) -> list[torch.Tensor]:
-    pieces = [torch.split(tensor, inputs) for tensor in tensors]
-    return [torch.cat([sent[place] for sent in pieces]) for place in range(len(tensors))]
-
-
-def _all_gather_matmul(calls: list[Any]) -> list[list[torch.Tensor]]:
-    _, _, dim, keep, *_ = calls[0]
-    whole = torch.cat([call[0] for call in calls], dim)
-    return [[*(torch.matmul(whole, other) for other in call[1]), *([whole] if keep else [])] for call in calls]
-
-
-def _matmul_reduce_scatter(calls: list[Any]) -> list[torch.Tensor]:
-    _, _, reduction, dim, *_ = calls[0]
-    total = reduce_terms(torch.stack([torch.matmul(rows, other) for rows, other, *_ in calls]), reduction)
-    return [part.contiguous() for part in total.chunk(len(calls), dim)]
-
-
-_COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
-    c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
-    c10d.reduce_scatter_tensor.default: _reduce_scatter,
-    c10d.reduce_scatter_tensor_coalesced.default: _reduce_scatter_coalesced,
-    c10d.all_reduce.default: _all_reduce,
-    c10d.all_to_all_single.default: _all_to_all,
-}
-
-_OPERATORS: dict[Any, Callable[[list[Any]], list[Any]]] = {
-    ALL_GATHER_MATMUL: _all_gather_matmul,
-    MATMUL_REDUCE_SCATTER: _matmul_reduce_scatter,
-}

@@ -20,16 +20,15 @@ from autoshard.plans.names import fold_names, fold_text
 from autoshard.plans.record import PlanRecord
 from passes.base import PassContext, Remark
 from passes.cost.fused_regions import is_fusible
-from passes.ir.edges import Edge, chain_of
-from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, tensor_of
+from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, repeats_of, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import repeats_of
+from passes.ir.propagation_edges import Edge, chain_of
 from passes.ir.text import format_type
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
-from passes.search.bundles import together
-from passes.search.pinned import Alternative, alternatives
+from passes.search.alternatives import Alternative, alternatives
+from passes.search.model.axis_groups import format_axis_groups
 
 PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
@@ -175,7 +174,7 @@ def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
         yield "alternatives have no price where the figures of the device are not known: give Options(hardware='h100')"
     else:
         searched = state.prepared
-        if searched is not None and (axes := together(searched.draft.bundles, plan.mesh)):
+        if searched is not None and (axes := format_axis_groups(searched.skeleton.axis_groups, plan.mesh)):
             yield f"alternatives are of plans that use {axes} alike, as this one was found"
         runs = repeats_of(state.folded.graph).runs
         for run in runs:

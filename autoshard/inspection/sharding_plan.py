@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.inspection.difference import PlanDiff, difference
 from autoshard.inspection.explanation import Explanation, explain
 from autoshard.inspection.replan import replanned
-from autoshard.inspection.report.page import format_page
+from autoshard.inspection.report.html_page import format_page
 from autoshard.inspection.report.table import format_html, format_plan
 from autoshard.inspection.report.trace import format_trace
 from autoshard.planner.state import PlanningState

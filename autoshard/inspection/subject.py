@@ -13,8 +13,8 @@ from autoshard.planner.evaluation import Folded
 from autoshard.plans.collectives import Collective
 from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
+from passes.ir.folded_layers import Repeats, moved_to
 from passes.ir.graph import InputRole, input_of, is_tensor, origin_of, outputs_of, placeholders, returned
-from passes.ir.repeats import Repeats, moved_to
 from passes.ir.text import parse_graph
 
 

@@ -1,0 +1,1 @@
+"""Measure a machine, and answer questions that the cost formulas decide: crossovers and hybrid sharding."""

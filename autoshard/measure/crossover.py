@@ -1,9 +1,9 @@
-"""From which size on is a sharded product faster than one device? The cost's formulas, solved.
+"""Solve the cost formulas for the size from which a sharded matrix product is faster than one device.
 
-The product is [T, H] x [H, 4H]: T tokens, hidden size H, the first of a transformer's feed-forward. On k devices it
-can be sharded by tokens, by columns of the weight, or by its rows (and x by columns). Each way is priced by the
-formulas of `passes/cost`. The size from which on its time is less than that of one device is bracketed on them; there
-each maximum and minimum is one of its arguments, what is left is a polynomial, and sympy solves it.
+The product is [T, H] x [H, 4H]: T tokens, hidden size H, the first of a transformer's feed-forward. On k devices it can be
+sharded by tokens, by columns of the weight, or by its rows (and x by columns). Each way is priced by the formulas of
+`passes/cost`. Bisection brackets the size from which it takes less time than one device. Near that size each maximum and
+minimum equals one of its arguments, the rest is a polynomial, and sympy solves it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from passes.cost import collective_time as wire
 from passes.cost import kernel_time as kernel
 from passes.errors import UserError
 from passes.hardware.hardware import Group, Hardware
+from passes.ir.collectives import formulas
 from passes.ir.text import DTYPES
 from passes.ir.units import format_seconds
 
 T, H = sympy.symbols("T H", positive=True)
-k = wire.k  # devices
-SYMBOLS = {T: "tokens: batch x sequence", H: "hidden size", **wire.SYMBOLS, **kernel.SYMBOLS}
+k = formulas.k  # devices
+SYMBOLS = {T: "tokens: batch x sequence", H: "hidden size", **formulas.SYMBOLS, **kernel.SYMBOLS}
 WIDTH = 4  # the weight is [H, 4H]
-LARGEST = 1 << 26  # sizes beyond are not looked at
+LARGEST = 1 << 26  # tokens, or hidden size: larger ones are not searched; 67 M is beyond any model in use
 
 Unknown = Literal["H", "T"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of `elements` (of the larger side) of the product's dtype."""
+    """Describe a collective of `elements` (larger side) of the product's dtype."""
 
     kind: str
     elements: sympy.Expr
@@ -43,7 +44,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to shard the product: per-device (rows, columns, terms) of each multiplication, and what is sent."""
+    """Describe one way to shard the product: (rows, columns, terms) of each multiplication per device, and what is sent."""
 
     name: str
     products: tuple[tuple[sympy.Expr, sympy.Expr, sympy.Expr], ...]
@@ -52,14 +53,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where a way overtakes one device."""
+    """Hold the size from which one way to shard is faster than one device."""
 
     way: Way
     unknown: Unknown
     size: int | None
-    """The least size from which on (up to `LARGEST`) sharding is faster; None: at none."""
+    """The least size from which (up to `LARGEST`) sharding is faster; None: it never is."""
     exact: float | None
-    """Where the formulas below are equal, as sympy solves them; None: nowhere near, `size` was found by bisection."""
+    """The size at which the formulas below are equal, solved by sympy; None: not near `size`, which bisection found."""
     one: sympy.Expr
     """Seconds on one device: of T, H and the symbols of `passes.cost`, as it is near `size`."""
     sharded: sympy.Expr
@@ -70,7 +71,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: `tokens` or `hidden` is given, the other is the unknown."""
+    """Hold the question: `tokens` or `hidden` is given, the other is the unknown."""
 
     devices: int
     hardware: Hardware
@@ -78,9 +79,9 @@ class Question:
     hidden: int | None = None
     dtype: str = "bf16"
     link: str | None = None
-    """"inside": all devices on a node; "across": one on each; None: nodes are filled."""
+    """"inside": all devices on one node; "across": one device per node; None: nodes are filled."""
     is_training: bool = False
-    """The step with both gradients, or the product with its result whole on every device."""
+    """True: a training step with both gradients. False: the product alone, its result whole on every device."""
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.hidden is None):
@@ -102,16 +103,18 @@ class Question:
 
     @property
     def unknown(self) -> Unknown:
+        """Return which size is not given."""
         return "H" if self.hidden is None else "T"
 
     @property
     def group(self) -> Group:
+        """Return the devices of the collectives."""
         nodes = {"inside": 1, "across": self.devices, None: -(-self.devices // self.hardware.node_size)}[self.link]
         return Group(self.devices, nodes)
 
 
 def crossovers(question: Question) -> tuple[Crossing, ...]:
-    """For each way to shard, from which size on it is faster than one device."""
+    """Return, for each way to shard, the size from which it is faster than one device."""
     one = _one(question)
     ways = _training(one) if question.is_training else _forward()
     return tuple(_crossing(question, one, way) for way in ways)
@@ -124,7 +127,7 @@ def _one(question: Question) -> Way:
 
 
 def _forward() -> tuple[Way, ...]:
-    """x and the weight are on every device, the result is wanted there too."""
+    """Return the ways for the product alone: x and the weight are on every device, and so is the result."""
     result = Transfer("all_gather", WIDTH * T * H, "the result")
     return (
         Way("tokens", ((T / k, WIDTH * H, H),), (result,)),
@@ -134,7 +137,7 @@ def _forward() -> tuple[Way, ...]:
 
 
 def _training(one: Way) -> tuple[Way, ...]:
-    """Everything stays as the way has it: what is partial is reduced, nothing else is sent."""
+    """Return the ways for a training step: values stay sharded as the way has them, only partial sums are reduced."""
 
     def divided(dim: sympy.Expr) -> tuple[tuple[sympy.Expr, ...], ...]:
         return tuple(tuple(length / k if length == dim else length for length in product) for product in one.products)
@@ -155,17 +158,18 @@ def _checked(products: tuple[tuple[sympy.Expr, ...], ...]) -> tuple[tuple[sympy.
 
 @dataclass(frozen=True)
 class _Term:
-    """A formula of `passes.cost` with some of its symbols standing for expressions of T, H and k."""
+    """Hold a formula of `passes.cost` in which some symbols stand for expressions of T, H and k."""
 
     formula: sympy.Expr
     stands_for: Mapping[sympy.Symbol, sympy.Expr]
 
     def at(self, values: Mapping[sympy.Symbol, float]) -> float:
+        """Return the seconds for these values of the symbols."""
         filled = {symbol: _evaluate(expression, values) for symbol, expression in self.stands_for.items()}
         return _evaluate(self.formula, {**values, **filled})
 
     def branch(self, values: Mapping[sympy.Symbol, float]) -> sympy.Expr:
-        """The formula, written out, as it is near `values`: each maximum and minimum is one of its arguments."""
+        """Return the formula as it is near `values`: each maximum and minimum replaced by the argument that it equals."""
         filled = {symbol: _evaluate(expression, values) for symbol, expression in self.stands_for.items()}
         return _branch(self.formula, {**values, **filled}).xreplace(dict(self.stands_for))
 
@@ -179,7 +183,7 @@ def _terms(way: Way, question: Question) -> tuple[_Term, ...]:
         terms.append(_Term(kernel.PRODUCT, shape))
     for transfer in way.transfers:
         formula = wire.formula_for(transfer.kind, question.group, question.hardware)
-        terms.append(_Term(formula, {wire.N: itemsize * transfer.elements}))
+        terms.append(_Term(formula, {formulas.N: itemsize * transfer.elements}))
     return tuple(terms)
 
 
@@ -204,10 +208,10 @@ def _branch(formula: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> sympy.
 
 
 def _figures(question: Question) -> dict[sympy.Symbol, float]:
-    """What the symbols of `passes.cost` are on this hardware and group, and what is given of T and H."""
+    """Return the values of the symbols of `passes.cost` for this hardware and group, and the given one of T and H."""
     hardware = question.hardware
     figures = wire.values_of(0, question.group, hardware)
-    del figures[wire.N]
+    del figures[formulas.N]
     figures |= {} if question.tokens is None else {T: question.tokens}
     figures |= {} if question.hidden is None else {H: question.hidden}
     return {
@@ -243,7 +247,7 @@ def _crossing(question: Question, one: Way, way: Way) -> Crossing:
 
 
 def _least(gain: Callable[[float], float]) -> int | None:
-    """The least size with a gain there and at all larger sizes of a fine grid up to LARGEST."""
+    """Return the least size with a gain there and at all larger sizes of a grid up to LARGEST: 8 sizes per doubling."""
     grid = [2 ** (i / 8) for i in range(8 * int(math.log2(LARGEST)) + 1)]
     last = next((i for i in reversed(range(len(grid))) if gain(grid[i]) <= 0), None)
     if last is None:
@@ -260,7 +264,7 @@ def _least(gain: Callable[[float], float]) -> int | None:
 def _solved(
     difference: sympy.Expr, figures: Mapping[sympy.Symbol, float], unknown: sympy.Symbol, size: int
 ) -> float | None:
-    """The root of the polynomial just below `size`; None where a kink of the formulas lies between."""
+    """Return the root of the polynomial just below `size`; None if the formulas have a kink in between."""
     polynomial = sympy.Poly(difference.xreplace(dict(figures)).together().as_numer_denom()[0], unknown)
     roots = [float(sympy.re(root)) for root in polynomial.nroots(n=20, maxsteps=200) if abs(sympy.im(root)) < 1e-9]
     return next((root for root in roots if size - 1 <= root <= size), None)
@@ -270,7 +274,7 @@ def _solved(
 
 
 def format_crossovers(question: Question, found: tuple[Crossing, ...]) -> str:
-    """The answer as a table, and the formulas behind it."""
+    """Return the answer as a table, followed by its formulas."""
     group, hardware = question.group, question.hardware
     given = f"H = {question.hidden}" if question.tokens is None else f"T = {question.tokens}"
     where = f"{question.devices} {hardware.name} on {group.nodes} node{'s' * (group.nodes > 1)}"

@@ -1,4 +1,4 @@
-"""From times measured on a machine to its figures, by the formulas that the planner puts them into."""
+"""Fit the figures of a machine to measured times, by the formulas in which the planner uses them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import numpy as np
 from passes.cost.kernel_time import Product
 from passes.hardware.hardware import Group, Hardware, Link
 
-TILES = (4, 8, 16, 32, 64, 128, 256)
-BOUND_BY_MEMORY = 0.7  # part of its time that a product's bytes take, from which on it says little of arithmetic
-LONG = 4  # launches that a product has to take to tell of the rate
-SWITCH_GAIN = 0.92  # part of a ring's time per byte, below which an all-reduce must have been made by the switch
-BYTES_PART = 0.25  # of the time of the largest message that its bytes take at least
-LEAST_PART = 0.05  # of what was measured that a link is given, where the fit leaves it nothing
+# Thresholds on noisy times; tests/test_figures.py recovers known figures from times that the formulas predict.
+TILES = (4, 8, 16, 32, 64, 128, 256)  # edges to try: powers of two, from a CPU register block to a large GPU thread block
+BOUND_BY_MEMORY = 0.7  # part of a product's time: if its bytes take more, the time says little about arithmetic
+LONG = 4  # launches: a product that takes less says little about the rate
+LEAST_WORK = 0.1  # part of a kernel's time that is work at least, if the launch would explain all of it
+SWITCH_GAIN = 0.92  # part of a ring's time per byte: an all-reduce that takes less went through the switch
+BYTES_PART = 0.25  # part of the time of the largest message that its bytes take at least
+LEAST_PART = 0.05  # part of a measured time that a link gets at least, if the fit leaves nothing for it
 
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Seconds that a matrix product took."""
+    """Hold the seconds that a matrix product took."""
 
     product: Product
     dtype: str
@@ -30,13 +32,14 @@ class ProductTime:
 
     @property
     def nbytes(self) -> float:
+        """Return the bytes of operands and result."""
         m, n, k = self.product.m, self.product.n, self.product.k
         return float(self.product.batch * self.itemsize * (m * n + n * k + m * k))
 
 
 @dataclass(frozen=True)
 class TransferTime:
-    """Seconds that a collective took, on the slowest rank; `nbytes` of the larger side of a rank."""
+    """Hold the seconds that a collective took on the slowest rank; `nbytes` are of the larger side of a rank."""
 
     kind: str
     axes: tuple[str, ...]
@@ -46,10 +49,10 @@ class TransferTime:
 
 
 def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
-    """`machine` with the rates by dtype, and the tile, that explain the times best: a rate is what is reached.
+    """Return `machine` with the tile and the rates by dtype that explain the times best; `efficiency` becomes 1.
 
-    All products of a dtype together take as long by its rate as they took. A dtype that was not measured, or only where
-    bytes or launches take the time, keeps what `machine` says it reaches.
+    By its rate, all products of a dtype together take as long as they took. A dtype that was not measured, or only in
+    products that bytes or launches dominate, keeps the rate that `machine` reaches.
     """
     limit = BOUND_BY_MEMORY * machine.memory_bandwidth  # bytes/s
     useful = [one for one in times if one.nbytes < limit * one.seconds and one.seconds > LONG * machine.launch] or times
@@ -61,14 +64,19 @@ def fit_products(machine: Hardware, times: Sequence[ProductTime]) -> Hardware:
 
 
 def _works(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[str, list[tuple[float, float]]]:
-    """By dtype, the FLOPs of each product, where what its edges waste counts as work, and the seconds behind its launch."""
+    """Return, by dtype, the FLOPs of each product, with what its edges waste, and its seconds without the launch."""
     found: dict[str, list[tuple[float, float]]] = {}
     for time in times:
         product, half = time.product, tile / 2
         squares = product.batch * (product.m + half) * (product.n + half) + machine.units * tile**2 / 2
-        seconds = max(time.seconds - machine.launch, time.seconds / 10)
+        seconds = work_seconds(time.seconds, machine)
         found.setdefault(time.dtype, []).append((2 * (product.k + half) * squares, seconds))
     return found
+
+
+def work_seconds(seconds: float, machine: Hardware) -> float:
+    """Return the seconds of a measured kernel without its launch."""
+    return max(seconds - machine.launch, LEAST_WORK * seconds)
 
 
 def _rate(works: Sequence[tuple[float, float]]) -> float:
@@ -82,7 +90,7 @@ def _spread(works: Sequence[tuple[float, float]]) -> float:
 
 
 def fit_links(machine: Hardware, times: Sequence[TransferTime]) -> Hardware:
-    """`machine` with the links that explain the times of gathers and reductions; a link that none used stays."""
+    """Return `machine` with the links that explain the times of gathers and reductions; an unused link stays."""
     lines = _lines(machine, times)
     inside = [line for line in lines if line.group.nodes == 1]
     if inside:
@@ -95,7 +103,7 @@ def fit_links(machine: Hardware, times: Sequence[TransferTime]) -> Hardware:
 
 @dataclass(frozen=True)
 class _Line:
-    """A collective's time as a line over bytes."""
+    """Describe a collective's time as a line over bytes."""
 
     kind: str
     group: Group
@@ -112,7 +120,7 @@ def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
     lines = []
     for (kind, group), measured in of.items():
         small, large = (choose(measured, key=lambda time: time.nbytes) for choose in (min, max))
-        # Under load a small message may take as long as a large one, whose bytes are not free for that.
+        # Under load a small message may take as long as a large one; the bytes still cost time.
         least = BYTES_PART * large.seconds / large.nbytes
         slope = max((large.seconds - small.seconds) / (large.nbytes - small.nbytes), least)
         is_twice = kind == "all_reduce" or (kind == "reduce_scatter" and machine.scatter_sends_all)
@@ -147,12 +155,12 @@ def _fit_across(machine: Hardware, lines: Sequence[_Line]) -> Link:
 
 
 def _part(line: _Line) -> float:
-    """Of the bytes, those that each rank sends around the ring."""
+    """Return the part of the bytes that each rank sends around the ring."""
     return line.sweeps * (line.group.ranks - 1) / line.group.ranks
 
 
 def _fit_latency(steps: Sequence[float], starts: Sequence[float]) -> tuple[float, float]:
-    """Setup and seconds a step, none below 0: the least relative error over all starts."""
+    """Return setup and seconds per step, neither below 0, with the least relative error over all starts."""
     weights = 1 / np.array(starts)
     counts = np.array(steps)
     if len(set(steps)) > 1:
@@ -160,12 +168,12 @@ def _fit_latency(steps: Sequence[float], starts: Sequence[float]) -> tuple[float
         setup, latency = np.linalg.lstsq(rows, np.ones(len(starts)), rcond=None)[0]
         if setup >= 0 and latency >= 0:
             return float(setup), float(latency)
-    # Noise, or one count of steps: all goes to the steps, so that more ranks are never thought to be free.
+    # Noise, or only one number of steps: attribute all to the steps, so that more ranks never seem to cost nothing.
     return 0.0, float((counts * weights).sum() / ((counts * weights) ** 2).sum())
 
 
 def _fit_slope(parts: Sequence[float], slopes: Sequence[float], copied: float) -> float:
-    """Seconds a byte of the link, beside `copied` a byte of memory: the least relative error over all slopes."""
+    """Return the link's seconds per byte, besides `copied` seconds per byte of memory, with the least relative error."""
     weights = 1 / np.array(slopes)
     sent, left = np.array(parts) * weights, (np.array(slopes) - copied) * weights
     per_byte = float((sent * left).sum() / (sent**2).sum())

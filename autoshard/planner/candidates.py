@@ -17,8 +17,8 @@ from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.errors import CompilerError, MemoryLimitError
 from passes.ir.units import format_bytes
-from passes.search.bundles import together
-from passes.search.find import Prepared
+from passes.search.model.axis_groups import format_axis_groups
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
@@ -99,7 +99,7 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
 def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_time: float) -> Iterator[str]:
     """What a candidate gave up; `best_time` is the step of the best, in seconds."""
     answer = solved.answer if name == SOLVED else None
-    if answer is not None and (axes := together(answer.source.draft.bundles, task.problem.mesh)):
+    if answer is not None and (axes := format_axis_groups(answer.source.skeleton.axis_groups, task.problem.mesh)):
         yield f"{axes} used alike"
     is_auto = task.problem.options.recompute == "auto" and task.problem.training
     if one.recomputation is not None:
@@ -128,7 +128,7 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=lower))
         lowered = replace(task, problem=problem, effort=FULL)
-        answer = ask(lowered, Standings(lowered), prepared, room_for(problem, prepared).relief, gap=ANY)
+        answer = ask(lowered, Standings(lowered), prepared, room_for(problem, prepared).recomputation, gap=ANY)
         if answer is None or not lowered.fits(answer.evaluation):
             break
         least, cost = lower, answer.evaluation.cost

@@ -22,9 +22,9 @@ from passes.cost.forward_backward import unchanged
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
 from passes.decompose_matmuls import exposed_by_form
-from passes.ir.chunks import sites_in
-from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin
-from passes.ir.repeats import Repeats, set_repeats
+from passes.ir.folded_layers import Repeats
+from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin, set_repeats
+from passes.ir.matmul_chunks.sites import sites_in
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from passes.cost.best_schedule import WINDOWS
-from passes.search.find import Goal
+from passes.cost.scheduling.best_schedule import WINDOWS
+from passes.search.goal import Goal
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Effort:
     alternatives: int  # of one explained value, that a program is solved for; of the others a plan near the bound is told
 
 
-# Gaps: proving 0.5 % of 8B on 64 ranks takes seconds, 2 % and 10 % a fraction of one (benchmarks.planning).
+# Gaps: proving 0.5 % of 8B on 64 ranks takes seconds, 2 % and 10 % a fraction of one (benchmarks.planning_time).
 # Chunks: of 46.9 ms, those over 1 % left 28.6 ms (benchmarks.overlap 8b-tp --graph).
 FULL = Effort(
     gap=Goal.gap,

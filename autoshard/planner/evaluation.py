@@ -26,19 +26,20 @@ from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
-from passes.ir.edges import Edge
-from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, tensor_of
+from passes.ir.folded_layers import Repeats
+from passes.ir.graph import InputRole, OutputRole, Stage, copy_graph, origin_of, repeats_of, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Repeats, numbered, repeats_of
+from passes.ir.numbering import numbered
+from passes.ir.propagation_edges import Edge
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.observers import Logger
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
-from passes.search.bundles import Bundles
-from passes.search.find import Prepared
+from passes.search.model.axis_groups import AxisGroups
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
@@ -59,7 +60,7 @@ class Folded:
     remarks: tuple[Remark, ...]
     text: str
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
-    prepared: dict[tuple[Seed, Mesh, Bundles], Prepared] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[Seed, Mesh, AxisGroups], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

@@ -29,12 +29,12 @@ from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
+from passes.ir.folded_layers import expand_names
 from passes.ir.graph import Origin, copy_graph
-from passes.ir.repeats import expand_names
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
-from passes.search.find import Prepared
+from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 _log = logging.getLogger("autoshard.planner")

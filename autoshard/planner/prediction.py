@@ -14,17 +14,17 @@ from autoshard.config.options import Options, Overlap
 from autoshard.planner.effort import FULL, Effort
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
-from passes.cost.best_schedule import bucketed
-from passes.cost.bucketing import sizes
 from passes.cost.forward_backward import joined, phase_of, phases
 from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.cost.program import Program, Task
+from passes.cost.scheduling.best_schedule import bucketed
+from passes.cost.scheduling.bucketing import sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Repeats
 
 
 def run_step(

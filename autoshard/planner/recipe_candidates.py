@@ -21,10 +21,10 @@ from passes.errors import InputError, RecipeError
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
-from passes.search.find import Prepared
+from passes.search.prepared import Prepared
 
 NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
-# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning), simulated 326 ms (benchmarks.grid)
+# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning_time), simulated 326 ms (benchmarks.grid)
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
 TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
 
@@ -128,7 +128,7 @@ class Experts:
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
         room = room_for(self.problem, prepared)
-        plan = prepared.price(self._placed(recipes), gathers_again=self._gathers_again(recipes), room=room)
+        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=room)
         return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:

@@ -18,13 +18,13 @@ from passes.cost.build_program import program_of
 from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
-from passes.ir.blocks import Blocks
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
-from passes.ir.repeats import Repeats
+from passes.ir.recompute_blocks import Blocks
 from passes.manager import PassManager
-from passes.search.find import Prepared
-from passes.search.keep import Keep
-from passes.search.room import Room
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.prepared import Prepared
+from passes.search.selective_recomputation import SelectiveRecomputation
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
 TRIES = 4  # of what to keep, until a step fits
@@ -91,7 +91,7 @@ class Settling:
         """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
         less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
         first that fits will do, with room for one block that is made again."""
-        keep = Keep.of(self.graph.graph, self.repeats, _prices(usual.program))
+        keep = SelectiveRecomputation.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
             return replace(usual, timeline=self._ordered(usual.program)) if self.effort.takes_first else usual
         room, tried = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0), {usual.kept: usual}
@@ -142,14 +142,14 @@ class Settling:
         return run_step(program, self.problem.options, self.worst, effort=self.effort)
 
 
-def room_for(problem: Problem, prepared: Prepared) -> Room:
+def room_for(problem: Problem, prepared: Prepared) -> MemoryBudget:
     """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
     how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
-        return Room(limit)
+        return MemoryBudget(limit)
     if how == "block":  # it is, whether memory is short or not
-        return Room(limit, tuple(replace(step, seconds=0.0) for step in prepared.relief))
-    return Room(limit, prepared.relief)
+        return MemoryBudget(limit, tuple(replace(step, seconds=0.0) for step in prepared.recomputation))
+    return MemoryBudget(limit, prepared.recomputation)
 
 
 def _prices(program: Program) -> dict[str, float]:

@@ -16,9 +16,11 @@ from autoshard.planner.recomputation import room_for
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
-from passes.search.bundles import Bundles, coarse, single
-from passes.search.find import PROOF, Goal, Prepared, prepare
-from passes.search.room import Relief
+from passes.search.goal import Goal
+from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
+from passes.search.model.memory_budget import RecomputationCurve
+from passes.search.optimize import PROOF
+from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
@@ -72,11 +74,11 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
 
 def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> Solved:
     """Enter what the solver finds to take little memory, whatever it costs; `before` is what it found that does not fit."""
-    prepared = stated(task, single(task.problem.mesh))
+    prepared = stated(task, single_axes(task.problem.mesh))
     assert prepared is not None
-    found = _taken(before, ask(task, standings, prepared, room_for(task.problem, prepared).relief, gap=ANY), prepared)
+    found = _taken(before, ask(task, standings, prepared, room_for(task.problem, prepared).recomputation, gap=ANY), prepared)
     if found.answer is None or not task.fits(found.answer.evaluation):
-        for solution in prepared.least(keep=task.problem.options.keeps_gathered):
+        for solution in prepared.smallest(keep_gathered=task.problem.options.keeps_gathered):
             found = replace(found, answer=_answer(task, standings, solution, prepared))
             if found.answer is not None and task.fits(found.answer.evaluation):
                 break
@@ -86,7 +88,7 @@ def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> S
 
 
 def _found(task: SearchTask, standings: Standings) -> Solved:
-    whole, grouped = single(task.problem.mesh), coarse(task.problem.mesh)
+    whole, grouped = single_axes(task.problem.mesh), coarse_groups(task.problem.mesh)
     if task.effort.takes_first:
         return _solve_grouped(task, standings, Solved(), grouped or (whole,))
     prepared = _in_time(task, whole)
@@ -103,7 +105,7 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
 def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> Solved:
     """First without counting on anything to be computed again, as what that takes is known less well; unless it is
     computed again in any case."""
-    relief = room_for(task.problem, prepared).relief
+    relief = room_for(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
         return _taken(Solved(), ask(task, standings, prepared, relief), prepared)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
@@ -113,7 +115,7 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
     return found
 
 
-def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways: Sequence[Bundles]) -> Solved:
+def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways: Sequence[AxisGroups]) -> Solved:
     """A plan that uses axes alike in one of some ways: the best of those by the solver's model."""
     gap, problems = task.effort.grouped_gap, [*filter(None, (_in_time(task, way) for way in ways))]
     if not problems:
@@ -122,14 +124,14 @@ def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways:
     if len(problems) > 1:
         steps = {id(prepared): _first_step(task, prepared, gap) for prepared in problems}
         problems.sort(key=lambda prepared: steps[id(prepared)])
-    answer = ask(task, standings, problems[0], room_for(task.problem, problems[0]).relief, gap=gap)
+    answer = ask(task, standings, problems[0], room_for(task.problem, problems[0]).recomputation, gap=gap)
     return replace(_better(task, before, answer, problems[0]), prepared=last)
 
 
 def _first_step(task: SearchTask, prepared: Prepared, gap: float) -> float:
     """Seconds of the first plan that the solver finds to fit."""
     try:
-        return next(prepared.solutions(_goal(task, room_for(task.problem, prepared).relief, gap=gap))).objective
+        return next(prepared.solutions(_goal(task, room_for(task.problem, prepared).recomputation, gap=gap))).objective
     except MemoryLimitError:
         return float("inf")
 
@@ -138,7 +140,7 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
     """`before` with an answer to `prepared`, if there is one, and what is proven of it."""
     if answer is None:
         return replace(before, prepared=prepared)
-    is_whole = prepared.draft.bundles == single(prepared.kernels.prices.mesh)
+    is_whole = prepared.skeleton.axis_groups == single_axes(prepared.node_costs.unit_costs.mesh)
     return Solved(answer, answer.solution.bound if is_whole else before.proven, prepared)
 
 
@@ -151,11 +153,11 @@ def _better(task: SearchTask, before: Solved, answer: Answer | None, prepared: P
     return replace(found, answer=before.answer) if is_as_good else found
 
 
-def _in_time(task: SearchTask, axes: Bundles) -> Prepared | None:
+def _in_time(task: SearchTask, axes: AxisGroups) -> Prepared | None:
     return stated(task, axes, time.perf_counter() + task.left) if task.left > 0 else None
 
 
-def stated(task: SearchTask, axes: Bundles, deadline: float = float("inf")) -> Prepared | None:
+def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -> Prepared | None:
     """State the problem with axes in groups; None past the deadline."""
     known, key = task.folded.prepared, (task.problem.seed(task.folded.graph, task.no_recipes), task.problem.mesh, axes)
     if key not in known:
@@ -167,7 +169,7 @@ def stated(task: SearchTask, axes: Bundles, deadline: float = float("inf")) -> P
     return known[key]
 
 
-def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: Bundles, deadline: float) -> Prepared:
+def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadline: float) -> Prepared:
     """The problem, made of one that was stated for the same axes if there is one."""
     known = task.folded.prepared
     for (other, its, alike), prepared in known.items():
@@ -179,7 +181,7 @@ def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: Bundles, deadline:
     return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
 
 
-def _goal(task: SearchTask, relief: Relief, asked: float | None = None, gap: float | None = None) -> Goal:
+def _goal(task: SearchTask, relief: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
     """What is asked of a search: by default, to fit the limit and to be as good as the effort has it."""
     left = task.left * SHARE
     return Goal(
@@ -192,7 +194,7 @@ def _goal(task: SearchTask, relief: Relief, asked: float | None = None, gap: flo
 
 
 def ask(
-    task: SearchTask, standings: Standings, prepared: Prepared, relief: Relief, *, gap: float | None = None
+    task: SearchTask, standings: Standings, prepared: Prepared, relief: RecomputationCurve, *, gap: float | None = None
 ) -> Answer | None:
     """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
@@ -215,7 +217,7 @@ def ask(
             continue
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
-            is_whole = prepared.draft.bundles == single(task.problem.mesh)
+            is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
             return _improved(task, standings, answer, found) if is_whole and not task.effort.takes_first else answer
         some, peak = asked, answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory

@@ -9,7 +9,8 @@ from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import room_for
-from passes.search.find import Goal, Prepared, Searched, prepare
+from passes.search.goal import Goal
+from passes.search.prepared import Prepared, Searched, prepare
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,4 +31,4 @@ class PlanningState:
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
         room = room_for(self.problem, prepared)
-        return prepared.explore(Goal(room.limit, self.effort.gap, options.time_limit, options.keeps_gathered, room.relief))
+        return prepared.explore(Goal(room.limit, self.effort.gap, options.time_limit, options.keeps_gathered, room.recomputation))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from passes.ir.collective import is_collective, step_axes, step_kind
+from passes.ir.collectives import is_collective, step_axes, step_kind
 from passes.ir.graph import (
     InputRole,
     Origin,
@@ -35,7 +35,7 @@ class Collective:
     """One collective of the program (`plan.collectives`), and the line of the model that needs it: bytes per rank, seconds."""
 
     id: str  # the name of its node
-    kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+    kind: str  # "all_gather", "reduce_scatter", ...: a name in `passes.ir.collectives.KINDS`
     axes: tuple[str, ...]
     bytes: int  # received per rank, by the bandwidth-optimal (ring) algorithm
     backward: bool
@@ -102,17 +102,13 @@ def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> 
         for layout in (needs_of(node)[0], layout_of(node))
     )
     ranks = math.prod(mesh.axis_size(axis) for axis in step_axes(node))
-    received = {
-        "all_gather": after - before,
-        "reduce_scatter": before - after,
-        "all_reduce": 2 * before * (ranks - 1) // ranks,
-        "all_to_all": before * (ranks - 1) // ranks,
-    }
+    kind = step_kind(node)
+    assert kind.received is not None, node
     return Collective(
         id=node.name,
-        kind=step_kind(node),
+        kind=kind.name,
         axes=step_axes(node),
-        bytes=received[step_kind(node)],
+        bytes=kind.received(before, after, ranks),
         backward=backward,
         recomputed=recomputed,
         origin=_origin(node),

@@ -15,10 +15,10 @@ from autoshard.plans.values import Value
 from passes.base import Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UserError
-from passes.ir.edges import Edge
+from passes.ir.folded_layers import Run
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Run
+from passes.ir.propagation_edges import Edge
 from passes.ir.text import GAP
 from passes.ir.units import format_seconds
 from passes.search.solution import Solution

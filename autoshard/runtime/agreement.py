@@ -38,7 +38,7 @@ class Outcome:
 
 
 def exchange(groups: MeshGroups, value: T) -> list[T]:
-    """The values of all ranks of the mesh, in the order of `mesh.ranks`. Raises DistributedError where one is gone."""
+    """Return the values of all ranks, in the order of `mesh.ranks`. Raises DistributedError where one is gone."""
     if groups.mesh.size == 1:
         return [value]
     values: list[Any] = [None] * groups.mesh.size
@@ -50,7 +50,7 @@ def exchange(groups: MeshGroups, value: T) -> list[T]:
 
 
 def of_first(groups: MeshGroups, value: T) -> T:
-    """What the first rank of the mesh gives. Raises DistributedError where one is gone."""
+    """Return what the first rank of the mesh gives. Raises DistributedError where one is gone."""
     if groups.mesh.size == 1:
         return value
     values = [value]
@@ -102,7 +102,7 @@ def check_same_program(groups: MeshGroups, graphs: Sequence[GraphModule]) -> Non
 
 
 def _collectives(graphs: Sequence[GraphModule]) -> list[str]:
-    """What is issued, in order: "at collective 3 of the backward, reduce_scatter_tensor over dp of f32[8, 6] (%scatter)"."""
+    """Return what is issued, in order: "at collective 3 of the backward, all_reduce over dp of f32[8, 6] (%reduce)"."""
     found = []
     for half, gm in zip(("forward", "backward"), graphs, strict=False):
         issued = [(node, transfer) for node in gm.graph.nodes if (transfer := transfer_of(node)) is not None]
@@ -149,7 +149,7 @@ def check_equal_values(groups: MeshGroups, given: Sequence[Given]) -> None:
 
 
 def differences(groups: MeshGroups, given: Sequence[Given]) -> dict[int, str]:
-    """What is replicated between ranks but differs: number in `given` -> message. The same on all ranks."""
+    """Return what is replicated between ranks but differs: number in `given` -> message. The same on all ranks."""
     if groups.mesh.size == 1:
         return {}
     described = exchange(groups, [(item.what, digest(item.value)) for item in given])
@@ -181,7 +181,7 @@ def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> s
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A fingerprint of shape, dtype and values."""
+    """Return a fingerprint of shape, dtype and values."""
     local = tensor.detach()
     flat = local.contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() > HASHED_BYTES_MAX:
@@ -192,7 +192,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _fold(flat: torch.Tensor) -> str:
-    """A sum of 8-byte words with random weights, modulo 2**64, a block after the other: where the tensor is."""
+    """Sum 8-byte words with random weights, modulo 2**64, a block after the other: where the tensor is."""
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, (HASHED_BYTES_MAX,), generator=generator, device="cpu").to(flat.device) * 2 + 1
@@ -202,7 +202,7 @@ def _fold(flat: torch.Tensor) -> str:
 
 
 def peer_error(error: RuntimeError) -> DistributedError:
-    """What a failed collective means to a user."""
+    """Return what a failed collective means to a user."""
     return DistributedError(
         f"another rank has stopped or does not answer; look for the first error in the other ranks' output. ({error})"
     )
@@ -218,7 +218,7 @@ _CONNECTION_WORDS = (
 
 
 def is_connection_error(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another rank."""
+    """Return whether a collective failed because of another rank."""
     if isinstance(error, dist.DistError):
         return True
     return any(word in str(error) for word in _CONNECTION_WORDS)

@@ -46,7 +46,7 @@ def _split(local: LocalProgram, overlap: OverlapPhase | None, *, mode: Mode) -> 
 
 
 def _compile_by_host(split: Split, groups: MeshGroups, *, mode: Mode) -> Program:
-    """One rank of each host compiles first; the others then find its code in Inductor's cache."""
+    """Compile on one rank of each host first; the others then find its code in Inductor's cache."""
     hosts = exchange(groups, socket.gethostname())
     mine = groups.mesh.ranks.index(groups.rank)
     leads = hosts.index(hosts[mine]) == mine

@@ -36,7 +36,7 @@ class LocalInput:
             raise InputError(f"input {self.spec.path!r} {problem}")
 
     def take(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        """This rank's part of a checked argument, contiguous: the tensor, or of a DTensor what the plan wants here."""
+        """Return this rank's part of a checked argument, contiguous: the tensor, or of a DTensor what the plan wants here."""
         if not isinstance(tensor, DTensor):
             return tensor.contiguous()  # the strides of arguments are no part of a capture
         placed = tensor.redistribute(place.device_mesh, dtensor_placements(self.layout, place.mesh))
@@ -44,7 +44,7 @@ class LocalInput:
         return local.contiguous()
 
     def cut(self, whole: torch.Tensor, place: Place) -> torch.Tensor:
-        """This rank's part of the argument's global value, on the mesh's device."""
+        """Return this rank's part of the argument's global value, on the mesh's device."""
         if tuple(whole.shape) != self.spec.shape:
             raise InputError(
                 f"input {self.spec.path!r} is {format_tensor(whole.shape, whole.dtype)}, but the model was captured "

@@ -71,7 +71,7 @@ class StoredParameter:
     spec: DTensorSpec
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part as the graph takes it."""
+        """Return the part as the graph takes it."""
         assert isinstance(tensor, DTensor)
         part = local_of_dtensor(tensor)
         return part if self.storage.is_even else self.storage.pad(part)
@@ -105,7 +105,7 @@ class Execution:
     saved_parameters: frozenset[str]  # those that the backward reads
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> Any:
-        """One call of the model on this rank's part of the inputs: what the model returns, this rank's part.
+        """Return one call of the model on this rank's part of the inputs: what the model returns, this rank's part.
 
         Raises InputError for a call that does not fit, DistributedError where another rank has stopped.
         """
@@ -115,12 +115,12 @@ class Execution:
         return self.local.signature.unflatten(outputs)
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call as this rank's parts, in the order of `signature.inputs`; DTensors are laid out."""
+        """Return the tensors of a call as this rank's parts, in the order of `signature.inputs`; DTensors are laid out."""
         given = self.check_inputs(args, kwargs)
         return [item.take(tensor, self.place) for item, tensor in zip(self.inputs, given, strict=True)]
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """The tensors of a call as they were given. Raises InputError for a call that does not fit."""
+        """Return the tensors of a call as they were given. Raises InputError for a call that does not fit."""
         given = self.local.signature.flatten(args, kwargs)
         for item, tensor in zip(self.inputs, given, strict=True):
             item.check(tensor, self.place)
@@ -197,7 +197,7 @@ def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.T
 
 
 def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> torch.Tensor:
-    """A tangent as the program was compiled for: its dtype and strides."""
+    """Return a tangent as the program was compiled for: its dtype and strides."""
     if given is None:
         return _zeros(like)
     given = _strided_like(given.to(like.dtype), like)
@@ -307,7 +307,7 @@ def _saved_parameters(split: Split) -> frozenset[str]:
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Slot]:
-    """Where each parameter is held, by FQN; a tied one under each of its names."""
+    """Return where each parameter is held, by FQN; a tied one under each of its names."""
     return {
         _join(prefix, name): Slot(child._parameters, name)
         for prefix, child in module.named_modules(remove_duplicate=False)

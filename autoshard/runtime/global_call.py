@@ -26,7 +26,7 @@ class Splits:
 
     mesh: Mesh
     data_axes: tuple[int, ...]  # axes whose recipe splits the batch: dim 0
-    inputs: Placements | None  # what the user insists on
+    inputs: Placements | None  # the user's constraints
 
     def whole(self, path: str, tensor: torch.Tensor, batch: int | None) -> torch.Tensor:
         """`tensor`, one rank's part of the input `path`, as a meta tensor of global shape."""
@@ -50,7 +50,7 @@ class Splits:
 def global_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], splits: Splits
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every tensor in its global shape, on meta.
+    """Return the arguments with every tensor in its global shape, on meta.
 
     Raises CaptureError where `forward` takes no such call.
     """

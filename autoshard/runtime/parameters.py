@@ -45,12 +45,12 @@ class Place:
         return Storage(layout, shape, self.mesh, self.coordinate)
 
     def storage_of(self, tensor: DTensor) -> Storage:
-        """How a DTensor on this mesh is stored here."""
+        """Return how a DTensor on this mesh is stored here."""
         return self.storage(layout_of_placements(tensor.placements, self.mesh), tuple(tensor.shape))
 
 
 def place_of(device_mesh: DeviceMesh, device: torch.device | None = None) -> Place:
-    """Where this rank is on `device_mesh`. Raises MeshError where it is not on it."""
+    """Return where this rank is on `device_mesh`. Raises MeshError where it is not on it."""
     mesh = mesh_of(device_mesh)
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
@@ -62,7 +62,7 @@ def place_of(device_mesh: DeviceMesh, device: torch.device | None = None) -> Pla
 
 
 def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layout] | None) -> nn.Module:
-    """A copy of `module` that shares nothing with it; `layouts` by FQN, None: all parameters replicated.
+    """Return a copy of `module` that shares nothing with it; `layouts` by FQN, None: all parameters replicated.
 
     Parameters are copied one at a time: of each, only this rank's part stays. Parameters on meta stay on meta.
     Raises CaptureError where a module holds what cannot be copied.
@@ -101,13 +101,13 @@ def _distributed_parameter(parameter: nn.Parameter, place: Place, layout: Layout
 
 
 def distributed_tensor(part: torch.Tensor, storage: Storage, place: Place) -> DTensor:
-    """A DTensor of this rank's stored part."""
+    """Return a DTensor of this rank's stored part."""
     placements = dtensor_placements(storage.layout, place.mesh)
     return dtensor_of_local(part, dtensor_spec(place.device_mesh, placements, storage.shape, part.dtype))
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A copy of a distributed module with plain parameters of global shape, on meta.
+    """Return a copy of a distributed module with plain parameters of global shape, on meta.
 
     Buffers and everything that is no module are shared with `module`: the copy is to be read, not run.
     """
@@ -151,7 +151,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 
 def _boxes(tensor: DTensor) -> tuple[Box, ...] | None:
-    """The boxes of a part that is several; None for what DTensor can tell itself."""
+    """Return the boxes of a part that is several; None for what DTensor can tell itself."""
     if all((shard_of(placement) or (0, 1))[1] == 1 for placement in tensor.placements):
         return None
     boxes = place_of(tensor.device_mesh).storage_of(tensor).boxes()

@@ -119,7 +119,7 @@ class Storage:
         return all(part is None for part in self._remainders())
 
     def pad(self, local: torch.Tensor) -> torch.Tensor:
-        """A stored part as a graph wants it: zeros where the dim has ended."""
+        """Return a stored part as a graph wants it: zeros where the dim has ended."""
         for dim, part in enumerate(self._remainders()):
             if part is None or part.kept == part.length:
                 continue
@@ -139,7 +139,7 @@ class Storage:
         return padded.contiguous()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a global tensor, without padding; a view where it can be."""
+        """Return this rank's part of a global tensor, without padding; a view where it can be."""
         for dim in range(whole.dim()):
             for axis in reversed(self.layout.axes_on(dim)):
                 placement = self.layout.on(axis)
@@ -148,7 +148,7 @@ class Storage:
         return whole
 
     def boxes(self) -> tuple[Box, ...]:
-        """The boxes of the global tensor that the stored part consists of."""
+        """Return the boxes of the global tensor that the stored part consists of."""
         boxes = [Box((), (), ())]
         for dim, size in enumerate(self.shape):
             runs = _runs(self._indices(dim, size))
@@ -201,7 +201,7 @@ def _split(tensor: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tens
 
 
 def _cut(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
-    """The elements whose digit is `coordinate`, without padding; digits outside this one are still whole."""
+    """Return the elements whose digit is `coordinate`, without padding; digits outside this one are still whole."""
     dim, outer = placement.dim, placement.outer
     length = tensor.shape[dim] // outer
     part = -(-length // size)

@@ -25,8 +25,8 @@ from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.graph import operands, tensor_of
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS
 from passes.ir.text import DTYPE_NAMES
 from passes.ir.units import format_bytes, format_seconds
 
@@ -177,7 +177,7 @@ def _is_collective(node: Node) -> bool:
 
 
 def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> None:
-    """A forward, and a backward from ones where there is one; buffers get their old values back."""
+    """Run a forward, and a backward from ones where there is one; buffers get their old values back."""
     buffers = [slot if isinstance(slot, torch.Tensor) else slot.read() for slot in execution.buffers.values()]
     old = [buffer.clone() for buffer in buffers]
     outputs, _ = flatten_pytree(execution.run(args, kwargs, seed))
@@ -201,13 +201,13 @@ def _whole(
 
 
 def _slowest(groups: MeshGroups, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each as it was on the rank where it took longest."""
+    """Take each as it was on the rank where it took longest."""
     everywhere = exchange(groups, dict(seconds))
     return {key: max(one[key] for one in everywhere) for key in seconds}
 
 
 def _key(task: Task) -> Iterator[str]:
-    """The calls that a task stands for, as they are timed."""
+    """Return the calls that a task stands for, as they are timed."""
     return (f"{'backward' if task.backward else 'forward'}.{name}" for name in task.nodes)
 
 
@@ -247,7 +247,7 @@ def _products(
 def _recalibrated(
     mesh: Mesh, hardware: Hardware, collectives: Sequence[CollectiveTime], products: Iterator[ProductTime]
 ) -> Hardware:
-    """The figures that explain what was measured: of products that took more than a launch, and of links over which
+    """Return the figures that explain what was measured: of products that took more than a launch, and of links over which
     messages of quite different sizes went. What nothing tells of stays."""
     if measured := tuple(one for one in products if one.seconds > LONG * hardware.launch):
         hardware = fit_products(hardware, measured)

@@ -155,7 +155,7 @@ class ShardedModule(nn.Module):
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
     ) -> DistributedSampler[Any]:
-        """A sampler for a DataLoader: other samples where the batch is split, the same where it is not.
+        """Return a sampler for a DataLoader: other samples where the batch is split, the same where it is not.
 
         The loader's batch size is this rank's part of the batch. Raises InputError before anything was captured.
         """
@@ -184,7 +184,7 @@ def shard_module(
     planned: LocalProgram | None = None,
     gradients: bool = True,
 ) -> ShardedModule:
-    """A copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
+    """Return a copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
 
     A `planned` program, for the module's present mode and `gradients`, is compiled now and parameters are stored as it says
     from the start; without, parameters are whole on every rank until the first call, which `planner` plans.
@@ -216,7 +216,7 @@ def shard_module(
 
 
 def as_written(model: ShardedModule) -> nn.Module:
-    """The model as its user wrote it, in its present state but for values: parameters on meta, of global shape."""
+    """Return the model as its user wrote it, in its present state but for values: parameters on meta, of global shape."""
     state, kind = model._autoshard, type(model)
     del model._autoshard
     model.__class__ = state.kind  # type: ignore[assignment]
@@ -228,7 +228,7 @@ def as_written(model: ShardedModule) -> nn.Module:
 
 
 def _key(state: RuntimeState) -> Key:
-    """What a program depends on beside its arguments."""
+    """Return what a program depends on beside its arguments."""
     return (
         torch.is_grad_enabled(),
         tuple(module.training for module in state.modules),

@@ -11,7 +11,7 @@ from autoshard.config.options import Options
 from passes._torch import ALL_GATHER_MATMUL, reserve_symmetric_memory
 from passes.errors import MeshError, UserError
 from passes.ir.graph import operands, tensor_of
-from passes.ir.one_operator import OPERATORS
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 
 DEVICES = ("cuda",)  # that can share memory
 
@@ -42,7 +42,7 @@ def share_memory(graphs: Sequence[GraphModule]) -> None:
 
 
 def shared_bytes(graphs: Sequence[GraphModule]) -> dict[str, int]:
-    """Bytes that each rank of a group shares, by the group's name, in an order that is equal on all ranks."""
+    """Return the bytes that each rank of a group shares, by the group's name, in an order that is equal on all ranks."""
     found: dict[str, int] = {}
     for gm in graphs:
         for node in gm.graph.nodes:

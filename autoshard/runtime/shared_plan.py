@@ -16,7 +16,7 @@ Decided = Callable[[], ShardingPlan]  # waits for what the first rank decided
 
 
 def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> ShardingPlan:
-    """The plan that the first rank was given, on every rank; a file is read there alone.
+    """Return the plan that the first rank was given, on every rank; a file is read there alone.
 
     Raises PlanError there, and DistributedError elsewhere, where it cannot be read.
     """
@@ -50,32 +50,32 @@ def _leads(groups: MeshGroups) -> bool:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What the first rank tells of its attempt."""
+class _Decision:
+    """What became of the first rank's attempt, as it sends it to the others."""
 
     plan: str  # JSON; empty: it failed
     failure: str = ""
 
 
 def _lead(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
-    told = _Told("", "it was stopped")
+    decision = _Decision("", "it was stopped")
     try:
         local = attempt(None)
-        told = _Told(local.plan.to_json() if groups.mesh.size > 1 else "")
+        decision = _Decision(local.plan.to_json() if groups.mesh.size > 1 else "")
         return local
     except Exception as error:
-        told = _Told("", f"{type(error).__name__}: {error}")
+        decision = _Decision("", f"{type(error).__name__}: {error}")
         raise
     finally:
-        of_first(groups, told)
+        of_first(groups, decision)
 
 
 def _follow(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
-    received: list[_Told] = []
+    received: list[_Decision] = []
     first = groups.mesh.ranks[0]
 
     def decided() -> ShardingPlan:
-        received.append(of_first(groups, _Told("")))
+        received.append(of_first(groups, _Decision("")))
         if not received[0].plan:
             raise DistributedError(f"planning failed on rank {first}: {received[0].failure}")
         return ShardingPlan.from_json(received[0].plan)
@@ -89,4 +89,4 @@ def _follow(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram
         ) from error
     finally:
         if not received:
-            of_first(groups, _Told(""))  # the first rank tells, whoever listens
+            of_first(groups, _Decision(""))  # the first rank sends it to all, used or not

@@ -15,6 +15,7 @@ try:
         min_cut_partition,
         run_joint_graph_passes,
         select_decompositions,
+        teach_checkpoints,
         trace_failure,
         trace_joint,
         trace_module,
@@ -28,7 +29,6 @@ try:
         relay_dtensor,
         shard_of,
         strided_shard,
-        teach_checkpoints,
     )
     from passes._torch.fake import (
         FakeTensorMode,

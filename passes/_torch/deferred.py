@@ -1,4 +1,4 @@
-"""The lazy border: what needs dynamo, AOTAutograd or Inductor, which are imported at the first call.
+"""The lazy border: what needs dynamo, AOTAutograd, Inductor or checkpoints, which are imported at the first call.
 
 They take longer to import than torch itself, and reading a plan or a `--help` needs none of them. This is the only
 module that imports inside of functions; a name that torch lacks is an ImportError at the first call, which says so.
@@ -7,14 +7,16 @@ module that imports inside of functions; a name that torch lacks is an ImportErr
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from passes._torch.dtensor import Box
 from passes._torch.results import InductorCode, JointGraph, TracedModule, TraceFailure
 from passes._torch.supported import unsupported
 
@@ -55,9 +57,15 @@ def min_cut_partition(
     return halves
 
 
+def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
+    """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes, those that
+    `boxes_of` gives; a tensor for which it gives None goes the way it always went."""
+    _module("checkpoint_hooks").teach_checkpoints(boxes_of)
+
+
 def run_joint_graph_passes(gm: GraphModule) -> None:
     """Do what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
-    _module("inductor").run_joint_graph_passes(gm)
+    _module("inductor.compilation").run_joint_graph_passes(gm)
 
 
 def inductor_compile(
@@ -75,7 +83,7 @@ def inductor_compile(
     `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
     where the graph has them: by default Inductor moves each wait after its collective.
     """
-    code: InductorCode = _module("inductor").inductor_compile(
+    code: InductorCode = _module("inductor.compilation").inductor_compile(
         gm,
         inputs,
         static_inputs=static_inputs,
@@ -89,5 +97,5 @@ def inductor_compile(
 
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
     """Return Inductor's decompositions, without those of `whole`."""
-    table: dict[Any, Any] = _module("inductor").select_decompositions(whole=whole)
+    table: dict[Any, Any] = _module("inductor.compilation").select_decompositions(whole=whole)
     return table

@@ -1,14 +1,10 @@
-"""DTensor: placements, specs, tensors made without checks, and checkpoints of parts that are several boxes."""
+"""DTensor: placements, specs, and tensors made without checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DPlacement
@@ -16,8 +12,6 @@ from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-from passes._torch.patches import once
 
 
 def strided_shard(dim: int, factor: int) -> DPlacement:
@@ -35,9 +29,9 @@ def shard_of(placement: DPlacement) -> tuple[int, int] | None:
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: tuple[DPlacement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Where a contiguous tensor of global `shape` lives."""
+    """Return where a contiguous tensor of global `shape` lives."""
     stride = torch.empty(shape, device="meta").stride()
-    # A shard of blocks can also say that another axis comes first; DTensor must be told where it does not.
+    # A shard of blocks can also say that another axis comes first; say so where it does not.
     is_order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, device_mesh) is not None
     return DTensorSpec(
         device_mesh,
@@ -48,7 +42,7 @@ def dtensor_spec(
 
 
 def dtensor_of_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around this rank's part, without communication, checks or autograd."""
+    """Return a DTensor around this rank's part, without communication, checks or autograd."""
     # Without __init__, which does nothing and costs as much as the rest: once per gradient and step.
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
@@ -71,56 +65,3 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
-
-
-def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
-    """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes.
-
-    torch takes every local part for one box, and would write one of blocks (a sharded fused projection, say) to
-    wrong places without a word. There is no hook that reaches the state of an optimizer, so DTensor's own are
-    replaced, once a module is sharded; a tensor for which `boxes_of` gives None goes the way it always went.
-    """
-    once("DTensor's checkpoints", lambda: _put_in_hooks(boxes_of))
-
-
-def _put_in_hooks(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
-    write_items: Any = DTensor.__create_write_items__
-    chunk_list: Any = DTensor.__create_chunk_list__
-    shard_at: Any = DTensor.__get_tensor_shard__
-
-    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
-        boxes = boxes_of(self)
-        if boxes is None:
-            return write_items(self, fqn, object)
-        properties = TensorProperties.create_from_tensor(self.to_local())
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(box.offsets)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
-            )
-            for box in boxes
-        ]
-
-    def create_chunk_list(self: DTensor) -> Any:
-        boxes = boxes_of(self)
-        return chunk_list(self) if boxes is None else [_chunk(box) for box in boxes]
-
-    def get_tensor_shard(self: DTensor, index: Any) -> torch.Tensor:
-        boxes = boxes_of(self)
-        if boxes is None:
-            whole: torch.Tensor = shard_at(self, index)
-            return whole
-        box = next(box for box in boxes if torch.Size(box.offsets) == index.offset)
-        part = self.to_local()
-        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
-    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
-    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

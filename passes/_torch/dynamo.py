@@ -39,7 +39,7 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """What writes to a log, methods that libraries add to loggers included: no part of a program of tensors."""
+    """Return what writes to a log, methods that libraries add to loggers included: no part of a program of tensors."""
     loggers = (logging.getLogger(), *(logging.getLogger(name) for name in sorted(logging.root.manager.loggerDict)))
     kinds = dict.fromkeys(kind for logger in loggers for kind in type(logger).__mro__[:-1])
     methods = (value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_"))
@@ -47,7 +47,7 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 
 def trace_failure(error: Exception) -> TraceFailure:
-    """What an exception of `trace_module` or `trace_joint` says."""
+    """Return what an exception of `trace_module` or `trace_joint` says."""
     detail = str(error)
     if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
         kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__

@@ -34,7 +34,7 @@ def _not_compiled(gm: GraphModule) -> None:
 
 
 def module_of(graph: Graph, root: torch.nn.Module) -> GraphModule:
-    """A graph module that writes its Python code when it is called first, if ever: it takes as long as a pass."""
+    """Return a graph module that writes its Python code when it is called first, if ever: it takes as long as a pass."""
     return _LazyGraphModule(root, graph)
 
 
@@ -48,7 +48,7 @@ def box(gm: GraphModule) -> GraphModule:
 def trace_call(
     target: Any, args: Any, kwargs: Any, values: dict[Node, torch.Tensor], decomposition_table: dict[Any, Any]
 ) -> GraphModule:
-    """One call as the graph that it decomposes to; `values` are the fake tensors of its operands, by node."""
+    """Return one call as the graph that it decomposes to; `values` are the fake tensors of its operands, by node."""
     nodes = list(values)
 
     def call(*tensors: torch.Tensor) -> Any:

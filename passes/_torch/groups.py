@@ -37,7 +37,7 @@ def is_group_registered(name: str) -> bool:
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """A group that its own ranks make, and no others have to.
+    """Return a group that its own ranks make, and no others have to.
 
     Torch names such a group by how many groups the process is in. Where one rank is in others besides, the names differ,
     and the ranks wait for each other until the timeout. Here it is how many groups of these very ranks were made.
@@ -54,7 +54,7 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None =
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long an operation of `group` may take."""
+    """Return how long an operation of `group` may take."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
 

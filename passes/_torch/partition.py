@@ -27,5 +27,5 @@ def min_cut_partition(
 
 
 def _draws_again(joint: GraphModule) -> bool:
-    """Whether the partitioner is to keep generators' states: attention counts as random for it, with dropout or without."""
+    """Return False: generators' states need not be kept. For the partitioner attention draws, with dropout or without."""
     return False

@@ -7,8 +7,8 @@ For a block of code, in the thread that runs it (`replaced`); other threads keep
 | `distributed_c10d._process_group_name` | a group is made | ranks name a group by its members, not by a count | groups.py |
 | `GraphModule.recompile` | a graph is partitioned | code that nobody calls is not written | graphs.py |
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout draws nothing | partition.py |
-| `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's walk takes longest | inductor.py |
-| `PatternMatcherPass.apply` | patterns are looked for | those that cannot be in the graph are left out | inductor_patterns.py |
+| `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's walk takes longest | inductor/compilation.py |
+| `PatternMatcherPass.apply` | patterns are looked for | impossible ones are left out | inductor/inductor_patterns.py |
 | `warnings.showwarning` | a call is traced | dynamo tells of side effects in a warning only | side_effects.py |
 
 For the rest of the process, from when it is needed, and once (`once`):
@@ -16,9 +16,9 @@ For the rest of the process, from when it is needed, and once (`once`):
 | what | from when | where it applies | where |
 |---|---|---|---|
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
-| `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | dtensor.py |
+| `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 
-Settings of Inductor are set for each compilation (inductor_settings.py), never for the process.
+Settings of Inductor are set for each compilation (inductor/inductor_settings.py), never for the process.
 """
 
 from __future__ import annotations

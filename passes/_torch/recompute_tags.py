@@ -9,7 +9,7 @@ _REGION = 0  # one for all that is tagged, as the partitioner saves what a highe
 
 
 def checkpoint_of(node: Node) -> tuple[int, bool] | None:
-    """The number of the `torch.utils.checkpoint` call that a captured node is of, and whether its policy keeps the value."""
+    """Return the number of the `torch.utils.checkpoint` call that a node is captured in, and whether its policy keeps it."""
     if "recompute" not in node.meta or "ac_graph_id" not in node.meta:
         return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

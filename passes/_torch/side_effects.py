@@ -62,7 +62,7 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
 
 
 def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:
-    """Whether all attributes that a call sets are constants that they were before: a flag set and reset."""
+    """Return whether all attributes that a call sets are constants that they were before: a flag set and reset."""
     if not stored or "value" not in vars(variable):
         return False
     held = vars(variable.value) if "__dict__" in dir(variable.value) else {}

@@ -1,7 +1,7 @@
 """Symmetric memory: a gather or a reduce-scatter and the products beside it as one operator, pipelined inside.
 
 The operators are torch's, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`. Theirs ask a
-process group for its size already when fake tensors are given, and run on CUDA alone; ours, which call them there, are told
+process group for its size already when fake tensors are given, and run on CUDA alone; ours, which call them there, take
 the number of ranks, as `_c10d_functional` is, so that a plan needs no group; on CPU they run torch's fallback.
 """
 
@@ -28,7 +28,7 @@ _LIBRARY.define(
 def _all_gather_matmul(
     part: torch.Tensor, others: Sequence[torch.Tensor], dim: int, keep: bool, ranks: int, group: str
 ) -> list[torch.Tensor]:
-    """Products of what is gathered along `dim`, and with `keep`, behind them, that itself."""
+    """Return products of what is gathered along `dim`, and with `keep`, after them, what is gathered."""
     op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
     return _kept(*op(part, list(others), dim, group, return_A=keep))
 

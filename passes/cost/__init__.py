@@ -15,7 +15,7 @@ Reading order:
 3. From a graph to a program: `fused_regions`, `graph_buffers`, `graph_kernels`, `kernel_tasks`, `optimizer_step`,
    `build_program`; `program_memo` keeps the last one. `unroll` repeats the layers of a folded graph,
    `forward_backward` splits a step into its phases.
-4. In which order it runs: `movable_tasks`, `list_scheduling`, `bucketing`, `best_schedule`; `exposed_bound` says how
-   good any order could be.
+4. In which order it runs, in `scheduling/`: `movable_tasks`, `list_scheduling`, `bucketing`, `best_schedule`;
+   `exposed_bound` says how good any order could be.
 5. What the backward computes again: `saved_values`.
 """

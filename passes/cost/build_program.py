@@ -113,7 +113,7 @@ def _is_tangent(node: Node) -> bool:
 
 @dataclass
 class _Step:
-    """The tasks and buffers of a step while its graphs are added, the forward first."""
+    """Collect the tasks and buffers of a step while its graphs are added, the forward first."""
 
     pricing: Pricing
     tasks: list[Task] = field(default_factory=list)

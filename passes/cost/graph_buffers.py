@@ -17,12 +17,12 @@ from passes.ir.graph import InputRole, input_of, operands, origin_of, results_of
 
 @dataclass(frozen=True)
 class Values:
-    """The buffers of a graph by name."""
+    """Hold the buffers of a graph by name."""
 
     names: Mapping[Node, tuple[str, ...]]  # one per tensor that a node gives
     readers: Mapping[str, list[Node]]  # calls that read a buffer, through views or directly
     sizes: Mapping[str, int]  # bytes
-    inputs: Mapping[str, tuple[InputRole, Buffer]]  # those that are there before the graph runs
+    inputs: Mapping[str, tuple[InputRole, Buffer]]  # those that are live before the graph runs
 
 
 def values_of_graph(graph: Graph, held: Mapping[Node, tuple[Buffer, ...]], *, backward: bool) -> Values:

@@ -26,7 +26,7 @@ MAX_READS = 4
 
 @dataclass(frozen=True)
 class Kernel:
-    """Calls that run as one; what it reads of each buffer, in bytes, and the buffers that it writes."""
+    """Describe calls that run as one: the bytes that they read of each buffer, and the buffers that they write."""
 
     nodes: tuple[Node, ...]
     reads: Mapping[str, int]

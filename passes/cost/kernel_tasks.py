@@ -15,9 +15,10 @@ from passes.cost.kernel_time import kernel_flops, kernel_seconds, region_seconds
 from passes.cost.pipelined_matmul_time import pipelined
 from passes.cost.program import COMPUTE, Task
 from passes.hardware.hardware import Hardware
+from passes.ir.collectives import Kind, kind_of_op
 from passes.ir.graph import operands, origin_of, results_of, tensor_of, transfer_of
+from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import call_of
 
@@ -28,7 +29,7 @@ REORDERED_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class Pricing:
-    """What the price of a kernel depends on beside the kernel."""
+    """Hold what the price of a kernel depends on besides the kernel."""
 
     mesh: Mesh
     hardware: Hardware
@@ -51,38 +52,30 @@ def task_of(kernel: Kernel, pricing: Pricing, *, backward: bool, prefetchable: b
         nodes=tuple(n.name for n in kernel.nodes),
         backward=backward,
     )
-    if node.target.namespace == "_c10d_functional":
-        return _collective(node, task, pricing, prefetchable=prefetchable)
     if node.target in OPERATORS:
         return _pipelined_matmul(node, task, pricing)
+    if (kind := kind_of_op(node.target)) is not None:
+        return _collective(node, kind, task, pricing, prefetchable=prefetchable)
     return _generated(kernel, task, pricing) if kernel.is_generated else _operator(node, task, pricing)
 
 
-def _collective(node: Node, task: Task, pricing: Pricing, *, prefetchable: bool) -> Task:
+def _collective(node: Node, kind: Kind, task: Task, pricing: Pricing, *, prefetchable: bool) -> Task:
     transfer = transfer_of(node)
     axes = pricing.mesh.axes_of_group(str(node.args[-1]))
-    kind = transfer.kind if transfer is not None else _kind(node)
     nbytes = max(sum(map(node_nbytes, operands(node))), node_nbytes(node))
     group = pricing.mesh.group_shape(axes)
     return replace(
         task,
-        kind=kind,
+        kind=kind.name,
         stream=link_of(group),
-        seconds=collective_seconds(kind, nbytes, group, pricing.hardware),
-        in_place=kind == "all_reduce",
+        seconds=collective_seconds(kind.name, nbytes, group, pricing.hardware),
+        in_place=kind.in_place,
         axes=axes,
         dtype=DTYPE_NAMES[results_of(node)[0].dtype],
         nbytes=nbytes,
         steps=() if transfer is None else transfer.steps,
         prefetchable=prefetchable,
     )
-
-
-def _kind(node: Node) -> str:
-    """Return the kind of a collective by the name of its op."""
-    assert isinstance(node.target, OpOverload)
-    name = node.target.overloadpacket.__name__
-    return next(k for k in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name.startswith(k))
 
 
 def _pipelined_matmul(node: Node, task: Task, pricing: Pricing) -> Task:

@@ -98,6 +98,7 @@ class Product:
 
     @property
     def flops(self) -> float:
+        """Return its floating point operations: a multiplication and an addition per term."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -167,6 +168,7 @@ def _matrices(first: int) -> Callable[[Call], tuple[Product, ...]]:
 
 
 def _vector(first: int) -> Callable[[Call], tuple[Product, ...]]:
+    """Return a function from a call to its product of a matrix, operand `first`, and a vector."""
     def products(call: Call) -> tuple[Product, ...]:
         *rows, terms = call.operands[first].shape
         return (Product(1, math.prod(rows), 1, terms),)

@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.cost.fused_regions import node_nbytes, source_of
-from passes.ir.blocks import Blocks
 from passes.ir.graph import Saving, operands, transfer_of
+from passes.ir.recompute_blocks import Blocks
 from passes.rules.rule import call_of
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from passes.cost.program import Buffer, Program, Task
 from passes.errors import UnlikeLayersError
-from passes.ir.repeats import Repeats, Run, index_in, moved_to
+from passes.ir.folded_layers import Repeats, Run, index_in, moved_to
 
 T = TypeVar("T", Task, Buffer)
 
@@ -63,6 +63,7 @@ class _Period:
 
     @staticmethod
     def of(program: Program, run: Run, kept: tuple[int, ...], layers: Sequence[int | None]) -> _Period:
+        """Find the tasks and buffers of the `kept` layers; `layers` gives the layer of each task."""
         places = {index: place for place, index in enumerate(kept)}
         tasks = [(number, places[layer]) for number, layer in enumerate(layers) if layer in places]
         made = {name for task in program.tasks for name in task.outputs}

@@ -1,0 +1,1 @@
+"""Describe machines by figures: `hardware.py` has the record and its file, `presets/` the machines that are known."""

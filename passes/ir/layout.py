@@ -105,7 +105,7 @@ class Layout(_Single):
         return Layout(self.placements[:axis] + (placement,) + self.placements[axis + 1 :])
 
     def axes_on(self, dim: int) -> tuple[int, ...]:
-        """Axes that shard `dim`, outermost digit first."""
+        """Return the axes that shard `dim`, outermost digit first."""
         return _axes_on(self.placements, dim)
 
     @property
@@ -117,7 +117,7 @@ class Layout(_Single):
         return any(isinstance(p, Partial) for p in self.placements)
 
     def format(self, mesh: Mesh) -> str:
-        """`{dp:S(0), tp:R}`."""
+        """Return `{dp:S(0), tp:R}`."""
         return _format(self.placements, mesh.names)
 
 
@@ -159,14 +159,14 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
 
 
 def fits(placement: Placement, shape: Sequence[int], size: int) -> bool:
-    """Whether `placement` on an axis of `size` splits `shape` evenly."""
+    """Return whether `placement` on an axis of `size` splits `shape` evenly."""
     if not isinstance(placement, Shard):
         return True
     return placement.dim < len(shape) and shape[placement.dim] % (placement.outer * size) == 0
 
 
 def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether all axes split `shape` into equal parts, with digits that do not overlap."""
+    """Return whether all axes split `shape` into equal parts, with digits that do not overlap."""
     return _is_even(layout.placements, tuple(shape), mesh.sizes)
 
 
@@ -238,7 +238,7 @@ def _end(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
 
 
 def local_shape(layout: Layout, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Shape of one rank's part, padding included."""
+    """Return the shape of one rank's part, padding included."""
     return _local_shape(layout, tuple(shape), mesh.sizes)
 
 
@@ -259,7 +259,7 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
 
 
 def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """One rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
+    """Return one rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
     reduction's identity elsewhere (for max, min and avg: the value itself everywhere)."""
     for dim in range(tensor.dim()):
         for axis in reversed(layout.axes_on(dim)):
@@ -273,7 +273,7 @@ def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tup
 
 
 def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
-    """The elements of `tensor` whose digit is `coordinate`; a dim that does not divide is padded with zeros.
+    """Return the elements of `tensor` whose digit is `coordinate`; a dim that does not divide is padded with zeros.
 
     Digits outside this one must still be whole in `tensor`: take inner digits first.
     """
@@ -288,7 +288,7 @@ def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: in
 
 
 def assemble(parts: Sequence[torch.Tensor], shape: Sequence[int], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The global tensor of shape `shape` from every rank's part, in the order of `mesh.ranks`."""
+    """Return the global tensor of shape `shape` from every rank's part, in the order of `mesh.ranks`."""
     grid = dict(zip(mesh.coordinates(), parts, strict=True))
     placements = list(layout.placements)
     order = [a for a, p in enumerate(placements) if not isinstance(p, Shard)]
@@ -318,7 +318,7 @@ def _merge(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
 
 
 def reduce_terms(stacked: torch.Tensor, op: str) -> torch.Tensor:
-    """The value of a partial one, from its terms along dim 0."""
+    """Return the value of a partial one, from its terms along dim 0."""
     match op:
         case "sum":
             return stacked.sum(0).to(stacked.dtype)

@@ -66,11 +66,11 @@ class Mesh:
 
     @staticmethod
     def of(**axes: int) -> Mesh:
-        """`Mesh.of(dp=2, tp=4)`."""
+        """Return a mesh by axes: `Mesh.of(dp=2, tp=4)`."""
         return Mesh(tuple(axes), tuple(axes.values()))
 
     def on(self, hardware: Hardware | None) -> Mesh:
-        """The same mesh on other hardware."""
+        """Return the same mesh on other hardware."""
         return Mesh(self.names, self.sizes, ranks=self.ranks, hardware=hardware)
 
     @property
@@ -82,7 +82,7 @@ class Mesh:
         return len(self.names)
 
     def index(self, axis: str) -> int:
-        """Position of `axis`. Raises MeshError where the mesh has no such axis."""
+        """Return the position of `axis`. Raises MeshError where the mesh has no such axis."""
         if axis not in self.names:
             raise MeshError(f"unknown mesh axis {axis!r}; this mesh has {self}: name one of these")
         return self.names.index(axis)
@@ -91,11 +91,11 @@ class Mesh:
         return self.sizes[self.index(axis)]
 
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
-        """Coordinates of every place, in the order of `ranks`."""
+        """Return the coordinates of every place, in the order of `ranks`."""
         return tuple(product(*(range(size) for size in self.sizes)))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Places (indices into `ranks`) that differ only on `axes`, one tuple per group.
+        """Return the places (indices into `ranks`) that differ only on `axes`, one tuple per group.
 
         Inside a group the order is row-major over `axes` in mesh order.
         """
@@ -107,8 +107,9 @@ class Mesh:
         return tuple(tuple(group) for group in groups.values())
 
     def group_shape(self, axes: tuple[str, ...]) -> Group:
-        """How many ranks a group over `axes` has, on how many nodes, and on the node with fewest; of the group on
-        most nodes where they differ. All on one node where the hardware is unknown.
+        """Return how many ranks a group over `axes` has, on how many nodes, and on the node with fewest.
+
+        Where groups differ, that of the group on most nodes. All on one node where the hardware is unknown.
         """
         shapes: dict[tuple[str, ...], Group] = self._shapes  # type: ignore[attr-defined]
         if axes not in shapes:
@@ -127,7 +128,7 @@ class Mesh:
         return Group(ranks, worst[0], -worst[1])
 
     def group_name(self, axes: tuple[str, ...]) -> str:
-        """The name a group over `axes` has on every rank, whichever group the rank is in.
+        """Return the name a group over `axes` has on every rank, whichever group the rank is in.
 
         It is the same on all ranks, so that graphs are; it names the mesh, so that two meshes
         in one process do not share groups.

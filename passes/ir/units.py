@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Write bytes and seconds as people read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def format_bytes(count: float) -> str:
-    """`1536` -> `"1.5 KiB"`."""
+    """Return `"1.5 KiB"` for `1536`."""
     size = float(count)
     for unit in _BINARY:
         if abs(size) < 1024 or unit == _BINARY[-1]:
@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits: `0.01234` -> `"12.3 ms"`."""
+    """Return three digits: `"12.3 ms"` for `0.01234`."""
     for scale, unit in _SECONDS:
         if abs(seconds) >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"

@@ -20,7 +20,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Site:
-    """Where a recipe is applied: a normalized graph, and one axis of a mesh."""
+    """One axis of a mesh, and the normalized graph that a recipe is applied to."""
 
     gm: GraphModule
     mesh: Mesh
@@ -43,7 +43,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a recipe decides on its axis. It is a default: constraints of the user come first."""
+    """Placements that a recipe chooses on its axis. They are defaults: constraints of the user come first."""
 
     parameters: Mapping[str, Decision] = field(default_factory=dict)  # by FQN: stored and used like this
     values: Mapping[Node, Decision] = field(default_factory=dict)  # by the call that makes the value

@@ -1,4 +1,4 @@
-"""Which values of a graph are a parameter in another shape, order or dtype."""
+"""Find the values of a graph that are a parameter in another shape, order or dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOVES = (
 
 
 def weights_of(graph: Graph) -> dict[Node, Node]:
-    """Value -> the parameter placeholder that it is a moved or cast form of (placeholders included)."""
+    """Return, for each moved or cast form of a parameter, the parameter's placeholder (placeholders included)."""
     found: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
@@ -35,7 +35,7 @@ def weights_of(graph: Graph) -> dict[Node, Node]:
 
 
 def on_parameter(value: Node, placement: Placement, weights: dict[Node, Node], size: int) -> Placement | None:
-    """The placement of the parameter that gives `value` this `placement`; None where no such one exists."""
+    """Return the placement of the parameter that gives `value` this `placement`; None where there is none."""
     while value is not weights[value]:
         source = operands(value)[0]
         if not is_reshard(value):

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.errors import UserError
-from passes.ir.fake import KNOWN, described
+from passes.ir.fake_calls import KNOWN, described
 from passes.ir.graph import results_of, value_of
 from passes.ir.layout import Layout, Partial, Placement, R, Shard
 from passes.ir.mesh import Mesh

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from passes.ir.fake import is_viewable
+from passes.ir.fake_calls import is_viewable
 from passes.ir.graph import tensor_of
 from passes.ir.layout import PARTIAL_OPS
 from passes.rules.factors import Dim, Factors, whole_dims

@@ -1,4 +1,4 @@
-"""What a search found: layouts by name, so that they hold for a folded graph and for the whole one."""
+"""Write down what a search found: layouts by name, so that they hold for a folded graph and for the whole one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
-from passes.ir.graph import input_of, note_of, operands, outputs_of, placeholders, returned
+from passes.ir.folded_layers import Repeats, expand_names
+from passes.ir.graph import (
+    OutputRole,
+    input_of,
+    item_of,
+    note_of,
+    operands,
+    outputs_of,
+    placeholders,
+    results_of,
+    returned,
+)
 from passes.ir.layout import Layout
-from passes.ir.repeats import Repeats, expand_names
+from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.skeleton import Skeleton
+from passes.search.solvers.evaluate import Assignment
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Layouts of a node: needed of each operand, and of each result."""
+    """The layouts of a node: needed of each operand, and of each result."""
 
     needs: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -25,17 +38,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Solution:
-    """A plan's layouts, and how good it is by the model of the search.
+    """The layouts of a plan, and how good it is by the search's objective.
 
-    `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of values that are a parameter,
-    moved for the forward and kept for the backward rather than moved again; `again` those of other values that are moved
-    again rather than kept. Seconds; bytes.
+    `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of parameters that the forward gathers
+    and keeps for the backward; `repeated` those of other values whose transition is repeated in the backward rather than its
+    result kept. Seconds; bytes.
     """
 
     nodes: Mapping[str, Placed]
     outputs: Mapping[str, Layout]
     kept: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
     objective: float = 0.0  # predicted step
     bound: float = 0.0  # no plan is better than this
     memory: float = 0.0  # predicted, per device
@@ -44,17 +57,52 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much better, as part of the objective, a plan could be at most."""
+        """Return how much better, as a part of the objective, a plan could be at most."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
 
     def expanded(self, repeats: Repeats) -> Solution:
-        """The same for the graph that was folded."""
-        kept, again = (tuple(_expanded(repeats, dict.fromkeys(keys))) for keys in (self.kept, self.again))
-        return replace(self, nodes=_expanded(repeats, self.nodes), kept=kept, again=again)
+        """Return the same for the graph that was folded."""
+        kept, repeated = (tuple(_expanded(repeats, dict.fromkeys(keys))) for keys in (self.kept, self.repeated))
+        return replace(self, nodes=_expanded(repeats, self.nodes), kept=kept, repeated=repeated)
+
+
+def solution_of(
+    gm: GraphModule, skeleton: Skeleton, graph: FactorGraph, assignment: Assignment, *, bound: float, seconds: float
+) -> Solution:
+    """Read the layouts of all nodes and outputs off an assignment."""
+    keys, picked = keys_of(gm), assignment.strategies
+    nodes: dict[str, Placed] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output" or not results_of(node) or item_of(node) is not None:
+            continue
+        owner = skeleton.owners[skeleton.leader[node]]
+        strategy = graph.variables[owner.variable].strategies[picked[owner.variable]]
+        count = 0 if node.op == "placeholder" else len(operands(node))
+        nodes[keys[node]] = Placed(
+            strategy.needs[owner.needs : owner.needs + count],
+            strategy.results[owner.results : owner.results + len(results_of(node))],
+        )
+    outputs = {}
+    for position, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True)):
+        if output.role is OutputRole.OUTPUT and isinstance(value, Node):
+            end = skeleton.ends.get(position)
+            if end is not None:
+                outputs[output.name] = graph.variables[end.variable].strategies[picked[end.variable]].needs[end.slot]
+            else:
+                outputs[output.name] = nodes[keys[value]].results[0]
+    kept, repeated = (
+        {skeleton.leader[graph.values[number].node] for number in numbers}
+        for numbers in (assignment.kept, assignment.repeated)
+    )
+    kept_keys, repeated_keys = (
+        tuple(keys[node] for node in gm.graph.nodes if skeleton.leader.get(node) in leaders) for leaders in (kept, repeated)
+    )
+    figures = assignment.objective, bound, assignment.memory, seconds, len(graph.variables)
+    return Solution(nodes, outputs, kept_keys, repeated_keys, *figures)
 
 
 def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
-    """As `expand_names`, for keys too that are a parameter's name and a number."""
+    """Expand names, and keys that are a parameter's name and a number."""
     found = expand_names(repeats, kept)
     numbered = [(key, *key.rpartition("#")[::2]) for key in kept if "#" in key]
     for removed, name in repeats.parameters.items():
@@ -63,9 +111,9 @@ def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
 
 
 def keys_of(gm: GraphModule) -> dict[Node, str]:
-    """Names of nodes that are the same in the folded graph and in the whole one.
+    """Return names of nodes that are the same in the folded graph and in the whole one.
 
-    A node of the program has its own name; one that a pass added is told by the parameter or output next to it.
+    A node of the program has its own name; one that a pass added is named by the parameter or output next to it.
     """
     keys = {node: node.name for node in gm.graph.nodes}
     for node in placeholders(gm.graph):
@@ -77,7 +125,7 @@ def keys_of(gm: GraphModule) -> dict[Node, str]:
 
 
 def _walk(node: Node, name: str, keys: dict[Node, str], *, down: bool) -> None:
-    """Name the chain of added nodes behind a placeholder, or in front of what is returned."""
+    """Name the chain of added nodes after a placeholder, or before what is returned."""
     number = 0
     if down:
         for user in node.users:

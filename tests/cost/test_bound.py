@@ -8,9 +8,9 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.best_schedule import schedule
-from passes.cost.exposed_bound import exposed_bound
 from passes.cost.program import ACROSS, Program
+from passes.cost.scheduling.best_schedule import schedule
+from passes.cost.scheduling.exposed_bound import exposed_bound
 from passes.cost.simulate import simulate
 from tests.cost.programs import gather, kernel, program, programs
 

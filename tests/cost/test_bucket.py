@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from passes.cost.best_schedule import bucketed, schedule
-from passes.cost.bucketing import bucket
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
+from passes.cost.scheduling.best_schedule import bucketed, schedule
+from passes.cost.scheduling.bucketing import bucket
 from passes.cost.simulate import simulate
 from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program

@@ -9,16 +9,9 @@ import sympy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from passes.cost.collective_time import (
-    SYMBOLS,
-    collective_formula,
-    collective_seconds,
-    formula_for,
-    link_of,
-    ring_formula,
-    values_of,
-)
+from passes.cost.collective_time import collective_formula, collective_seconds, formula_for, link_of, values_of
 from passes.hardware.hardware import Group, Hardware, hardware_named
+from passes.ir.collectives.formulas import SYMBOLS, ring_formula
 
 H100 = hardware_named("h100")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

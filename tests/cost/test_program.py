@@ -15,11 +15,11 @@ from autoshard.config.options import Options, Overlap
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of, program_of_graph
 from passes.cost.forward_backward import joined, phases, unchanged
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.program_memo import ProgramMemo
+from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
 from passes.errors import UserError
 from passes.hardware.hardware import hardware_named

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.best_schedule import prefetch, schedule
-from passes.cost.list_scheduling import LOOKAHEAD, FreeMemory, _Scheduler, list_schedule
-from passes.cost.movable_tasks import MovableTasks
 from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.scheduling.best_schedule import prefetch, schedule
+from passes.cost.scheduling.list_scheduling import LOOKAHEAD, FreeMemory, _Scheduler, list_schedule
+from passes.cost.scheduling.movable_tasks import MovableTasks
 from passes.cost.simulate import simulate
 from tests.cost.programs import contended, gather, kernel, program, programs
 

@@ -16,8 +16,9 @@ from passes.cost.program import Buffer, Program, Task
 from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.fold import Fold
+from passes.ir.folded_layers import Repeats, Run
+from passes.ir.graph import repeats_of
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Repeats, Run, repeats_of
 from passes.manager import PassManager
 from passes.seed import Seed
 from tests import models

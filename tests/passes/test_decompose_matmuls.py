@@ -14,11 +14,11 @@ from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import schedule
 from passes.decompose_matmuls import WORTH, DecomposeMatmuls
-from passes.ir.chunks import sites_in, split
 from passes.ir.graph import note_of, origin_of, transfer_of
+from passes.ir.matmul_chunks.sites import sites_in, split
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from tests.models import build

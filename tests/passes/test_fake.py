@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import fake_mode, shares_memory
-from passes.ir.fake import fake_call, is_viewable
+from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import set_value
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from autoshard.capture.capture import capture
 from passes.base import PassContext
 from passes.fold import Fold
-from passes.ir.graph import InputRole, input_of, origin_of, outputs_of, placeholders
+from passes.ir.folded_layers import Repeats, Run, expand_names, index_in, moved_to
+from passes.ir.graph import InputRole, input_of, origin_of, outputs_of, placeholders, repeats_of
 from passes.ir.mesh import Mesh
-from passes.ir.repeats import Repeats, Run, expand_names, index_in, moved_to, repeats_of
 from passes.ir.text import format_graph, parse_graph
 from passes.normalize import Normalize
 from passes.verify import verify

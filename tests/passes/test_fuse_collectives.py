@@ -17,7 +17,7 @@ from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
 from passes.hardware.hardware import hardware_named
-from passes.ir.graph import operands, placeholders, tensor_of, transfer_of
+from passes.ir.graph import layout_of, operands, placeholders, tensor_of, transfer_of
 from passes.ir.layout import local_part
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
@@ -140,7 +140,7 @@ def test_the_numbers_are_the_same(text: str) -> None:
     for passes in ((), (FuseCollectives(), CancelReshards())):
         gm = _read(text)
         lowered: tuple[Pass, ...] = (*passes, LowerReshards(), Localize())
-        layouts = [node.meta["autoshard_layouts"][0] for node in placeholders(gm.graph)]
+        layouts = [layout_of(node) for node in placeholders(gm.graph)]
         PassManager(lowered).run(gm, PassContext(PRICED))
         given = [
             [

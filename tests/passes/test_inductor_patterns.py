@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes._torch import run_joint_graph_passes, select_decompositions
-from passes._torch.inductor_patterns import _is_padding, _Possible
+from passes._torch.inductor.inductor_patterns import _is_padding, _Possible
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,6 +65,6 @@ def test_products_are_not_asked_whether_padding_pays_where_no_gpu_is() -> None:
         asked.append(_is_padding(check))
         return asked[-1]
 
-    with mock.patch("passes._torch.inductor_patterns._is_padding", noted):
+    with mock.patch("passes._torch.inductor.inductor_patterns._is_padding", noted):
         run_joint_graph_passes(traced(products))
     assert any(asked) and not all(asked)

@@ -17,7 +17,7 @@ from passes.base import PassContext
 from passes.ir.graph import InputRole, input_of, placeholders
 from passes.ir.layout import Layout, Partial, R, Shard, assemble, is_even, is_storable, local_part, local_shape
 from passes.ir.mesh import Mesh
-from passes.ir.steps import plan_steps
+from passes.ir.routes import plan_steps
 from passes.ir.text import parse_graph
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards

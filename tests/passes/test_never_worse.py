@@ -15,8 +15,8 @@ from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
-from passes.cost.best_schedule import MORE_MEMORY, schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import MORE_MEMORY, schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.fuse_collectives import FuseCollectives

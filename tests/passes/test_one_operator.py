@@ -16,14 +16,14 @@ from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode, symmetric
 from passes.base import PassContext
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
-from passes.ir.chunks import sites_in
 from passes.ir.graph import note_of, origin_of, transfer_of
+from passes.ir.matmul_chunks.one_operator import OPERATORS, make_one, why_not_one
+from passes.ir.matmul_chunks.sites import sites_in
 from passes.ir.mesh import Mesh
-from passes.ir.one_operator import OPERATORS, make_one, why_not_one
 from passes.ir.text import format_graph, parse_graph
 from passes.schedule_overlap import ScheduleOverlap
 from passes.verify import verify

@@ -13,8 +13,8 @@ import passes.decompose_matmuls
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
-from passes.cost.best_schedule import schedule
 from passes.cost.build_program import program_of_graph
+from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
 from passes.decompose_matmuls import DecomposeMatmuls
 from passes.hardware.hardware import Hardware, hardware_named

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.errors import CompilerError
-from passes.ir.collective import all_gather, all_to_all, reduce_scatter
+from passes.ir.collectives import all_gather, all_to_all, reduce_scatter
 from passes.ir.graph import InputRole, input_of, placeholders
 from passes.ir.layout import Layout, Partial, R, Shard, assemble, is_even, is_storable, local_part, parse_layout
 from passes.ir.mesh import Mesh
-from passes.ir.steps import plan_steps
+from passes.ir.routes import plan_steps
 from passes.ir.text import parse_graph
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
@@ -81,7 +81,7 @@ def test_a_padded_parameter_is_gathered_and_scattered(data: st.DataObject) -> No
 
 def steps(source: str, target: str, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[object, tuple[int, ...]]]:
     found = plan_steps(parse_layout(source, mesh), parse_layout(target, mesh), shape, mesh)
-    return [(step.kind, step.axes) for step in found]
+    return [(step.kind.step, step.axes) for step in found]
 
 
 def test_two_axes_of_one_dim_are_gathered_in_one_collective() -> None:

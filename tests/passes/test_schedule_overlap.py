@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 import passes.schedule_overlap
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
-from passes.cost.best_schedule import Schedule
 from passes.cost.build_program import program_of_graph
 from passes.cost.program import Program
+from passes.cost.scheduling.best_schedule import Schedule
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import copy_graph, placeholders, tensor_of
 from passes.ir.mesh import Mesh

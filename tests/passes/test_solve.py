@@ -18,7 +18,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Verifier
-from passes.search.find import Goal
+from passes.search.goal import Goal
 from passes.seed import Constraint, Seed
 from passes.solve import Solve
 from tests.models import build
@@ -80,7 +80,7 @@ def test_too_little_memory_says_what_the_smallest_plan_needs() -> None:
 
 def test_pins_that_no_layout_meets_are_named() -> None:
     seed = Seed(params=(Constraint("up", "dp", Shard(1, 3)),))
-    with pytest.raises(ConstraintError, match=r"up of shape .* cannot be laid out as insisted: dp:S\(1/3\) \(options\)"):
+    with pytest.raises(ConstraintError, match=r"up of shape .* cannot meet its constraints: dp:S\(1/3\) \(options\)"):
         solved(mlp("dp=2", 64, 256), seed=seed)
 
 

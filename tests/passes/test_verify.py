@@ -21,6 +21,7 @@ from passes.ir.graph import (
     set_outputs,
     set_stage,
     set_transfer,
+    update_facts,
 )
 from passes.ir.layout import Layout, R
 from passes.ir.text import parse_graph
@@ -122,10 +123,10 @@ at stage EXPLICIT, %mm is not valid: on tp it runs as S(1), S(0) -> R, but its r
     [
         (lambda gm: node_of(gm, "mm").meta.pop("val"), "%mm is not valid: it has no value"),
         (lambda gm: node_of(gm, "x").meta.pop("val"), "%x is not valid: it has no value"),
-        (lambda gm: node_of(gm, "w").meta.pop("autoshard_input"), "%w is not valid: a placeholder without a role"),
+        (lambda gm: update_facts(node_of(gm, "w"), input=None), "%w is not valid: a placeholder without a role"),
         (lambda gm: node_of(gm, "w").append(node_of(gm, "relu")), "the graph is broken: "),
-        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand in front of all calls"),
-        (lambda gm: setattr(node_of(gm, "relu"), "target", torch.relu), "which is neither an op nor in passes/ir/tok"),
+        (lambda gm: node_of(gm, "x").append(node_of(gm, "permute")), "%b is not valid: placeholders stand before all calls"),
+        (lambda gm: setattr(node_of(gm, "relu"), "target", torch.relu), "which is neither an op nor in passes/ir/text/lexer"),
         (lambda gm: set_outputs(gm.graph, ()), "the outputs are not valid: 4 values have 0 descriptions"),
         (lambda gm: gm.graph.output_node().meta.clear(), "the outputs are not valid: they are not described"),
         (
@@ -190,7 +191,7 @@ _UNSAID = "%gathered is not valid: it sends between ranks, but nothing says over
     [
         (lambda node: node.update_arg(2, "0"), "%gathered is not valid: it is no collective over dp of mesh dp=2,tp=2"),
         (lambda node: node.update_arg(2, "autoshard:dp=4:dp"), "it is no collective over dp of mesh dp=2,tp=2"),
-        (lambda node: node.meta.pop("autoshard_transfer"), _UNSAID),
+        (lambda node: update_facts(node, transfer=None), _UNSAID),
         (lambda node: set_transfer(node, Transfer("all_gather", ("dp", "tp"))), "no collective over dp, tp of mesh"),
     ],
 )
@@ -205,7 +206,7 @@ def test_a_collective_of_a_part_of_its_group_is_refused() -> None:
 
 def test_a_call_without_needs_is_refused() -> None:
     expected = "%mm is not valid: it has 2 operands and 0 needed layouts"
-    assert expected in refused(PLACED, lambda gm: node_of(gm, "mm").meta.pop("autoshard_needs"))
+    assert expected in refused(PLACED, lambda gm: update_facts(node_of(gm, "mm"), needs=None))
 
 
 def test_only_what_is_stored_may_be_padded() -> None:

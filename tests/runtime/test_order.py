@@ -22,8 +22,8 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.options import Options, Overlap
 from autoshard.runtime.process_groups import axes_used
 from passes._torch import inductor_compile, register_group, unregister_group
-from passes.ir import chunks
-from passes.ir.chunks import sites_in
+from passes.ir.matmul_chunks import sites
+from passes.ir.matmul_chunks.sites import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from tests.cost.measured import one_of
@@ -200,7 +200,7 @@ def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None
         for site in sites_in(gm):
             cut = site.cut(2)
             assert cut is not None
-            chunks.split(site, cut, "decompose_matmuls")
+            sites.split(site, cut, "decompose_matmuls")
     OverlapPhase(mesh, 1 << 40, "adamw").apply(split, mode="inductor")
     for gm, code in zip((split.forward, split.backward), _codes(split, mesh), strict=True):
         assert _in_code(code) == _in_graph(gm)

@@ -13,8 +13,8 @@ from autoshard.runtime import shared_memory
 from autoshard.runtime.agreement import _collectives
 from autoshard.runtime.shared_memory import check_devices, share_memory, shared_bytes
 from passes.errors import MeshError, UserError
-from passes.ir.chunks import sites_in
-from passes.ir.one_operator import make_one
+from passes.ir.matmul_chunks.one_operator import make_one
+from passes.ir.matmul_chunks.sites import sites_in
 from tests.passes.sites import gather, read, scatter
 
 

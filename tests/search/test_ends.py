@@ -15,7 +15,8 @@ from autoshard import Mesh, Options, plan
 from examples.gpt import GPT, Config
 from passes.ir.mesh import Mesh as PassMesh
 from passes.ir.text import parse_graph
-from passes.search.find import Goal, find
+from passes.search.goal import Goal
+from passes.search.prepared import best_solution
 
 assert passes.rules
 
@@ -36,7 +37,7 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_graph_without_a_backward_has_a_plan(name: str) -> None:
     gm, mesh = parse_graph(HEAD + GRAPHS[name])
-    solution = find(gm, PassMesh(mesh.names, mesh.sizes, hardware="h100"), Goal())
+    solution = best_solution(gm, PassMesh(mesh.names, mesh.sizes, hardware="h100"), Goal())
     assert set(solution.outputs) == {"output"}
     assert {node.name for node in gm.graph.nodes if node.op != "output"} == set(solution.nodes) | {
         node.name for node in gm.graph.nodes if node.op == "placeholder"
@@ -47,7 +48,7 @@ def test_a_graph_without_a_backward_has_a_plan(name: str) -> None:
 def test_a_parameter_is_not_counted_again_where_a_loss_is_returned() -> None:
     """All that is stored of one parameter are the parameter, its gradient and two moments, on two ranks."""
     gm, mesh = parse_graph(HEAD + GRAPHS["a loss of parameters"])
-    solution = find(gm, PassMesh(mesh.names, mesh.sizes, hardware="h100"), Goal())
+    solution = best_solution(gm, PassMesh(mesh.names, mesh.sizes, hardware="h100"), Goal())
     nbytes = 64 * 32 * 4
     assert 4 * nbytes / 2 <= solution.memory < 4 * nbytes + 2 * nbytes
 

@@ -42,7 +42,7 @@ def planned(name: str, limit: int | str) -> ShardingPlan:
     return plan(model, Mesh(mesh, hardware="h100"), args, options=Options(memory_limit=limit))
 
 
-def told(name: str, limit: int | str) -> int:
+def named_limit(name: str, limit: int | str) -> int:
     """The smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
         planned(name, limit)
@@ -53,10 +53,10 @@ def told(name: str, limit: int | str) -> int:
 
 @pytest.mark.parametrize("name", ["wide mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SMALL)[1:])])
 def test_the_smallest_limit_that_the_error_names_is_enough_and_no_more(name: str) -> None:
-    smallest = told(name, "100KB")
+    smallest = named_limit(name, "100KB")
     found = planned(name, smallest)
     assert found.cost is not None and smallest * 0.95 <= found.cost.peak_memory <= smallest
-    assert told(name, int(smallest * 0.94)) == smallest
+    assert named_limit(name, int(smallest * 0.94)) == smallest
 
 
 def in_time(seconds: float | None) -> ShardingPlan:

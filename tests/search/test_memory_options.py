@@ -40,7 +40,7 @@ def searched(dim: int, batch: int, mesh: str) -> ShardingPlan:
     return plan(model, Mesh(mesh, hardware="h100"), (x,))
 
 
-def told(found: ShardingPlan, limit: int) -> int:
+def named_limit(found: ShardingPlan, limit: int) -> int:
     """The smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
         found.replan(memory_limit=limit, recompute="none")
@@ -56,7 +56,7 @@ def test_a_plan_that_does_not_fit_is_offered_with_layers_computed_again() -> Non
     limit = int(0.6 * roomy.cost.peak_memory)
     found = roomy.replan(memory_limit=limit)
     assert found.cost is not None and found.search is not None and found.recomputation is not None
-    assert found.cost.peak_memory <= limit < told(roomy, limit)
+    assert found.cost.peak_memory <= limit < named_limit(roomy, limit)
     assert roomy.cost.step_time < found.cost.step_time < roomy.cost.step_time + 2 * found.recomputation.compute
     notes = {one.name: one.note for one in found.search.candidates}
     assert notes[found.search.chosen] == "layers computed again in the backward"

@@ -15,7 +15,7 @@ import passes.decompose_matmuls
 from autoshard import Options, Overlap, autoshard
 from autoshard.runtime import shared_memory
 from passes.decompose_matmuls import ONE, DecomposeMatmuls
-from passes.ir.one_operator import why_not_one
+from passes.ir.matmul_chunks.one_operator import why_not_one
 from tests.spawn import run_on_ranks
 from tests.spmd.oracle import relative_error
 

@@ -18,6 +18,7 @@ from autoshard.plans.names import fold_names, pattern_of
 from autoshard.plans.record import PlanRecord
 from passes.cost.fused_regions import is_alias, is_fusible
 from passes.cost.program import OPTIMIZER
+from passes.ir.folded_layers import Run, index_in, moved_to
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -34,7 +35,6 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout
-from passes.ir.repeats import Run, index_in, moved_to
 from passes.ir.text import parse_graph
 
 INSIDE = 1  # inputs, and outputs, shown of a module without parameters

@@ -1,19 +1,19 @@
-"""The text form of graphs: `printer` writes it and describes the language, `parser` reads it, `lexer` splits it into tokens."""
+"""The text form of graphs: `printer` describes and writes it, `parser` reads it, `lexer` splits it into tokens."""
 
 from __future__ import annotations
 
-from passes.ir.text.lexer import DTYPE_NAMES, DTYPES, FUNCTION_NAMES
+from passes.ir.text.lexer import DTYPE_NAMES, DTYPES, name_of_function
 from passes.ir.text.parser import parse_graph
 from passes.ir.text.printer import GAP, format_graph, format_node, format_target, format_type
 
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "FUNCTION_NAMES",
     "GAP",
     "format_graph",
     "format_node",
     "format_target",
     "format_type",
+    "name_of_function",
     "parse_graph",
 ]

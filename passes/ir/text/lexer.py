@@ -12,15 +12,22 @@ from typing import Any, NoReturn
 import torch
 
 from passes.errors import GraphTextError, UserError
-from passes.ir.collective import STEPS
+from passes.ir.collectives import KINDS
 from passes.ir.graph import reshard
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "getitem": operator.getitem,
-    "reshard": reshard,
-    **{step.__name__: step for step in STEPS},
-}
-FUNCTION_NAMES = {function: name for name, function in FUNCTIONS.items()}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {"getitem": operator.getitem, "reshard": reshard}
+
+
+def function_named(name: str) -> Callable[..., Any] | None:
+    """Return the function that is no op and is written as `name`: `getitem`, `reshard`, or the step of a collective."""
+    return KINDS[name].step if name in KINDS else FUNCTIONS.get(name)
+
+
+def name_of_function(function: object) -> str | None:
+    """Return how a function that is no op is written; None for one that graphs do not call."""
+    names = (*FUNCTIONS, *KINDS)
+    return next((name for name in names if function_named(name) is function), None)
+
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
@@ -95,7 +102,7 @@ class Lines:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add this line to what the user is told."""
+        """Add this line to a user's error."""
         try:
             yield
         except UserError as error:
@@ -123,7 +130,7 @@ class Tokens:
                 self.tokens.append((match.lastgroup, match[match.lastgroup]))
 
     def kind(self) -> str:
-        """`node`, `string`, `layout`, `number`, `word`, `mark`, or `end` behind the last token."""
+        """Return `node`, `string`, `layout`, `number`, `word`, `mark`, or `end` after the last token."""
         return self.tokens[self.at][0] if self.at < len(self.tokens) else "end"
 
     def peek(self, ahead: int = 0) -> str:
@@ -136,7 +143,7 @@ class Tokens:
         return text
 
     def accept(self, text: str) -> bool:
-        """Whether the next token is `text`; if so, it is taken."""
+        """Take the next token if it is `text`; return whether it was."""
         found = self.peek() == text
         self.at += found
         return found
@@ -168,7 +175,7 @@ class Tokens:
             self.lines.fail(f"cannot read the string {text}: {error.msg}")
 
     def items(self, end: str) -> Iterator[None]:
-        """Once per item, separated by commas, up to `end`, which is taken."""
+        """Yield once per item, separated by commas, up to `end`, which is taken."""
         while not self.accept(end):
             yield
             if not self.accept(","):

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode
+from passes.ir.collectives import kind_of_op
 from passes.ir.graph import (
     SAVINGS,
     Input,
@@ -39,16 +40,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, parse_layout, parse_placement
 from passes.ir.mesh import Mesh
-from passes.ir.text.lexer import DEVICES, DTYPES, FUNCTIONS, SYMBOLS, Lines, Tokens
-
-_TRANSFERS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-}
+from passes.ir.text.lexer import DEVICES, DTYPES, SYMBOLS, Lines, Tokens, function_named
 
 
 def parse_graph(text: str) -> tuple[GraphModule, Mesh]:
@@ -227,10 +219,10 @@ class Reader:
             else:
                 args.append(self._argument(tokens))
         node = self.graph.create_node("call_function", self._target(target), tuple(args), kwargs, name)
-        kind = _TRANSFERS.get(target.removeprefix("_c10d_functional.").removeprefix("autoshard."))
+        kind = kind_of_op(node.target)
         if kind is not None and isinstance(args[-1], str):
             with self.lines.located():
-                set_transfer(node, Transfer(kind, self.mesh.axes_of_group(args[-1])))
+                set_transfer(node, Transfer(kind.name, self.mesh.axes_of_group(args[-1])))
         return node
 
     def _argument(self, tokens: Tokens) -> Any:
@@ -261,8 +253,8 @@ class Reader:
         return self.nodes[name]
 
     def _target(self, text: str) -> Callable[..., Any]:
-        if text in FUNCTIONS:
-            return FUNCTIONS[text]
+        if (function := function_named(text)) is not None:
+            return function
         first, *rest = text.split(".")
         readings = [("aten", first, *(rest or ["default"]))] if len(rest) < 2 else []
         readings += [(first, *rest, "default")[:3]] if rest else []

@@ -1,4 +1,4 @@
-"""Graphs as text, and back: one language for dumps, golden tests, error messages and bug reports.
+"""Write graphs as text, and read them back: one language for dumps, golden tests, error messages and bug reports.
 
     mesh dp=2,tp=2
     stage EXPLICIT
@@ -47,14 +47,14 @@ from passes.ir.graph import (
     value_of,
 )
 from passes.ir.mesh import Mesh
-from passes.ir.text.lexer import DTYPE_NAMES, FUNCTION_NAMES
+from passes.ir.text.lexer import DTYPE_NAMES, name_of_function
 
 WIDTH = 120  # characters; a longer return line is written one value per line
-GAP = " " * 6  # in front of a comment
+GAP = " " * 6  # before a comment
 
 
 def format_graph(gm: GraphModule, mesh: Mesh) -> str:
-    """The graph as text, one line per node, ending in a newline; `parse_graph` reads it back."""
+    """Return the graph as text, one line per node, ending in a newline; `parse_graph` reads it back."""
     lines = [f"mesh {mesh}"]
     if mesh.ranks != tuple(range(mesh.size)):
         lines = [f"mesh {mesh} ranks {','.join(map(str, mesh.ranks))}"]
@@ -64,7 +64,7 @@ def format_graph(gm: GraphModule, mesh: Mesh) -> str:
 
 
 def format_node(node: Node, mesh: Mesh) -> str:
-    """One line of `format_graph`."""
+    """Return one line of `format_graph`."""
     if node.op == "output":
         return _format_return(node, mesh)
     head = f"%{node.name}: {_format_value(node, mesh)}{_format_pins(node, mesh)}"
@@ -78,7 +78,7 @@ def format_node(node: Node, mesh: Mesh) -> str:
 
 
 def format_type(value: torch.Tensor) -> str:
-    """`f32[8, 4]`."""
+    """Return `f32[8, 4]`."""
     stride = None if value.is_contiguous() else value.stride()
     return _format_type(value.dtype, value.shape, stride, value.device)
 
@@ -93,11 +93,12 @@ def _format_type(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...] 
 
 @lru_cache(maxsize=1 << 12)
 def format_target(target: object) -> str:
-    """`mm`, `add.Tensor`, `prims.iota`, `reshard`."""
+    """Return `mm`, `add.Tensor`, `prims.iota`, `reshard`."""
     if isinstance(target, OpOverload):
         return str(target).removeprefix("aten.").removesuffix(".default")
-    if target in FUNCTION_NAMES:
-        return FUNCTION_NAMES[target]
+    name = name_of_function(target)
+    if name is not None:
+        return name
     raise CompilerError(f"a graph calls {target!r}, which is neither an op nor in passes/ir/text/lexer.py")
 
 
@@ -145,7 +146,7 @@ class _Needs:
         self.pairs = iter([(node, *pair) for pair in zip(used, needs, strict=False)])
 
     def suffix(self, operand: Node) -> str:
-        """`{tp:R}` where the operand is needed in another layout than it has."""
+        """Return `{tp:R}` where the operand is needed in another layout than it has."""
         user, used, need = next(self.pairs, (operand, operand, None))
         assert used is operand
         if need is None or not has_layout(operand) or not results_of(operand):

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Carry:
-    """What is carried through the forward, and which digits each linear may still try.
+    """The shardings carried through the forward, and the digits that each linear may still try.
 
     Linears are taken in program order. Where an op cannot carry a sharding on, one of the linears that it came from tries its
     next digit, or stays whole, and the forward is walked again: each walk takes one digit away, so it ends.
@@ -102,7 +102,7 @@ class Carry:
         return self._carry_on(node, row) if row is not None else self._blocked(node)
 
     def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
-        """A view, a scale or a bias leaves the result of a row-parallel linear what it is; a sum with another value does not."""
+        """Follow the result of a row-parallel linear through a view, a scale or a bias; a sum with another value ends it."""
         values = [value for value in inputs if value in self.stream]
         if len(values) == 1 and values[0] in self.through:
             self.through[node] = self.through[values[0]]
@@ -136,7 +136,7 @@ class Carry:
         return self.placed.setdefault(parameter, (wanted, by))[0] == wanted
 
     def _blocked(self, node: Node) -> bool:
-        """No sharding gets past `node`: one linear that it came from tries something else."""
+        """Let a linear whose sharding does not get past `node` try another digit."""
         for value in operands(node):
             for source in reversed(self.sources.get(value, ())):
                 if self.digits[source]:

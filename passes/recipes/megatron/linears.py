@@ -26,7 +26,7 @@ class Linear:
 
     @property
     def columns(self) -> str:
-        """The factor of the weight that the result has."""
+        """Return the factor of the weight that the result has."""
         return self._columns[0]
 
     @property

@@ -1,0 +1,83 @@
+"""All-to-all: every rank sends each other one its part of a dim, and gets parts of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from passes.ir.collectives.formulas import N, Where, exchange_formula, k, p
+from passes.ir.collectives.kind import Kind, register
+from passes.ir.collectives.lowering import StepCall, axis_digit, digits_of, join
+from passes.ir.layout import Layout, Shard, is_even
+from passes.ir.mesh import Mesh
+
+c10d = torch.ops._c10d_functional
+
+
+def all_to_all(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Take one axis from `S` to `S` of another digit."""
+    return value
+
+
+def _lower(call: StepCall) -> Node:
+    """Send the new digit and receive the old one: both are exposed on a mesh with the axis twice."""
+    axis = call.axes[0]
+    size = call.mesh.sizes[axis]
+    both = Layout((*call.before.placements, call.after.on(axis)))
+    new = call.mesh.ndim
+    digits = digits_of(both, call.shape, _twice(call.mesh, axis))
+    held = [d for d in digits if d.axis is None or d.axis == new]
+    sent = [d for d in held if d.axis == new] + [d for d in held if d.axis is None]
+    exposed = call.permute(call.view(call.value, [d.length for d in held]), [held.index(d) for d in sent])
+    pieces = call.view(call.contiguous(exposed), [size, math.prod(d.length for d in sent[1:])])
+    ones = [1] * size
+    received = call.wait(call.emit(c10d.all_to_all_single.default, pieces, ones, ones, call.group))
+    have = [axis_digit(digits, axis), *(d for d in held if d.axis is None)]
+    return join(call, received, have, [d for d in digits if d.axis is None or d.axis == axis])
+
+
+def _fits(layout: Layout, after: Layout, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Return whether the axis's old and new digit lie side by side, so that one can be sent for the other."""
+    return is_even(Layout((*layout.placements, after.on(axis))), shape, _twice(mesh, axis))
+
+
+@cache
+def _twice(mesh: Mesh, axis: int) -> Mesh:
+    """Return `mesh` with an axis as large as `axis` besides."""
+    return Mesh((*mesh.names, f"{mesh.names[axis]}_new"), (*mesh.sizes, mesh.sizes[axis]))
+
+
+def _sent(where: Where) -> tuple[sympy.Expr, sympy.Expr]:
+    sent = (k - 1) / k * N
+    if where == "inside":
+        return sent, sympy.Integer(0)
+    network = (k - p) / k * N  # all but p ranks are on other nodes
+    return sympy.simplify(sent - network), network
+
+
+def _exchanged(calls: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
+    pieces = [torch.split(value, inputs) for value, _, inputs, *_ in calls]
+    return [torch.cat([sent[place] for sent in pieces]) for place in range(len(calls))]
+
+
+ALL_TO_ALL = register(
+    Kind(
+        step=all_to_all,
+        moves=lambda have, to: isinstance(have, Shard) and isinstance(to, Shard) and have != to,
+        lower=_lower,
+        ops={c10d.all_to_all_single.default: _exchanged},
+        received=lambda before, after, ranks: before * (ranks - 1) // ranks,
+        pieces=lambda before, after, ranks: (ranks - 1) * -(-before // ranks),
+        seconds=lambda fabric: exchange_formula(fabric.where),
+        sent=_sent,
+        takes_one_axis=True,
+        fits=_fits,
+        source="NCCL's sends and receives (tests/cost/test_collective.py)",
+    )
+)

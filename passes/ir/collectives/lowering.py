@@ -1,0 +1,168 @@
+"""Put functional collectives between views and permutes: what the per-device forms of all kinds are made of.
+
+A dim of a per-device tensor is what is left of the global dim's digits. Every step therefore views the
+tensor as those digits, exposes or receives the digit of the axes that move, permutes it from or to its
+place, and views the result back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from passes._torch import OpOverload
+from passes.ir.layout import Layout, Partial, Shard
+from passes.ir.mesh import Mesh
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+class Emitter(Protocol):
+    """Adds per-device calls to the graph."""
+
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call and return its node."""
+
+    def coordinate(self, axis: int) -> Node:
+        """Return this rank's place on a mesh axis: i64[1]."""
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One step on a per-device value: global shape, layouts before and after, the axes that move."""
+
+    emitter: Emitter
+    mesh: Mesh
+    value: Node
+    shape: tuple[int, ...]
+    before: Layout
+    after: Layout
+    axes: tuple[int, ...]
+    args: tuple[Any, ...] = ()  # what the step is given besides, such as how far a send goes
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh.sizes[axis] for axis in self.axes)
+
+    @property
+    def group(self) -> str:
+        return self.mesh.group_name(tuple(self.mesh.names[axis] for axis in self.axes))
+
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self.emitter.emit(op, *args, **kwargs)
+
+    def view(self, value: Node, shape: Sequence[int]) -> Node:
+        return self.emit(aten.view.default, value, list(shape))
+
+    def permute(self, value: Node, order: Sequence[int]) -> Node:
+        return value if list(order) == sorted(order) else self.emit(aten.permute.default, value, list(order))
+
+    def contiguous(self, value: Node) -> Node:
+        if value.meta["val"].is_contiguous():
+            return value
+        return self.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    @property
+    def reduction(self) -> str:
+        """Return what the ranks' terms are reduced by."""
+        placement = self.before.on(self.axes[0])
+        assert isinstance(placement, Partial)
+        return placement.op
+
+    def wait(self, value: Node) -> Node:
+        return self.emit(c10d.wait_tensor.default, value)
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One digit of one dim: an axis's, or free (axis None)."""
+
+    length: int
+    axis: int | None
+    dim: int
+    position: int = 0  # tells equal free digits apart
+
+
+def expose(call: StepCall) -> tuple[Node, list[Digit]]:
+    """Return the value with the digits of the moving axes first, in mesh order, and the digits that follow them."""
+    digits = digits_of(call.after, call.shape, call.mesh)
+    held = [d for d in digits if d.axis is None or d.axis in call.axes]
+    rest = [d for d in held if d.axis is None]
+    order = [*(axis_digit(held, axis) for axis in call.axes), *rest]
+    split = call.view(_padded(call, held), [d.length for d in held])
+    return call.contiguous(call.permute(split, [held.index(d) for d in order])), rest
+
+
+def _padded(call: StepCall, held: list[Digit]) -> Node:
+    """Pad every dim whose innermost digit does not divide, so that it does."""
+    value = call.value
+    for dim, (lead, have, want) in _padding(call, held).items():
+        shape = list(value.meta["val"].shape)
+        split = call.view(value, [*shape[:dim], lead, have, *shape[dim + 1 :]])
+        pad = [0, 0] * (len(shape) - dim - 1) + [0, want - have]
+        padded = call.emit(aten.constant_pad_nd.default, split, pad, 0)
+        value = call.view(padded, [*shape[:dim], lead * want, *shape[dim + 1 :]])
+    return value
+
+
+def join(call: StepCall, value: Node, have: list[Digit], want: list[Digit]) -> Node:
+    """View `value` as digits `have`, order them as `want`, merge each dim, and cut off padding."""
+    split = call.view(value, [d.length for d in have])
+    joined = call.contiguous(call.permute(split, [have.index(d) for d in want]))
+    shape = merged(want, len(call.shape))
+    value = call.view(joined, shape)
+    for dim, (lead, length, padded) in _padding(call, want).items():
+        shape = list(value.meta["val"].shape)
+        split = call.view(value, [*shape[:dim], lead, padded, *shape[dim + 1 :]])
+        cut = call.contiguous(call.emit(aten.slice.Tensor, split, dim + 1, 0, length))
+        value = call.view(cut, [*shape[:dim], lead * length, *shape[dim + 1 :]])
+    return value
+
+
+def _padding(call: StepCall, held: list[Digit]) -> dict[int, tuple[int, int, int]]:
+    """Return (length outside, real length, padded length) by dim, where a moving axis pads it."""
+    found = {}
+    layout = call.after if any(isinstance(call.after.on(a), Shard) for a in call.axes) else call.before
+    for dim, size in enumerate(call.shape):
+        axes = layout.axes_on(dim)
+        if not axes or axes[-1] not in call.axes:
+            continue
+        placement = layout.on(axes[-1])
+        assert isinstance(placement, Shard)
+        real = size // placement.outer
+        part = -(-real // call.mesh.sizes[axes[-1]])
+        padded = part * call.mesh.sizes[axes[-1]]
+        if padded != real:
+            whole = math.prod(d.length for d in held if d.dim == dim)
+            found[dim] = (whole // padded, real, padded)
+    return found
+
+
+def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]:
+    """Return all digits of all dims, outermost first: free ones between those of axes."""
+    found = []
+    for dim, size in enumerate(shape):
+        end = 1
+        for axis in layout.axes_on(dim):
+            placement = layout.on(axis)
+            assert isinstance(placement, Shard)
+            found.append(Digit(placement.outer // end, None, dim))
+            found.append(Digit(mesh.sizes[axis], axis, dim))
+            end = placement.outer * mesh.sizes[axis]
+        found.append(Digit(-(-size // end), None, dim))
+    kept = [digit for digit in found if digit.axis is not None or digit.length != 1]
+    return [replace(digit, position=i) for i, digit in enumerate(kept)]
+
+
+def axis_digit(digits: list[Digit], axis: int) -> Digit:
+    return next(d for d in digits if d.axis == axis)
+
+
+def merged(digits: list[Digit], ndim: int) -> list[int]:
+    return [math.prod(d.length for d in digits if d.dim == dim) for dim in range(ndim)]

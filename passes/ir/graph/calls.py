@@ -1,0 +1,57 @@
+"""Add calls to a graph, and copy graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes._torch import OpOverload, module_of
+from passes.ir.graph.facts import copy_facts, set_note
+from passes.ir.graph.values import set_value, value_of
+
+
+def reshard(value: torch.Tensor) -> torch.Tensor:
+    """Change the layout, from the operand's to the node's own; on one device, return the value."""
+    return value
+
+
+def is_reshard(node: Node) -> bool:
+    return node.op == "call_function" and node.target is reshard
+
+
+def inserting_after(node: Node) -> AbstractContextManager[Any]:
+    """Insert at the first place where a call can use `node`: after it, and after all placeholders."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node.graph.inserting_after(node)
+
+
+def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """Add a call as `graph.call_function` does, with a name as capture gives them: `%mm`, not `%mm_default`."""
+    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+    return graph.create_node("call_function", target, args, kwargs, name)
+
+
+def add_reshard(value: Node, note: str) -> Node:
+    """Add a reshard of `value` after it; the caller sets its users, and its layout or pins."""
+    with inserting_after(value):
+        new = value.graph.call_function(reshard, (value,))
+    copy_facts(value, new)
+    set_value(new, value_of(value))
+    set_note(new, note)
+    return new
+
+
+def copy_graph(gm: GraphModule) -> GraphModule:
+    """Return a graph of its own with the same nodes, names and facts; fake values are shared."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copied = module_of(graph, gm)
+    copied.meta = dict(gm.meta)
+    return copied

@@ -1,0 +1,39 @@
+"""Name what placeholders and outputs of a graph stand for in the user's model."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class InputRole(enum.Enum):
+    PARAMETER = "parameter"  # name: FQN
+    BUFFER = "buffer"  # name: FQN
+    INPUT = "input"  # name: path in (args, kwargs), such as "tokens" or "batch.labels"
+    TANGENT = "tangent"  # name: path of the output
+    COORDINATE = "coordinate"  # name: axis; this rank's place on it, i64[1]
+    SEED = "seed"  # name: "step"; i64[], equal on all ranks, new at every call
+    SAVED = "saved"  # name: the forward's node; what a partitioned backward is given of it
+
+
+class OutputRole(enum.Enum):
+    OUTPUT = "output"  # name: path in the model's output, such as "loss" or "0"
+    BUFFER = "buffer"  # name: FQN; the buffer's new value
+    GRADIENT = "gradient"  # name: FQN of the parameter (or "input:<path>" of an input)
+    SAVED = "saved"  # name: of the node; what a partitioned forward keeps for the backward
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder stands for."""
+
+    role: InputRole
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one element of the graph's output stands for."""
+
+    role: OutputRole
+    name: str

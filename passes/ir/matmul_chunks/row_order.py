@@ -1,0 +1,115 @@
+"""Find the order of rows on both sides of a collective that gathers or scatters them, read off the views in between.
+
+A row is all that a value holds along its last dim. A gather gives the rows of one rank after those of the other; where
+they belong between each other, views and a copy put them there, and back before a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.fx import Node
+
+from passes.ir.graph import tensor_of
+
+aten = torch.ops.aten
+
+_Move = tuple[str, tuple[int, ...]]  # "view" and a shape, or "permute" and an order
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in the order [before, ranks, behind]: each rank has `before` runs of `behind` rows."""
+
+    before: int
+    ranks: int
+    behind: int
+
+    @property
+    def count(self) -> int:
+        return self.before * self.ranks * self.behind
+
+
+def is_move(node: Node) -> bool:
+    """Return whether the node only puts a value's elements in another shape or place."""
+    return node.target in (aten.view.default, aten.permute.default, aten.clone.default)
+
+
+def width_of(node: Node) -> int:
+    return tensor_of(node).shape[-1]
+
+
+def rows_gathered(wait: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
+    """Return the order that `moves` bring the rows of a gather into; None where they do not leave them whole."""
+    shape = tuple(tensor_of(wait).shape)
+    return _gathered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
+
+
+def rows_scattered(value: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
+    """Return the order in which `value` holds the rows that `moves` part by rank; None where rows do not stay whole."""
+    shape = tuple(tensor_of(value).shape)
+    return _scattered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
+
+
+@lru_cache(maxsize=1 << 10)
+def _gathered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> Rows | None:
+    order = _order(shape, moves)
+    rows = None if order is None else _rows_in(order, ranks)
+    return rows if order is not None and rows is not None and torch.equal(order[_by_rank(rows)], _identity(rows)) else None
+
+
+@lru_cache(maxsize=1 << 10)
+def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> Rows | None:
+    order = _order(shape, moves)
+    rows = None if order is None else _rows_in(order, ranks)
+    return rows if order is not None and rows is not None and torch.equal(order, _by_rank(rows)) else None
+
+
+def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
+    """Return what `order` is, if it is that of a gather or a scatter at all: rows that stay together are of one rank."""
+    count = len(order)
+    moved = (order != torch.arange(count, device="cpu")).nonzero()
+    behind = int(moved[0]) if len(moved) else count // ranks
+    rows = Rows(count // ranks // behind, ranks, behind)
+    return rows if rows.count == count else None
+
+
+def _described(node: Node) -> _Move:
+    kind = "permute" if node.target is aten.permute.default else "view"
+    given = tensor_of(node).shape if kind == "view" else [dim % len(tensor_of(node).shape) for dim in _order_of(node)]
+    return kind, tuple(given)
+
+
+def _order_of(node: Node) -> Sequence[int]:
+    order = node.args[1]
+    assert isinstance(order, list | tuple)
+    return [int(dim) for dim in order if isinstance(dim, int)]
+
+
+def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | None:
+    """Return which row of a value of `shape` stands where after `moves`."""
+    width = shape[-1]
+    rows = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
+    for kind, given in moves:
+        if kind == "permute":
+            if given[-1] != len(given) - 1:
+                return None
+            rows = rows.permute(given)
+        elif given and given[-1] % width == 0:
+            rows = rows.reshape(*given[:-1], given[-1] // width)
+        else:
+            return None
+    return rows.flatten()
+
+
+def _identity(rows: Rows) -> torch.Tensor:
+    return torch.arange(rows.count, device="cpu")
+
+
+def _by_rank(rows: Rows) -> torch.Tensor:
+    """Return the rows, numbered as they stand in [before, ranks, behind], in the order [ranks, before, behind]."""
+    return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.behind).transpose(0, 1).flatten()

@@ -1,0 +1,255 @@
+"""Find collectives and the products next to them in a per-device graph, and cut them into chunks of rows.
+
+A chunk is a smaller collective and its part of each product: while one chunk is on the link, another is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes._torch import OpOverload
+from passes.ir.graph import (
+    note_of,
+    operands,
+    set_note,
+    set_transfer,
+    tensor_of,
+    transfer_of,
+)
+from passes.ir.matmul_chunks.row_order import Rows, is_move, rows_gathered, rows_scattered, width_of
+from passes.ir.matmul_chunks.writer import Writer
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+_SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # what is done row by row between product and sum
+
+
+@dataclass(frozen=True)
+class Cut:
+    """In how many parts `before` and `behind` of [before, ranks, behind] are cut; a chunk is a part of both."""
+
+    before: int
+    behind: int
+
+    @property
+    def count(self) -> int:
+        return self.before * self.behind
+
+
+@dataclass(frozen=True)
+class Site:
+    """A collective, the products that read its result or make its operand, and the rows that it moves.
+
+    `joined` is the result of a gather with its rows in place, or the operand of a reduction before its rows are
+    parted: all rows, whatever the shape. Of an all-reduce, which parts none, any run of rows can be a
+    chunk. `kept` says whether anything but the products reads what was gathered.
+    """
+
+    collective: Node
+    joined: Node
+    products: tuple[Node, ...]
+    rows: Rows
+    kept: bool = False
+
+    @property
+    def is_gather(self) -> bool:
+        return self.collective.target is c10d.all_gather_into_tensor.default
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Return a key that is equal for sites that are cut alike at the same price."""
+        sources = [(tuple(tensor_of(o).shape), tensor_of(o).stride()) for p in self.products for o in operands(p)]
+        value = tensor_of(self.collective)
+        return self.is_gather, self.rows, self.kept, value.dtype, self.collective.args[1:], tuple(sources)
+
+    def cut(self, count: int) -> Cut | None:
+        """Return how to make `count` chunks, of whole runs of rows if there are enough; None where rows do not divide."""
+        before = math.gcd(self.rows.before, count)
+        behind = count // before
+        return Cut(before, behind) if self.rows.behind % behind == 0 else None
+
+
+def sites_in(gm: GraphModule) -> list[Site]:
+    """Return the gathers that products read row by row, and reductions of products, in program order."""
+    found: list[Site] = []
+    for node in gm.graph.nodes:
+        if transfer_of(node) is None or len(node.users) != 1:
+            continue
+        if node.target is c10d.all_gather_into_tensor.default:
+            found += _gather(node)
+        elif node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):
+            found += _reduction(node)
+    return found
+
+
+def _gather(node: Node) -> list[Site]:
+    wait = next(iter(node.users))
+    joined, moves = wait, list[Node]()
+    while len(joined.users) == 1 and is_move(next(iter(joined.users))):
+        joined = next(iter(joined.users))
+        moves.append(joined)
+    rows = rows_gathered(wait, moves, _ranks(node)) if width_of(wait) == width_of(joined) else None
+    if rows is None:
+        return []
+    products = [user for user in joined.users if _reads_rows(user, joined)]
+    return [Site(node, joined, tuple(products), rows, len(products) < len(joined.users))] if products else []
+
+
+def _reads_rows(user: Node, joined: Node) -> bool:
+    return user.target is aten.mm.default and user.args[0] is joined and user.args[1] is not joined
+
+
+def _reduction(node: Node) -> list[Site]:
+    total, moves = operands(node)[0], list[Node]()
+    while is_move(total) and len(total.users) == 1:
+        moves.insert(0, total)
+        total = operands(total)[0]
+    products = _terms(total)
+    if not products:
+        return []
+    is_whole = node.target is c10d.all_reduce.default
+    rows = Rows(math.prod(_shape(total)[:-1]), 1, 1) if is_whole else rows_scattered(total, moves, _ranks(node))
+    return [Site(node, total, tuple(products), rows)] if rows is not None and not (is_whole and moves) else []
+
+
+def _terms(total: Node) -> list[Node]:
+    """Return the products that are added, cast and viewed as `total`; none where it is made of anything else."""
+    if len(total.users) > 1:
+        return []
+    if total.target is aten.mm.default:
+        return [total]
+    if total.target is aten.view.default:
+        source = operands(total)[0]
+        return _terms(source) if width_of(source) == width_of(total) else []
+    if total.target not in _SUMS or any(_shape(source) != _shape(total) for source in operands(total)):
+        return []
+    parts = [_terms(source) for source in operands(total)]
+    return [product for part in parts for product in part] if all(parts) else []
+
+
+def _shape(node: Node) -> torch.Size:
+    return tensor_of(node).shape
+
+
+def _ranks(node: Node) -> int:
+    ranks = node.args[-2]
+    assert isinstance(ranks, int)
+    return ranks
+
+
+def split(site: Site, cut: Cut, by: str) -> None:
+    """Cut a site into chunks, in place; `by` is the pass that does it."""
+    chunks = _Chunks(site, cut, by)
+    if site.is_gather:
+        chunks.gather()
+    else:
+        chunks.reduction()
+
+
+class _Chunks(Writer):
+    """Adds the chunks of a site."""
+
+    def __init__(self, site: Site, cut: Cut, by: str) -> None:
+        super().__init__(site.collective)
+        self.site, self.cut, self.by = site, cut, by
+        rows = site.rows
+        self.part = Rows(rows.before // cut.before, rows.ranks, rows.behind // cut.behind)
+
+    def gather(self) -> None:
+        site, part = self.site, self.part
+        (value,) = operands(site.collective)
+        width = width_of(value)
+        local = self.view(value, [-1, width])
+        pieces = [self.rows_of(local, 1, number) for number in range(self.cut.count)]
+        waits = [self.wait(self.collective(piece, number)) for number, piece in enumerate(pieces)]
+        for product in site.products:
+            self.before = self.facts = product
+            parts = [self.call(aten.mm.default, wait, product.args[1]) for wait in waits]
+            self.replace(product, self.joined(parts, part, [1, 0, 2, 3]))
+        if site.kept:
+            self.before = self.facts = site.joined
+            self.replace(site.joined, self.joined(waits, part, [1, 0, 2, 3]))
+        self.erase(site.joined)
+
+    def reduction(self) -> None:
+        site, part = self.site, self.part
+        wait = next(iter(site.collective.users))
+        local = Rows(part.before, 1, part.behind)
+        waits = []
+        for number in range(self.cut.count):
+            rows = self.view(self.chunk(site.joined, number), [part.before, part.ranks, part.behind, -1])
+            parted = self.contiguous(self.call(aten.permute.default, rows, [1, 0, 2, 3]))
+            flat = self.view(parted, [part.ranks, -1])
+            waits.append(self.wait(self.collective(flat, number)))
+        self.facts = wait
+        self.before = wait
+        self.replace(wait, self.joined(waits, local, [0, 1, 2, 3]))
+
+    def chunk(self, total: Node, number: int) -> Node:
+        """Return the rows of a chunk of `total`, [rows, width], made of the same rows of what it is made of."""
+        self.facts = total
+        if total.target is aten.mm.default:
+            left, right = operands(total)
+            result = self.call(aten.mm.default, self.rows_of(left, self.site.rows.ranks, number), right)
+        elif total.target is aten.view.default:
+            result = self.chunk(operands(total)[0], number)
+        else:
+            sources = [self.chunk(source, number) for source in operands(total)]
+            rest = total.args[len(sources) :]
+            self.facts = total
+            result = self.call(_op_of(total), *sources, *rest, **total.kwargs)
+        self.facts = self.site.collective
+        return result
+
+    def rows_of(self, value: Node, ranks: int, number: int) -> Node:
+        """Return the rows of a chunk of `value`, which has those of `ranks` ranks."""
+        before, behind = divmod(number, self.cut.behind)
+        if self.cut.behind == 1 or (ranks == 1 and self.part.before == 1):
+            return self.piece(value, 0, tensor_of(value).shape[0] // self.cut.count, number)
+        value, width = self.view(value, [self.site.rows.before, ranks, self.site.rows.behind, -1]), width_of(value)
+        piece = self.piece(self.piece(value, 0, self.part.before, before), 2, self.part.behind, behind)
+        return self.view(piece, [-1, width])
+
+    def piece(self, value: Node, dim: int, size: int, number: int) -> Node:
+        if size == tensor_of(value).shape[dim]:
+            return value
+        return self.call(aten.slice.Tensor, value, dim, number * size, (number + 1) * size)
+
+    def collective(self, value: Node, number: int) -> Node:
+        node = self.site.collective
+        self.facts = node
+        new = self.call(_op_of(node), self.contiguous(value), *node.args[1:])
+        transfer = transfer_of(node)
+        assert transfer is not None
+        set_transfer(new, transfer)
+        reason = ", ".join(filter(None, (f"part {number + 1} of {self.cut.count}", note_of(node))))
+        set_note(new, f"{self.by}: {reason}")
+        return new
+
+    def wait(self, node: Node) -> Node:
+        return self.call(c10d.wait_tensor.default, node)
+
+    def joined(self, parts: Sequence[Node], rows: Rows, order: Sequence[int]) -> Node:
+        """Put chunks together, each with its rows in the `order` of [before, ranks, behind], put together as one is."""
+        shape = [rows.before, rows.ranks, rows.behind]
+        if 1 in shape[:2]:  # either order is the other
+            order = range(4)
+        split = [self.view(part, [*(shape[dim] for dim in order[:3]), -1]) for part in parts]
+        if list(order) != sorted(order):
+            split = [self.call(aten.permute.default, part, order) for part in split]
+        if rows.before == rows.ranks == 1:
+            return self.call(aten.cat.default, split, 2)
+        runs = [split[start : start + self.cut.behind] for start in range(0, len(split), self.cut.behind)]
+        whole = [self.call(aten.cat.default, run, 2) if len(run) > 1 else run[0] for run in runs]
+        return self.call(aten.cat.default, whole, 0) if len(whole) > 1 else whole[0]
+
+
+def _op_of(node: Node) -> OpOverload:
+    assert isinstance(node.target, OpOverload)
+    return node.target

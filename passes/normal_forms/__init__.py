@@ -1,0 +1,13 @@
+"""The rewrites of `normalize`, a file per family; `REWRITES` says which op each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from passes.normal_forms import parts, reductions, views
+from passes.normal_forms.rewriting import At
+
+REWRITES: Mapping[Any, Callable[[At], bool]] = {**views.REWRITES, **reductions.REWRITES, **parts.REWRITES}
+
+__all__ = ["REWRITES", "At"]

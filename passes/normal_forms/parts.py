@@ -1,0 +1,80 @@
+"""Parts of a tensor are slices and selects; filled tensors are `full`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from passes.ir.graph import tensor_of, value_of
+from passes.normal_forms.rewriting import At, as_int
+
+aten = torch.ops.aten
+
+Piece = tuple[Any, tuple[int, ...]]  # an op and its arguments after the operand
+
+
+# --- 5: parts
+
+
+def _split(at: At) -> bool:
+    operand = tensor_of(at.operand)
+    dim = at.arg(2, "dim", 0) % operand.dim()
+    starts = [0]
+    for part in value_of(at.node):
+        starts.append(starts[-1] + part.shape[dim])
+    pieces: list[Piece] = [(aten.slice.Tensor, (dim, start, end)) for start, end in pairwise(starts)]
+    return _replace_items(at, pieces)
+
+
+def _unbind(at: At) -> bool:
+    dim = at.arg(1, "dim", 0) % tensor_of(at.operand).dim()
+    return _replace_items(at, [(aten.select.int, (dim, i)) for i in range(len(value_of(at.node)))])
+
+
+def _replace_items(at: At, pieces: list[Piece]) -> bool:
+    for user in list(at.node.users):
+        if user.target is not operator.getitem:
+            return False
+    for user in list(at.node.users):
+        op, args = pieces[as_int(user.args[1])]
+        place = at.at(user)
+        place.replace(place.call(op, at.operand, *args))
+    at.graph.erase_node(at.node)
+    return True
+
+
+# --- 5: filled tensors
+
+
+def _full(value: float | int) -> Callable[[At], bool]:
+    return lambda at: _filled(at, value)
+
+
+def _full_like(at: At) -> bool:
+    return _filled(at, at.node.args[1])
+
+
+def _filled(at: At, value: Any) -> bool:
+    made = tensor_of(at.node)
+    if not made.is_contiguous():
+        return False
+    kwargs = {"dtype": made.dtype, "device": made.device, "pin_memory": False}
+    return at.replace(at.call(aten.full.default, list(made.shape), value, **kwargs))
+
+
+REWRITES: dict[Any, Callable[[At], bool]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+    aten.full_like.default: _full_like,
+    aten.zeros_like.default: _full(0),
+    aten.ones_like.default: _full(1),
+    aten.zeros.default: _full(0),
+    aten.ones.default: _full(1),
+    aten.new_zeros.default: _full(0),
+    aten.new_ones.default: _full(1),
+}

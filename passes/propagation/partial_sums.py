@@ -1,0 +1,87 @@
+"""Decide where a partial sum is reduced, and to which sharding."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from passes.ir.graph import is_reshard, is_tensor, operands, results_of, tensor_of
+from passes.ir.layout import Partial, Placement, R, Shard
+from passes.propagation.axis import Axis
+from passes.rules.rule import row_giving, row_sharding
+
+LOOKAHEAD = 8  # ops that a partial value looks ahead for a sharding: from a row-parallel linear past a residual and a norm
+
+
+def reduction(axis: Axis, node: Node) -> Placement | None:
+    """Return what a partial value is reduced to before its users; None where each user reduces it or keeps it partial."""
+    if not is_tensor(node) or axis.of(node) != Partial("sum") or tensor_of(node).numel() == 1:
+        return None
+    users = [user for user in node.users if not is_reshard(user)]
+    if len(users) < 2 or len(users) < len(node.users) or all(_passes_on(axis, user, node) for user in users):
+        return None
+    wished = wish(axis, node)
+    return wished if wished is not None and axis.fits(node, wished) else R
+
+
+def _passes_on(axis: Axis, user: Node, value: Node) -> bool:
+    """Tell whether `user` keeps a partial operand partial, as far as can be seen from here."""
+    if user.op == "output":
+        return True
+    space, inputs = axis.placed.space_of(user), operands(user)
+    if space is None:
+        return False
+    for linear in space.linear:
+        if not all(i in linear.operands for i, v in enumerate(inputs) if v is value):
+            continue
+        joint = all(_may_be_partial(axis, inputs[i]) for i in linear.operands)
+        if joint and all(is_aside(v) for i, v in enumerate(inputs) if i not in linear.operands):
+            return all(_passes_on(axis, following, user) for following in user.users)
+    return False
+
+
+def _may_be_partial(axis: Axis, value: Node) -> bool:
+    return value not in axis.at or axis.of(value) == Partial("sum") or is_zero(value)
+
+
+def wish(axis: Axis, value: Node, depth: int = LOOKAHEAD) -> Placement | None:
+    """Return the placement of `value` that goes with the other operands of its users; None where none is known."""
+    for user in value.users:
+        if user.op == "output" or depth == 0:
+            continue
+        found = _wish_of(axis, user, value, depth)
+        if found is not None:
+            return found
+    return None
+
+
+def _wish_of(axis: Axis, user: Node, value: Node, depth: int) -> Placement | None:
+    if is_reshard(user):
+        pinned = axis.pinned(user)
+        return pinned if isinstance(pinned, Shard) else None
+    space = axis.placed.space_of(user)
+    if space is None:
+        return None
+    inputs = operands(user)
+    position = inputs.index(value)
+    for i, other in enumerate(inputs):
+        held = axis.at.get(other, (R,))[0]
+        if other is not value and isinstance(held, Shard):
+            row = row_sharding(space, i, held, axis.size)
+            if row is not None:
+                return row.operands[position]
+    if len(results_of(user)) != 1:
+        return None
+    later = wish(axis, user, depth - 1)
+    row = row_giving(space, 0, later, axis.size) if later is not None else None
+    return row.operands[position] if row is not None else None
+
+
+def is_aside(value: Node) -> bool:
+    """Tell whether a value is a number or an index: a sum passes it without growing."""
+    tensor = tensor_of(value)
+    return tensor.numel() == 1 or not tensor.is_floating_point()
+
+
+def is_zero(value: Node) -> bool:
+    """Tell whether the value is zero everywhere, and so is its own partial sum."""
+    return str(value.target) == "aten.full.default" and bool(value.args[1] == 0)

@@ -1,0 +1,27 @@
+"""State what a search looks for: the memory limit, the gap to prove, and the time it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The aim of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
+
+    `keep_gathered` says of parameters that the forward gathered whether they stay for the backward; None: each as the
+    search finds. What is over the limit can be recomputed at the cost of `recomputation`.
+    """
+
+    memory_limit: float | None = None
+    gap: float = 0.005  # of the step: by how much a shorter plan may be possible
+    time_limit: float | None = None
+    keep_gathered: bool | None = None
+    recomputation: RecomputationCurve = ()
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """Return the memory limit with what can be recomputed; None without a limit."""
+        return None if self.memory_limit is None else MemoryBudget(self.memory_limit, self.recomputation)

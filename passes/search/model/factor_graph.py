@@ -1,0 +1,104 @@
+"""Define the factor graph that a search labels: variables with strategies, values between them, segments of the step.
+
+A variable stands for an op (or a parameter with its gradient, or the inputs with the outputs that follow them) in every
+layer that is tied to it; it takes one of its strategies. A value goes from the variable that makes it to those that use
+it, which gives a pairwise factor per user; where layouts differ there is a transition, once for all users that need the
+same layout. A segment is a part of the step within which communication can hide beside compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.fx import Node
+
+from passes.ir.layout import Layout
+from passes.search.model.strategies import Strategy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An operand, or a result, of a variable: its position (`slot`) in the strategies."""
+
+    variable: int
+    slot: int
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """One decision. Costs are of all nodes that it stands for, one entry per strategy."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    strategies: tuple[Strategy, ...]
+    segment: int
+    seconds: Floats
+    state: Floats  # bytes that stay: parameters, gradients, optimizer state, results saved for the backward
+    working: Floats  # bytes of operands and results of one node while it runs
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A result of a variable, and its users in one direction of the step."""
+
+    name: str
+    node: Node
+    maker: Port
+    users: tuple[Port, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    count: int  # how many of them there are in the whole model
+    segment: int
+    hides: bool = False  # its transition is a parameter's gather or a gradient's reduction, which runs beside compute
+    is_parameter: bool = False
+    gathered_in_forward: int = -1  # of a parameter used in the backward: the number of the same in the forward
+    is_saved: bool = False  # kept from the forward for the backward, in the layout that the backward needs
+    is_counted: bool = False  # `state` of the maker has its bytes already, unless it is partial
+    repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result
+    stays_partial: bool = False  # a gradient before its cast to the dtype that it is reduced in is not reduced yet
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the step within which communication can hide: a layer's forward or backward, and what is around."""
+
+    name: str
+    layers: int  # how many it stands for
+    exposed: float  # the part of its hiding communication that has no compute to hide beside
+
+
+@dataclass(frozen=True, eq=False)
+class FactorGraph:
+    """Variables, values and segments; layouts are numbered as they are met. `base` are bytes that no strategy changes."""
+
+    variables: tuple[Variable, ...]
+    values: tuple[Value, ...]
+    segments: tuple[Segment, ...]
+    base: float = 0.0
+    layouts: dict[Layout, int] = field(default_factory=dict)
+    _listed: list[Layout] = field(default_factory=list)
+
+    def made(self, value: Value) -> Ints:
+        """Return, per strategy of the maker, the number of the layout that it gives the value."""
+        strategies = self.variables[value.maker.variable].strategies
+        return np.array([self._number(strategy.results[value.maker.slot]) for strategy in strategies])
+
+    def needed(self, user: Port) -> Ints:
+        """Return, per strategy of the user, the number of the layout that it needs."""
+        strategies = self.variables[user.variable].strategies
+        return np.array([self._number(strategy.needs[user.slot]) for strategy in strategies])
+
+    def layout(self, number: int) -> Layout:
+        """Return the layout of a number."""
+        if len(self._listed) != len(self.layouts):
+            self._listed[:] = list(self.layouts)
+        return self._listed[number]
+
+    def _number(self, layout: Layout) -> int:
+        return self.layouts.setdefault(layout, len(self.layouts))

@@ -1,0 +1,67 @@
+"""Hold the memory budget of a plan: the limit, and what it costs to go over it by recomputing values in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class RecomputationStep:
+    """Bytes per device that recomputing some values frees, and seconds per byte that this takes."""
+
+    nbytes: float
+    seconds: float
+
+
+RecomputationCurve = tuple[RecomputationStep, ...]  # convex: the cheapest bytes first
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory limit in bytes per device, and how what is over it can be freed."""
+
+    limit: float
+    recomputation: RecomputationCurve = ()
+
+    @property
+    def most(self) -> float:
+        """Return the bytes that a plan may take if all that can be is recomputed."""
+        return self.limit + sum(step.nbytes for step in self.recomputation)
+
+    def fits(self, nbytes: float) -> bool:
+        """Tell whether a plan of so many bytes fits, with all that can be recomputed."""
+        return nbytes <= self.most
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of recomputation that free what is over the limit, as far as that goes."""
+        over, found = nbytes - self.limit, 0.0
+        for step in self.recomputation:
+            freed = min(max(over, 0.0), step.nbytes)
+            over, found = over - freed, found + freed * step.seconds
+        return found
+
+    def worth(self, byte: float, base: float) -> float:
+        """Return what the budget beyond `base` bytes is worth at `byte` seconds a byte, with all freed that is cheaper.
+
+        A bound on steps with bytes at that price, less this, is a bound on steps within the budget (weak duality).
+        """
+        freed = sum(step.nbytes * max(0.0, byte - step.seconds) for step in self.recomputation)
+        return byte * (self.limit - base) + freed
+
+
+def recomputation_curve(points: Sequence[tuple[float, float]]) -> RecomputationCurve:
+    """Return the lower convex hull of (0, 0) and points of freed bytes and the seconds that they take."""
+    hull: list[tuple[float, float]] = [(0.0, 0.0)]
+    for nbytes, seconds in sorted(points):
+        if nbytes <= hull[-1][0]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], (nbytes, seconds)):
+            hull.pop()
+        hull.append((nbytes, seconds))
+    return tuple(RecomputationStep(b[0] - a[0], max(0.0, _slope(a, b))) for a, b in pairwise(hull))
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

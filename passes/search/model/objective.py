@@ -1,0 +1,92 @@
+"""Define the objective that evaluation, relaxation and mixed-integer program share: the seconds of a step.
+
+    step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
+    bytes = base + sum of state + max of working + sum of held + max over segments of gathered
+
+The resources of a segment are computation, the links inside a node and those across. Each strategy of a variable adds to
+the load on computation (`Variable.seconds`), to the bytes that stay (`state`) and to those of one call (`working`). Each
+transition of a value adds what its `TransitionTerms` say. `recomputation` is the time to free what is over the memory
+limit, by `MemoryBudget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.ir.layout import Layout
+from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.unit_costs import UnitCosts
+
+COMPUTE, INSIDE, ACROSS = range(3)  # resources: computation, links inside a node, links between nodes
+BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`; gathers and reductions that hide are joined to as much
+GB = 1e9  # bytes: the unit of memory in programs, so that entries are near 1
+
+
+@dataclass(frozen=True, eq=False)
+class TransitionTerms:
+    """The terms that the transitions of a value add to the objective, by source and target layout.
+
+    Loads [resource, source, target] and seconds are of all that the value stands for, and so are bytes but those gathered.
+    """
+
+    loads: Floats  # on the value's segment
+    repeat_loads: Floats  # on its `repeat_segment`, where the transition is repeated rather than its result kept
+    seconds: Floats  # on links and of local steps, hidden or not
+    link_seconds: Floats  # on links, hidden or not
+    held: Floats  # bytes that stay for the backward because of the transition, beyond what the maker counts
+    gathered: Floats  # bytes of one layer's parameter in the target layout, while the layer uses it
+    moved: Floats  # by target: bytes of the value in that layout
+    same: Bools
+    impossible: Bools  # no steps lead from source to target
+
+
+def transition_terms(
+    graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
+) -> TransitionTerms:
+    """Return the terms of a value that is made in `sources` and needed in `targets`."""
+    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, BUCKET if value.hides else 0)
+    same = _same(sources, targets)
+    links = costs.inside + costs.across
+    exposed = graph.segments[value.segment].exposed if value.hides else 1.0
+    exposed_again = graph.segments[value.repeat_segment].exposed
+    on_links = costs.inside * value.count, costs.across * value.count
+    moved = np.array([unit_costs.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
+    gathered = np.where(same, 0.0, moved[None, :]) / graph.segments[value.segment].layers
+    return TransitionTerms(
+        np.stack([(costs.local + exposed * links) * value.count, *on_links]),
+        np.stack([exposed_again * links * value.count, *on_links]),  # nothing waits for it: no local steps are on the path
+        (links + costs.local) * value.count,
+        links * value.count,
+        _held(value, sources, moved, same, unit_costs),
+        gathered if value.is_parameter else np.zeros(same.shape),
+        moved,
+        same,
+        costs.impossible,
+    )
+
+
+def _same(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
+    numbers = {layout: number for number, layout in enumerate(dict.fromkeys((*sources, *targets)))}
+    made, needed = (np.array([numbers[layout] for layout in side]) for side in (sources, targets))
+    found: Bools = made[:, None] == needed[None, :]
+    return found
+
+
+def _held(value: Value, sources: Sequence[Layout], moved: Floats, same: Bools, unit_costs: UnitCosts) -> Floats:
+    if not value.is_saved:
+        return np.zeros(same.shape)
+    counted = np.zeros(len(sources))
+    if value.is_counted:
+        sizes = [0.0 if one.has_partial else unit_costs.nbytes(value.shape, value.itemsize, one) for one in sources]
+        counted = np.array(sizes) * value.count
+    return np.where(same, 0.0, np.maximum(0.0, moved[None, :] - counted[:, None]))
+
+
+def step_seconds(loads: Floats, nbytes: float, budget: MemoryBudget | None) -> float:
+    """Return the objective of loads [segment, resource] and bytes per device."""
+    recomputation = budget.seconds(nbytes) if budget is not None else 0.0
+    return float(loads.max(1).sum()) + recomputation

@@ -1,0 +1,126 @@
+"""Find what of a graph is the same on every mesh: tied layers, segments of the step, what the backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import GraphModule, Node
+
+from passes.cost.fused_regions import is_alias, is_fusible, source_of
+from passes.ir.graph import OutputRole, is_reshard, operands, outputs_of, results_of, returned
+from passes.recipes.weights import weights_of
+from passes.search.model.grouping import SMALL
+from passes.search.model.strategies import RowTables
+from passes.search.model.tied_layers import tied_layers
+
+
+class StepStructure:
+    """The structure of a CAPTURED graph: its nodes, ties, segments, and what is saved for the backward."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.nodes = tuple(n for n in gm.graph.nodes if n.op != "output" and results_of(n))
+        self.ties = tied_layers(gm)
+        self.alike: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            self.alike.setdefault(self.ties.leader[node], []).append(node)
+        calls = {self.ties.leader[node] for node in self.nodes if node.op == "call_function"}
+        self.is_large = len(calls) > SMALL
+        self.rows = RowTables(gm.graph, is_large=self.is_large)
+        self.weights = weights_of(gm.graph)
+        self.forward = _forward(gm)
+        self.gradients = _to_gradients(gm)
+        saved, self.read = _saved(self.nodes, self.forward)
+        self.saved = {self.ties.leader[node] for node in saved}
+        self.names: list[tuple[str, bool]] = []  # of segments; whether of the forward
+        self.segment = self._segments()
+        self.outputs = [
+            (i, value, output)
+            for i, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True))
+            if isinstance(value, Node)
+        ]
+
+    def _segments(self) -> dict[Node, int]:
+        """Number the segment of each call; one outside of all layers is before the first layer or after the last."""
+        found: dict[Node, int] = {}
+        seen: dict[bool, str] = {True: "start", False: "start"}
+        for node in self.nodes:
+            if node.op != "call_function":
+                continue
+            is_forward = node in self.forward
+            layer = self.ties.layer[self.ties.leader[node]]
+            if layer and node not in self.weights:
+                seen[is_forward] = "end"
+            name = layer or seen[is_forward], is_forward
+            if name not in self.names:
+                self.names.append(name)
+            found[node] = self.names.index(name)
+        if not self.names:
+            self.names.append(("start", True))
+        return found
+
+
+def _forward(gm: GraphModule) -> set[Node]:
+    """Return the nodes that outputs and new values of buffers come from."""
+    queue = [
+        value
+        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
+        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
+    ]
+    found: set[Node] = set()
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue.extend(node.all_input_nodes)
+    return found
+
+
+def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node]]:
+    """Return calls of the forward whose results are saved for the backward, and all values that the backward reads.
+
+    What can be fused is recomputed from these, unless a call that cannot be fused reads it: it would be written to memory
+    for that, as the partitioner has it.
+    """
+    found: set[Node] = set()
+    read: set[Node] = set()
+    seen: set[Node] = set()
+    queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
+    written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
+    while queue:
+        value = queue.pop()
+        read.add(value)
+        node = source_of(value)
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        if node not in written and (is_fusible(node.target) or is_reshard(node)):
+            queue.extend(operands(node))
+        else:
+            found.add(node)
+    return found, read
+
+
+def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
+    """Tell whether a call of the backward that cannot be fused reads a value, perhaps through views."""
+    users = (user for user in value.users if user.op != "output" and user not in forward)
+    return any(
+        _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))
+        for user in users
+    )
+
+
+def _to_gradients(gm: GraphModule) -> set[Node]:
+    """Return values that only become gradients, by reshards and casts."""
+    found: set[Node] = set()
+    kept = {
+        value
+        for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
+        if isinstance(value, Node) and output.role is not OutputRole.GRADIENT
+    }
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op != "call_function" or not node.users or node in kept:
+            continue
+        if all(user.op == "output" or (user in found and len(operands(user)) == 1) for user in node.users):
+            found.add(node)
+    return found

@@ -1,0 +1,273 @@
+"""Enumerate the strategies of each node: rows on one axis, and from them a row per axis.
+
+On one axis a node starts with the contiguous digit of each factor. Digits that its neighbours' placements imply
+(the sequence inside a merged dim, the heads inside a projection) and partial rows are added until nothing changes.
+A strategy takes a row per axis; axes that shard the same digit of one factor do so in either order. Axes of one group
+take the same row, in mesh order.
+
+Of large graphs rows that never pay are left out: partial values are multiplied by numbers and by nothing else, and are
+reduced before a call after which they have to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, permutations, product
+
+from torch.fx import Graph, Node
+
+from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
+from passes.ir.layout import Layout, Partial, Placement, Shard
+from passes.ir.mesh import Mesh
+from passes.rules.rule import (
+    Dims,
+    Row,
+    Space,
+    factor_at,
+    factor_row,
+    replicated_row,
+    row_giving,
+    row_sharding,
+    space_of,
+)
+from passes.search.model.axis_groups import AxisGroups
+
+ROWS = 12  # per node and axis, at most, as strategies multiply with the axes; digits beyond the first dozen are left out
+SWEEPS = 6  # over the graph, forward and backward, at most, until no neighbour implies a new row
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run a node on all axes: a layout per tensor operand and per tensor result."""
+
+    needs: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class _AxisRow:
+    """A row on one axis; a factor row knows its factor and digit, so that another axis can go inside."""
+
+    row: Row
+    factor: str = ""
+    digit: int = 1
+
+    def is_like(self, other: _AxisRow) -> bool:
+        """Tell whether they are the same on axes of any size."""
+        if self.factor or other.factor:
+            return (self.factor, self.digit) == (other.factor, other.digit)
+        return self.row == other.row
+
+
+class Strategies:
+    """The strategies of every node of a graph, enumerated on demand."""
+
+    def __init__(self, rows: RowTables, mesh: Mesh, axis_groups: AxisGroups) -> None:
+        self._mesh, self._axis_groups = mesh, axis_groups
+        self._spaces = rows.spaces
+        self._tables = {size: rows.table(size) for size in dict.fromkeys(mesh.sizes)}
+        self._found: dict[object, tuple[Strategy, ...]] = {}  # alike calls have the same
+
+    def of(self, node: Node) -> tuple[Strategy, ...]:
+        """Return all strategies of a node that split its tensors evenly; the replicated one first."""
+        space = self._spaces[node]
+        options = [tuple(self._tables[size][node] if size > 1 else _whole(node)) for size in self._mesh.sizes]
+        key = None if space is None else (tuple(space.sizes.items()), space.operands, space.results), tuple(options)
+        if key not in self._found:
+            self._found[key] = self._all(space, options)
+        return self._found[key]
+
+    def made(self, value: Node) -> set[tuple[int, Placement]]:
+        """Return sizes of axes, with placements on them that rows of its maker give a value."""
+        source, position = item_of(value) or (value, 0)
+        sizes = {size: table[source] for size, table in self._tables.items() if size > 1}
+        return {(size, option.row.results[position]) for size, options in sizes.items() for option in options}
+
+    def needed(self, node: Node, value: Node) -> set[tuple[int, Placement]]:
+        """Return sizes of axes, with placements on them that rows of a call need of one of its operands."""
+        at = operands(node).index(value)
+        sizes = {size: table[node] for size, table in self._tables.items() if size > 1}
+        return {(size, option.row.operands[at]) for size, options in sizes.items() for option in options}
+
+    def _all(self, space: Space | None, options: Sequence[tuple[_AxisRow, ...]]) -> tuple[Strategy, ...]:
+        found: dict[tuple[Row, ...], None] = {}
+        axes = tuple(chain(*self._axis_groups))
+        for alike in product(*(_alike([options[axis] for axis in group]) for group in self._axis_groups)):
+            at = dict(zip(axes, chain(*alike), strict=True))
+            for rows in self._ordered(space, tuple(at[axis] for axis in range(len(options)))):
+                found[rows] = None
+        return tuple(dict.fromkeys(_strategy(rows) for rows in found))
+
+    def _ordered(self, space: Space | None, picked: tuple[_AxisRow, ...]) -> Iterator[tuple[Row, ...]]:
+        """Yield rows of `picked` with axis groups on one digit nested, in every order."""
+        groups: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        for group in self._axis_groups:
+            if (option := picked[group[0]]).factor:
+                groups.setdefault((option.factor, option.digit), []).append(group)
+        if not groups or space is None:
+            yield tuple(option.row for option in picked)
+            return
+        for orders in product(*(permutations(axis_groups) for axis_groups in groups.values())):
+            digits: dict[str, list[tuple[int, int]]] = {}
+            rows: list[Row | None] = [option.row for option in picked]
+            for (factor, digit), order in zip(groups, orders, strict=True):
+                for axis in chain(*order):
+                    size = self._mesh.sizes[axis]
+                    digits.setdefault(factor, []).append((digit, digit * size))
+                    rows[axis] = factor_row(space, factor, digit, size)
+                    digit *= size
+            if all(row is not None for row in rows) and all(_apart(space.sizes[f], at) for f, at in digits.items()):
+                yield tuple(row for row in rows if row is not None)
+
+
+def _alike(options: Sequence[tuple[_AxisRow, ...]]) -> Iterator[tuple[_AxisRow, ...]]:
+    """Yield, per row of the first axis of a group, those of the others that are like it, where all have one."""
+    for option in options[0]:
+        others = [next((other for other in some if option.is_like(other)), None) for some in options[1:]]
+        if None not in others:
+            yield (option, *(other for other in others if other is not None))
+
+
+def _apart(length: int, digits: list[tuple[int, int]]) -> bool:
+    """Tell whether digits (first, end) of a factor do not cut through each other."""
+    end = 1
+    for first, after in sorted(digits):
+        if first % end:
+            return False
+        end = after
+    return length % end == 0
+
+
+def _strategy(rows: tuple[Row, ...]) -> Strategy:
+    needs = tuple(Layout(placements) for placements in zip(*(row.operands for row in rows), strict=True))
+    return Strategy(needs, tuple(Layout(placements) for placements in zip(*(row.results for row in rows), strict=True)))
+
+
+def _space(node: Node) -> Space | None:
+    if node.op == "placeholder" or is_reshard(node):
+        shape = tuple(tensor_of(node).shape)
+        dims: Dims = tuple((f"d{dim}",) if size > 1 else () for dim, size in enumerate(shape))
+        sizes = {f"d{dim}": size for dim, size in enumerate(shape) if size > 1}
+        return Space(sizes, (), (dims,))
+    return space_of(node)
+
+
+def _whole(node: Node) -> list[_AxisRow]:
+    count = 0 if node.op == "placeholder" or is_reshard(node) else len(operands(node))
+    return [_AxisRow(replicated_row(count, len(results_of(node))))]
+
+
+class RowTables:
+    """The rows of the nodes of `graph` on one axis, by its size. Where it `is_large`, without rows that never pay."""
+
+    def __init__(self, graph: Graph, *, is_large: bool) -> None:
+        self.nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
+        self.spaces = {node: _space(node) for node in self.nodes}
+        self._is_large = is_large
+        self._tables: dict[int, Mapping[Node, Sequence[_AxisRow]]] = {}
+
+    def table(self, size: int) -> Mapping[Node, Sequence[_AxisRow]]:
+        if size not in self._tables:
+            self._tables[size] = _RowTable(self.nodes, self.spaces, size, is_large=self._is_large).table
+        return self._tables[size]
+
+
+class _RowTable:
+    """The rows on an axis of one size. `table` grows until no row implies another one at a neighbour."""
+
+    def __init__(
+        self, nodes: tuple[Node, ...], spaces: Mapping[Node, Space | None], size: int, *, is_large: bool
+    ) -> None:
+        self.nodes, self.spaces, self.size = nodes, spaces, size
+        self.table: dict[Node, list[_AxisRow]] = {node: _whole(node) for node in nodes}
+        self.added: set[tuple[Node, str, int]] = set()
+        for node in nodes:
+            for factor in self._factors(node):
+                self._add(node, factor, 1)
+        for _ in range(SWEEPS):
+            before = sum(map(len, self.table.values()))
+            for node in nodes:
+                self._from_operands(node)
+            for node in reversed(nodes):
+                self._to_operands(node)
+            if sum(map(len, self.table.values())) == before:
+                break
+        if is_large:
+            for node in reversed(nodes):
+                self.table[node] = [option for option in self.table[node] if not self._never_pays(node, option.row)]
+
+    def _factors(self, node: Node) -> tuple[str, ...]:
+        space = self.spaces[node]
+        return () if space is None or item_of(node) is not None else tuple(space.sizes)
+
+    def _add(self, node: Node, factor: str, digit: int) -> None:
+        if (node, factor, digit) in self.added:
+            return
+        self.added.add((node, factor, digit))
+        space = self.spaces[node]
+        row = factor_row(space, factor, digit, self.size) if space is not None else None
+        if row is not None:
+            self._put(node, _AxisRow(row, factor, digit))
+
+    def _put(self, node: Node, option: _AxisRow) -> None:
+        options = self.table[node]
+        if len(options) < ROWS and all(option.row != other.row for other in options):
+            options.append(option)
+
+    def _placements(self, value: Node) -> list[Placement]:
+        source, position = item_of(value) or (value, 0)
+        return list(dict.fromkeys(option.row.results[position] for option in self.table[source]))
+
+    def _from_operands(self, node: Node) -> None:
+        space = self.spaces[node]
+        if space is None or node.op == "placeholder" or is_reshard(node):
+            return
+        for i, value in enumerate(operands(node)):
+            for placement in self._placements(value):
+                if isinstance(placement, Shard) and (at := factor_at(space, space.operands[i], placement, self.size)):
+                    self._add(node, *at)
+                elif isinstance(placement, Partial) and (row := row_sharding(space, i, placement, self.size)):
+                    self._put(node, _AxisRow(row))
+
+    def _to_operands(self, node: Node) -> None:
+        if node.op == "placeholder" or is_reshard(node) or item_of(node) is not None:
+            return
+        for i, value in enumerate(operands(node)):
+            source, position = item_of(value) or (value, 0)
+            space = self.spaces.get(source)
+            if space is None:
+                continue
+            for placement in dict.fromkeys(option.row.operands[i] for option in self.table[node]):
+                if isinstance(placement, Shard) and (at := factor_at(space, space.results[position], placement, self.size)):
+                    self._add(source, *at)
+                elif isinstance(placement, Partial) and (row := row_giving(space, position, placement, self.size)):
+                    self._put(source, _AxisRow(row))
+
+    def _never_pays(self, node: Node, row: Row) -> bool:
+        """Tell whether partial values pass that had better be reduced before."""
+        if node.op != "call_function" or not any([isinstance(at, Partial) for at in row.operands]):
+            return False
+        values = operands(node)
+        partial = [value for value, at in zip(values, row.operands, strict=False) if isinstance(at, Partial)]
+        if any(_numel(value) > 1 and value not in partial for value in values):
+            return True
+        if any(self._takes(node, position, at) for position, at in enumerate(row.results)):
+            return False
+        return all(_numel(value) <= sum(map(_numel, value.users)) for value in partial) and len(partial) == 1
+
+    def _takes(self, node: Node, position: int, placement: Placement) -> bool:
+        """Tell whether a user can use a result as it is placed; what is returned or resharded for a reason waits until then."""
+        values = [user for user in node.users if item_of(user) == (node, position)] or [node]
+        users = [(value, user) for value in values for user in value.users]
+        return any(
+            option.row.operands[i] == placement
+            for value, user in users
+            for i, operand in enumerate(operands(user))
+            if operand is value
+            for option in self.table.get(user, ())
+        ) or any(user.op == "output" or is_reshard(user) for _, user in users)
+
+
+def _numel(node: Node) -> int:
+    return sum(result.numel() for result in results_of(node)) if node.op != "output" else 0

@@ -1,0 +1,130 @@
+"""Make the values of a factor graph, which are the edges between its variables, and describe the segments of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from torch.fx import Node
+
+from passes.cost.fused_regions import source_of
+from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
+from passes.search.model.factor_graph import Port, Segment, Value
+from passes.search.model.skeleton import Owner
+from passes.search.model.step_structure import StepStructure
+
+Ends = Mapping[Node, list[Port]]  # operands that return a value
+
+
+def values_of(
+    structure: StepStructure,
+    owners: Mapping[Node, Owner],
+    ends: Mapping[int, Port],
+    inside: Collection[tuple[Node, int]],
+) -> Iterator[Value]:
+    """Yield a value for each result that variables use, tied ones as one; a parameter's forward and backward apart.
+
+    `owners` are of leaders, `ends` of positions in the output; what is `inside` a variable is no value.
+    """
+    returned: dict[Node, list[Port]] = {}
+    for position, value, _ in structure.outputs:
+        if position in ends:
+            returned.setdefault(value, []).append(ends[position])
+    grouped: dict[tuple[Port, tuple[Port, ...], bool], list[Node]] = {}
+    for node in structure.nodes:
+        if not is_tensor(node):
+            continue
+        source, position = item_of(node) or (node, 0)
+        for is_forward, users in _users(node, structure, owners, returned, inside).items():
+            owner = owners[structure.ties.leader[source]]
+            maker = Port(owner.variable, owner.results + position)
+            grouped.setdefault((maker, users, is_forward), []).append(node)
+    gathered: dict[object, int] = {}
+    for number, ((maker, users, is_forward), members) in enumerate(grouped.items()):
+        node = members[0]
+        hides = node in structure.weights or node in structure.gradients
+        if hides and is_forward:
+            gathered[maker, node] = number
+        tensor, place = tensor_of(node), _place(node, structure, is_forward=is_forward)
+        yield Value(
+            node.name,
+            node,
+            maker,
+            users,
+            tuple(tensor.shape),
+            tensor.element_size(),
+            sum(structure.ties.count[member] for member in members),
+            structure.segment.get(structure.ties.leader[place], 0),
+            hides=hides,
+            is_parameter=node in structure.weights,
+            gathered_in_forward=gathered.get((maker, node), -1) if not is_forward else -1,
+            is_saved=node not in structure.weights and node in structure.read,
+            is_counted=structure.ties.leader[source_of(node)] in structure.saved,
+            repeat_segment=_repeat_segment(node, structure),
+            stays_partial=node in structure.gradients and any(_is_widening(user) for user in node.users),
+        )
+
+
+def _users(
+    node: Node,
+    structure: StepStructure,
+    owners: Mapping[Node, Owner],
+    returned: Ends,
+    inside: Collection[tuple[Node, int]],
+) -> dict[bool, tuple[Port, ...]]:
+    """Return the users of a value in the forward and in the backward; of one that is no parameter, together."""
+    found: dict[bool, dict[Port, None]] = {}
+    leader, is_weight = structure.ties.leader, node in structure.weights
+    for user in node.users:
+        if user.op == "output" or item_of(user) is not None:
+            continue
+        owner = owners[leader[user]]
+        for i, operand in enumerate(operands(user)):
+            if operand is node and (leader[user], i) not in inside:
+                is_forward = user in structure.forward or not is_weight
+                found.setdefault(is_forward, {})[Port(owner.variable, owner.needs + i)] = None
+    for port in returned.get(node, ()):
+        found.setdefault(node in structure.forward or not is_weight, {})[port] = None
+    ordered = sorted(found.items(), reverse=True)
+    return {key: tuple(sorted(ports, key=lambda port: (port.variable, port.slot))) for key, ports in ordered}
+
+
+def _place(node: Node, structure: StepStructure, *, is_forward: bool) -> Node:
+    """Return the call that a value's transition is next to: its maker, or its first user for a parameter."""
+    if node not in structure.weights:
+        return node
+    users = [user for user in node.users if user.op != "output" and (user in structure.forward) == is_forward]
+    while users and users[0] in structure.weights and users[0].users:
+        users = [user for user in users[0].users if user.op != "output"]
+    return users[0] if users else node
+
+
+def _repeat_segment(node: Node, structure: StepStructure) -> int:
+    """Return the segment of the first call of the backward that uses a value of the forward; -1 where there is none."""
+    if node in structure.weights or node not in structure.forward:
+        return -1
+    users = (user for user in node.users if user.op != "output" and user not in structure.forward)
+    return min((structure.segment[user] for user in users if user in structure.segment), default=-1)
+
+
+def _is_widening(user: Node) -> bool:
+    """Tell whether mixed precision casts to the dtype that gradients are reduced in."""
+    if user.op != "call_function" or not note_of(user) or is_reshard(user):
+        return False
+    return tensor_of(user).element_size() > tensor_of(operands(user)[0]).element_size()
+
+
+def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
+    """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it."""
+    found = []
+    for number, (name, is_forward) in enumerate(structure.names):
+        counts: dict[Node, int] = {}
+        for node, segment in structure.segment.items():
+            if segment == number:
+                leader = structure.ties.leader[node]
+                counts[leader] = counts.get(leader, 0) + structure.ties.count[node]
+        layers = max(counts.values(), default=1)
+        edge = "start" if is_forward else "end"
+        is_alone = name == edge or (name, is_forward) == structure.names[0]
+        direction = "forward" if is_forward else "backward"
+        found.append(Segment(f"{name} {direction}", layers, 1.0 if is_alone else 1.0 / layers))
+    return tuple(found)

@@ -1,0 +1,182 @@
+"""Prepare a graph for searches, and search it: for any goal, on other hardware, with other axis groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch.fx import GraphModule
+
+from passes.ir.mesh import Mesh
+from passes.search.goal import Goal
+from passes.search.model.axis_groups import AxisGroups, single_axes
+from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
+from passes.search.model.node_costs import NodeCosts
+from passes.search.model.skeleton import Skeleton, with_costs
+from passes.search.model.step_structure import StepStructure
+from passes.search.model.transitions import Transitions
+from passes.search.model.unit_costs import UnitCosts
+from passes.search.model.variables import make_skeleton
+from passes.search.optimize import optimize
+from passes.search.recipe_costs import recipe_assignment
+from passes.search.recomputation_savings import recomputation_savings
+from passes.search.search_state import SearchState
+from passes.search.solution import Solution, solution_of
+from passes.search.solvers.evaluate import Assignment
+from passes.search.solvers.relaxation import Relaxation
+from passes.search.tune_multipliers import SMALL_MEMORY_STEPS, raise_price_of_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The factor graph of a CAPTURED graph, to be searched for any goal."""
+
+    structure: StepStructure
+    skeleton: Skeleton
+    node_costs: NodeCosts
+    factor_graph: FactorGraph
+    searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, which goes on for an equal goal
+
+    @staticmethod
+    def of(structure: StepStructure, skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Prepared:
+        """Add costs. Raises TimeoutError past `deadline` (by `time.perf_counter`)."""
+        return Prepared(structure, skeleton, node_costs, with_costs(skeleton, node_costs, deadline))
+
+    @property
+    def graph(self) -> GraphModule:
+        """Return the CAPTURED graph."""
+        return self.structure.gm
+
+    def on(self, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
+        """Return the same on other hardware or other links: which strategies there are depends on the mesh's axes alone."""
+        node_costs = self.node_costs.on(self.node_costs.unit_costs.on(mesh))
+        return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
+
+    def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
+        """Return the same with other axis groups."""
+        skeleton = make_skeleton(self.structure, self.node_costs.unit_costs.mesh, axis_groups, deadline=deadline)
+        return Prepared.of(self.structure, skeleton, self.node_costs, deadline)
+
+    @cached_property
+    def transitions(self) -> Transitions:
+        """Return the transitions of the factor graph with their terms."""
+        return Transitions(self.factor_graph, self.node_costs.unit_costs)
+
+    @cached_property
+    def recomputation(self) -> RecomputationCurve:
+        """Estimate what recomputing values frees and costs."""
+        return recomputation_savings(self.graph, self.skeleton, self.node_costs)
+
+    def solutions(self, goal: Goal) -> Iterator[Solution]:
+        """Yield good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
+        started = time.perf_counter()
+        for assignment, bound in self._search(goal).results():
+            yield self._solution(assignment, bound, started)
+
+    def explore(self, goal: Goal) -> Searched:
+        """Return the last of `solutions`, with what the search found out on the way.
+
+        Raises MemoryLimitError where no plan was found that fits.
+        """
+        search = self._search(goal)
+        assignment, _ = list(search.results())[-1]
+        return Searched(self.graph, self.skeleton, assignment, search.state.relaxation, goal.budget)
+
+    def smallest(self, *, keep_gathered: bool | None = None) -> Iterator[Solution]:
+        """Yield layouts that take little memory, whatever they cost: the quickest of those first.
+
+        `keep_gathered` is as in a `Goal`.
+        """
+        for steps in SMALL_MEMORY_STEPS:
+            started, state = time.perf_counter(), SearchState(self.transitions, Goal(keep_gathered=keep_gathered))
+            raise_price_of_bytes(state, steps)
+            smallest = min(state.seen, key=lambda assignment: assignment.memory, default=None)
+            if smallest is not None:
+                yield self._solution(smallest, 0.0, started)
+
+    def evaluate_recipe(
+        self, placed: GraphModule, *, gathers_again: bool, budget: MemoryBudget | None = None
+    ) -> Assignment | None:
+        """Return the assignment with the layouts of `placed`, or with those most like it that the search considers.
+
+        None where these do not go together. Parameters are gathered again in the backward, or kept.
+        """
+        return recipe_assignment(
+            self.graph, self.skeleton, self.transitions, placed, gathers_again=gathers_again, budget=budget
+        )
+
+    def _search(self, goal: Goal) -> _Search:
+        """Return the search that found plans for the same goal, unless it had to hurry, or a new one."""
+        held = self.searches.get(goal)
+        if held is None or not held.found or goal.time_limit is not None:
+            self.searches.clear()
+            held = self.searches[goal] = _Search(SearchState(self.transitions, goal))
+        return held
+
+    def _solution(self, assignment: Assignment, bound: float, started: float) -> Solution:
+        seconds = time.perf_counter() - started
+        return solution_of(self.graph, self.skeleton, self.factor_graph, assignment, bound=bound, seconds=seconds)
+
+
+class _Search:
+    """A search that is resumed where it was left, and yields again what it found."""
+
+    def __init__(self, state: SearchState) -> None:
+        self.state = state
+        self.found: list[tuple[Assignment, float]] = []
+        self._rest = optimize(state)
+
+    def results(self) -> Iterator[tuple[Assignment, float]]:
+        """Yield all results, from the first."""
+        yield from tuple(self.found)
+        for one in self._rest:
+            self.found.append(one)
+            yield one
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """The best assignment that a search found, and the relaxation that bounds all others."""
+
+    graph: GraphModule
+    skeleton: Skeleton
+    assignment: Assignment
+    relaxation: Relaxation  # under the multipliers with the highest bound that was found
+    budget: MemoryBudget | None
+
+    @property
+    def factor_graph(self) -> FactorGraph:
+        """Return the factor graph that was searched."""
+        return self.relaxation.factor_graph
+
+
+def prepare(
+    gm: GraphModule, mesh: Mesh, axis_groups: AxisGroups | None = None, *, deadline: float = float("inf")
+) -> Prepared:
+    """Prepare a CAPTURED graph, with each axis by itself where no `axis_groups` are given.
+
+    Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
+    """
+    assert mesh.hardware is not None
+    node_costs = NodeCosts(gm.graph, UnitCosts(mesh, mesh.hardware))
+    structure = StepStructure(gm)
+    skeleton = make_skeleton(structure, mesh, axis_groups or single_axes(mesh), deadline=deadline)
+    return Prepared.of(structure, skeleton, node_costs, deadline)
+
+
+def best_solution(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
+    """Return the layouts of a CAPTURED graph with the least predicted step that fits the memory.
+
+    Raises ConstraintError for pins that no layout meets, MemoryLimitError where no plan was found that fits.
+    """
+    started = time.perf_counter()
+    prepared = prepare(gm, mesh)
+    if goal.time_limit is not None:
+        goal = replace(goal, time_limit=goal.time_limit - (time.perf_counter() - started))
+    return list(prepared.solutions(goal))[-1]

@@ -1,0 +1,81 @@
+"""Evaluate an assignment of strategies: the loads, bytes and seconds of its step, by the terms of the objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.search.model.factor_graph import Floats
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import COMPUTE, step_seconds
+from passes.search.model.transitions import Transitions
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A strategy (its number) for each variable, and what it costs.
+
+    `kept` are numbers of parameters in the backward that take what the forward gathered, `repeated` those of other values
+    whose transition is repeated in the backward rather than its result kept. Objective in seconds, `memory` in bytes,
+    `loads` [segment, resource] in seconds.
+    """
+
+    strategies: list[int]
+    kept: list[int]
+    repeated: list[int]
+    objective: float
+    memory: float
+    loads: Floats
+
+
+def evaluate(
+    transitions: Transitions,
+    strategies: list[int],
+    *,
+    keeps: float,
+    repeats: float | None = None,
+    budget: MemoryBudget | None = None,
+) -> Assignment | None:
+    """Return the assignment of these strategies; None where a transition is impossible.
+
+    What the forward gathered of a parameter is kept for the backward, where that needs the same layout, if this saves at
+    least `keeps` seconds on links per byte; the result of another value's transition if it saves at least `repeats` (by
+    default the same). What is over the limit of `budget` is recomputed.
+    """
+    graph, repeats = transitions.factor_graph, keeps if repeats is None else repeats
+    pairs = list(zip(graph.variables, strategies, strict=True))
+    loads, memory = np.zeros((len(graph.segments), 3)), graph.base
+    for variable, strategy in pairs:
+        loads[variable.segment, COMPUTE] += variable.seconds[strategy]
+        memory += variable.state[strategy]
+    memory += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
+    gathered = np.zeros(len(graph.segments))
+    kept, repeated = [], []
+    reached: list[set[int]] = []  # per value, the layouts (numbers) to which it has transitions
+    for number, (value, terms) in enumerate(zip(graph.values, transitions.terms, strict=True)):
+        source = int(transitions.makers[number].at[strategies[value.maker.variable]])
+        reached.append(set())
+        for target in dict.fromkeys(int(user.at[strategies[user.variable]]) for user in transitions.users[number]):
+            arc, layout = (source, target), transitions.targets[number][target]
+            if terms.same[arc]:
+                continue
+            if terms.impossible[arc]:
+                return None
+            reached[-1].add(layout)
+            saved, nbytes, held = terms.link_seconds[arc], float(terms.moved[target]), float(terms.held[arc])
+            earlier = value.gathered_in_forward
+            if earlier >= 0 and layout in reached[earlier] and saved > keeps * nbytes:
+                kept.append(number)
+                memory += nbytes
+                continue
+            if held and value.repeat_segment >= 0 and saved <= repeats * held:
+                repeated.append(number)
+                loads[value.repeat_segment] += terms.repeat_loads[:, source, target]
+            else:
+                memory += held
+            gathered[value.segment] += terms.gathered[arc]
+            loads[value.segment] += terms.loads[:, source, target]
+    total = float(memory + gathered.max())
+    objective = step_seconds(loads, total, budget)
+    return Assignment(strategies, sorted(set(kept)), sorted(set(repeated)), objective, total, loads)

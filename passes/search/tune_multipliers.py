@@ -1,0 +1,88 @@
+"""Look for the multipliers with the highest bound, and for those under which assignments fit the memory."""
+
+from __future__ import annotations
+
+from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.objective import GB
+from passes.search.search_state import PRUNING_SWEEPS, SearchState
+from passes.search.solvers.cutting_planes import best_multipliers
+from passes.search.solvers.dual_ascent import Restriction
+from passes.search.solvers.multipliers import Multipliers
+
+ROUNDS = 8  # of tuning by the linear program of what is near the bound, at most
+GAIN = 5e-4  # of the bound: a round that adds less is idle
+PATIENCE = 2  # idle rounds in a row end the tuning
+CUTS = 6  # rounds of cutting planes that look for a price on bytes; each halves the distance to the last
+ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
+NEAR = 0.002  # of the bound: strategies within this of it are in the linear program
+CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
+LARGE = 5_000  # transitions of a program that HiGHS takes seconds for
+SMALL_GAP = 0.0075  # of the step: to which the first program is solved; closer takes HiGHS three times as long
+SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an assignment of little memory is wanted
+
+
+def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
+    """Look for a price on bytes under which the relaxation rounds to an assignment that fits; False if none exists.
+
+    First bytes alone count: where even that bound is over the most that fits, no assignment does.
+    """
+    segments = ((0.0, 0.0, 0.0),) * len(state.factor_graph.segments)
+    state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
+    if state.dual.bound > (budget.most - state.factor_graph.base) / GB:
+        return False
+    if not state.seen:
+        return True
+    multipliers = best_multipliers(state.seen, budget)
+    for _ in range(CUTS):
+        state.reweigh(multipliers, ROUGH)
+        if state.incumbent is not None and state.is_late:
+            break
+        multipliers = best_multipliers(state.seen, budget).between(multipliers)
+    return True
+
+
+def raise_price_of_bytes(state: SearchState, steps: float) -> None:
+    """Ascend where all bytes of an assignment cost as much as so many steps."""
+    state.ascend(ROUGH)
+    if state.seen:
+        byte = steps * min(assignment.objective for assignment in state.seen) / max(1.0, state.smallest)
+        state.reweigh(Multipliers(state.relaxation.multipliers.segments, byte), ROUGH)
+
+
+def tune(state: SearchState) -> None:
+    """Look for the multipliers with the highest bound, then solve the program of all that was near it.
+
+    The duals of the linear program of what is near the bound are multipliers; what is near the bound under those joins the
+    program, and so on. New multipliers are taken halfway, as those of few strategies oscillate.
+    """
+    best = state.dual_bound, state.relaxation.multipliers
+    restriction, idle = _near_bound(state), 0
+    for _ in range(ROUNDS):
+        multipliers = state.formulation(restriction).multipliers(state.seconds_left)
+        if state.is_done or multipliers is None:
+            break
+        state.reweigh(multipliers.between(best[1]))
+        gain = state.dual_bound - best[0]
+        idle = 0 if gain > GAIN * best[0] else idle + 1
+        if gain > 0:
+            best = best[0] + gain, state.relaxation.multipliers
+        if state.is_proven:
+            break
+        before, restriction = restriction.size, restriction.joined(_near_bound(state))
+        if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
+            break
+    if state.relaxation.multipliers is not best[1]:
+        state.reweigh(best[1])
+    if not state.is_done:
+        gap = max(state.goal.gap / 2, SMALL_GAP)
+        assignment, _ = state.formulation(restriction).solve(gap, state.seconds_left, nodes=1)
+        state.offer_solved(assignment)
+
+
+def _near_bound(state: SearchState) -> Restriction:
+    """Return the strategies near the bound, or the cheapest where those make a large program; and the assignments seen."""
+    bound, dual = state.dual.bound, state.dual.copied()
+    dual.prune(bound + NEAR * state.dual_bound, PRUNING_SWEEPS)
+    seen = [assignment.strategies for assignment in state.seen]
+    restrictions = (dual.cheapest(most, seen) for most in CHEAPEST)
+    return next((one for one in restrictions if one.size <= LARGE), dual.cheapest(0, seen))

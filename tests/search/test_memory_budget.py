@@ -1,0 +1,97 @@
+"""Bytes over the limit cost what recomputing values takes; that is near what it takes in a program."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from autoshard import Mesh, Options, plan
+from autoshard.planner.recomputation import Kept, Settling, Trial
+from examples.llama import TINY, Llama
+from passes.search.goal import Goal
+from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
+from passes.search.model.transitions import Transitions
+from passes.search.optimize import solve
+from passes.search.solvers.evaluate import evaluate
+from tests.search.test_optimize import problem_of, small_graph
+
+
+def test_the_cheapest_bytes_are_freed_first() -> None:
+    # The second point is above the line from nothing to the third.
+    recomputation = recomputation_curve([(4.0, 8.0), (1.0, 1.5), (2.0, 2.0), (2.0, 5.0)])
+    assert recomputation == (RecomputationStep(2.0, 1.0), RecomputationStep(2.0, 3.0))
+    budget = MemoryBudget(10.0, recomputation)
+    assert [budget.seconds(memory) for memory in (9.0, 11.0, 13.0, 14.0)] == [0.0, 1.0, 5.0, 8.0]
+    assert budget.fits(14.0) and not budget.fits(14.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
+    draw = random.Random(seed)
+    limit, points = draw.uniform(-2, 10), [(draw.uniform(0, 9), draw.uniform(0, 9)) for _ in range(4)]
+    budget = MemoryBudget(limit, recomputation_curve(points))
+    for _ in range(50):
+        memory, base, byte = budget.most - draw.uniform(0, 20), draw.uniform(0, 3), draw.uniform(0, 5)
+        assert byte * (memory - base) - budget.worth(byte, base) <= budget.seconds(memory) + 1e-9
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 0.5), (0, 0.9), (1, 0.7), (2, 0.6), (2, 0.95)])
+def test_the_plan_is_the_best_of_all_with_what_they_recompute(seed: int, share: float) -> None:
+    lines = small_graph(seed, "tp=2").splitlines()
+    factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
+    transitions = Transitions(factor_graph, unit_costs)
+    ranges = (range(len(variable.strategies)) for variable in factor_graph.variables)
+    picks = [list(picked) for picked in product(*ranges)]
+    free = [plan for picked in picks if (plan := evaluate(transitions, picked, keeps=0.0)) is not None]
+    fastest, smallest = min(free, key=lambda one: one.objective), min(one.memory for one in free)
+    limit = share * smallest  # all have to free something
+    size = smallest - limit
+    for recomputation in (
+        (RecomputationStep(size, fastest.objective / 9 / size), RecomputationStep(size, fastest.objective / size)),
+        (RecomputationStep(4 * size, fastest.objective / 50 / size),),
+    ):
+        budget = MemoryBudget(limit, recomputation)
+        fitting = [one.objective + budget.seconds(one.memory) for one in free if budget.fits(one.memory)]
+        found, bound = solve(factor_graph, unit_costs, Goal(limit, gap=1e-6, recomputation=recomputation))
+        assert found.objective == pytest.approx(min(fitting), rel=1e-5)
+        assert bound <= min(fitting) * (1 + 1e-9) and budget.fits(found.memory)
+
+
+CONFIG = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=512)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4", "dp=2,cp=2,tp=2"])
+def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
+    with torch.device("meta"):
+        model, tokens = Llama(CONFIG), torch.empty(64, CONFIG.seq, dtype=torch.long)
+    made = plan(model, Mesh(mesh, hardware="h100"), (tokens, tokens), options=Options())
+    again = made.replan(recompute="block").recomputation
+    assert made.state is not None and made.state.prepared is not None and again is not None
+    recomputation = made.state.prepared.recomputation
+    assert again.freed is not None and again.compute is not None
+    assert sum(step.nbytes for step in recomputation) == pytest.approx(again.freed, rel=0.3)
+    assert sum(step.nbytes * step.seconds for step in recomputation) == pytest.approx(again.compute, rel=0.5)
+
+
+def test_a_quick_answer_stops_at_the_first_program_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model, tokens = Llama(CONFIG), torch.empty(64, CONFIG.seq, dtype=torch.long)
+    made = plan(model, Mesh("dp=8", hardware="h100"), (tokens, tokens), options=Options())
+    assert made.cost is not None
+    trials, trial = list[Kept](), Settling.trial
+
+    def counted(self: Settling, kept: Kept) -> Trial:
+        trials.append(kept)
+        return trial(self, kept)
+
+    monkeypatch.setattr(Settling, "trial", counted)
+    limit = int(0.5 * made.cost.peak_memory)
+    quick = made.replan(memory_limit=limit)
+    assert quick.cost is not None and quick.cost.peak_memory <= limit and quick.recomputation is not None
+    assert trials[0] is None and 2 <= len(trials) <= 3, trials
+    proven = made.replan(memory_limit=limit, prove=True)
+    assert proven.cost is not None and proven.cost.step_time <= quick.cost.step_time * 1.001

@@ -1,0 +1,163 @@
+"""The search finds what exhaustive enumeration finds, and says how sure it is."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import passes.rules  # registers the rules
+from passes.errors import MemoryLimitError
+from passes.ir.mesh import Mesh
+from passes.ir.text import parse_graph
+from passes.search.goal import Goal
+from passes.search.model.transitions import Transitions
+from passes.search.optimize import solve
+from passes.search.prepared import prepare
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.evaluate import evaluate
+from tests.search.brute_force import least_step
+
+assert passes.rules
+EXACT = Goal(gap=1e-6)
+CALLS, WEIGHTS = 8, ("w0", "w1", "w2", "w3")
+
+
+def small_graph(seed: int, mesh: str) -> str:
+    """Eight calls: products with parameters and of values, pointwise calls, sums over a dim and what is made of them, views."""
+    draw = random.Random(seed)
+    rows, columns = draw.choice(((64, 64), (2048, 2048), (8192, 8192), (4096, 256), (256, 8192)))
+    square = f"f32[{columns}, {columns}]"
+    lines = [f"mesh {mesh}", "stage CAPTURED", *(f'%{w}: {square} = parameter("{w}")' for w in WEIGHTS)]
+    lines.append(f'%x: f32[{rows}, {columns}] = input("x")')
+    shapes = {"x": f"[{rows}, {columns}]"}
+    last = "x"
+    for number in range(CALLS):
+        name, shape = f"v{number}", shapes[last]
+        others = [value for value, one in shapes.items() if one == shape]
+        thin = [value for value, one in shapes.items() if one == f"[{rows}, 1]"]
+        calls = {
+            "relu": (f"relu(%{last})", shape),
+            "add": (f"add.Tensor(%{last}, %{draw.choice(others[-2:])})", shape),
+        }
+        if shape == f"[{rows}, {columns}]":
+            calls["mm"] = f"mm(%{last}, %{draw.choice(WEIGHTS)})", shape
+            calls["mm again"] = f"mm(%{last}, %{draw.choice(WEIGHTS)})", shape
+            calls["sum"] = f"sum.dim_IntList(%{last}, [1], True)", f"[{rows}, 1]"
+            calls["view"] = f"view(%{last}, [{rows // 4}, 4, {columns}])", f"[{rows // 4}, 4, {columns}]"
+            if thin:
+                calls["scale"] = f"mul.Tensor(%{last}, %{draw.choice(thin)})", shape
+        elif shape == f"[{rows}, 1]":
+            whole = [value for value, one in shapes.items() if one == f"[{rows}, {columns}]"]
+            calls["spread"] = f"mul.Tensor(%{draw.choice(whole)}, %{last})", f"[{rows}, {columns}]"
+        else:
+            calls["view back"] = f"view(%{last}, [{rows}, {columns}])", f"[{rows}, {columns}]"
+        call, shapes[name] = calls[draw.choice(sorted(calls))]
+        lines.append(f"%{name}: f32{shapes[name]} = {call}")
+        last = name
+    lines.append(f'return output("output") %{last}')
+    return "\n".join(lines) + "\n"
+
+
+def problem_of(text: str, hardware: str = "h100"):  # type: ignore[no-untyped-def]
+    gm, parsed = parse_graph(text)
+    mesh = Mesh(parsed.names, parsed.sizes, hardware=hardware)
+    prepared = prepare(gm, mesh)
+    return prepared.factor_graph, prepared.node_costs.unit_costs
+
+
+SMALL = [
+    *((seed, "tp=2", "h100") for seed in range(20)),
+    *((seed, "tp=8", "a100-pcie") for seed in range(20, 40)),
+    *((seed, "dp=2,tp=2", "h100") for seed in (*range(23, 35), *range(36, 39))),  # others have too many to enumerate
+    *((seed, "dp=16,tp=8", "b200") for seed in (*range(26, 35), *range(36, 46))),
+]
+
+
+@pytest.mark.parametrize(("seed", "mesh", "hardware"), SMALL)
+def test_no_plan_is_better(seed: int, mesh: str, hardware: str) -> None:
+    factor_graph, unit_costs = problem_of(small_graph(seed, mesh), hardware)
+    assert sum(node.op == "call_function" for variable in factor_graph.variables for node in variable.nodes) == CALLS
+    plan, bound = solve(factor_graph, unit_costs, EXACT)
+    best = least_step(factor_graph, unit_costs, worst=plan.objective * (1 + 1e-5))
+    assert plan.objective == pytest.approx(best, rel=1e-5)
+    assert bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
+    """Of graphs that are small enough to write all plans down."""
+    lines = small_graph(seed, "tp=2").splitlines()
+    factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
+    assert math.prod(len(variable.strategies) for variable in factor_graph.variables) <= 60_000, "too many to enumerate"
+    transitions = Transitions(factor_graph, unit_costs)
+    plans = (
+        evaluate(transitions, list(picked), keeps=0.0)
+        for picked in product(*(range(len(variable.strategies)) for variable in factor_graph.variables))
+    )
+    assert least_step(factor_graph, unit_costs) == pytest.approx(min(plan.objective for plan in plans if plan is not None))
+
+
+def deep_graph(layers: int, mesh: str, rows: int = 4096) -> str:
+    """Layers of two products with a kernel between them, and what is added to."""
+    lines = [f"mesh {mesh}", "stage CAPTURED", f'%x: f32[{rows}, 4096] = input("x")']
+    lines += [f'%{name}{i}: f32[4096, 4096] = parameter("{name}{i}")' for i in range(layers) for name in ("up", "down")]
+    last = "x"
+    for i in range(layers):
+        lines += [
+            f"%a{i}: f32[{rows}, 4096] = mm(%{last}, %up{i})",
+            f"%b{i}: f32[{rows}, 4096] = relu(%a{i})",
+            f"%c{i}: f32[{rows}, 4096] = exp(%b{i})",
+            f"%d{i}: f32[{rows}, 4096] = mm(%c{i}, %down{i})",
+            f"%e{i}: f32[{rows}, 4096] = add.Tensor(%d{i}, %{last})",
+        ]
+        last = f"e{i}"
+    return "\n".join([*lines, f'return output("output") %{last}']) + "\n"
+
+
+def test_a_large_graph_has_fewer_variables_than_calls() -> None:
+    factor_graph, _ = problem_of(deep_graph(8, "tp=2"))
+    calls = [node.name for variable in factor_graph.variables for node in variable.nodes if node.op == "call_function"]
+    assert len(calls) == 40
+    assert sum(variable.nodes[0].op == "call_function" for variable in factor_graph.variables) == 32  # relu and exp are one
+
+
+def test_a_plan_that_cannot_fit_is_refused_by_its_bound() -> None:
+    factor_graph, unit_costs = problem_of(deep_graph(2, "dp=2,tp=2"))
+    with pytest.raises(MemoryLimitError, match=r"needs \d.*B: give more memory, more devices, or a smaller batch$"):
+        solve(factor_graph, unit_costs, Goal(memory_limit=1e6))
+
+
+def test_a_price_on_bytes_finds_a_plan_that_fits() -> None:
+    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 17))
+    rich, _ = solve(factor_graph, unit_costs, Goal())
+    limit = rich.memory * 0.85
+    poor, bound = solve(factor_graph, unit_costs, Goal(memory_limit=limit))
+    assert poor.memory <= limit * (1 + 1e-6)
+    assert rich.objective <= poor.objective and bound <= poor.objective
+
+
+def test_a_search_that_is_asked_the_same_goes_on_with_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, mesh = parse_graph(deep_graph(4, "dp=2,tp=2"))
+    goal, mesh = Goal(gap=0.1), Mesh(mesh.names, mesh.sizes, hardware="h100")
+    new = prepare(gm, mesh).explore(goal)
+    prepared = prepare(gm, mesh)
+    first = next(prepared.solutions(goal))
+    with monkeypatch.context() as patched:
+        patched.setattr(Dual, "ascend", lambda *_: pytest.fail("it was searched for again"))
+        found = prepared.explore(goal)
+        assert replace(next(prepared.solutions(goal)), seconds=first.seconds) == first
+    assert (found.assignment.strategies, found.assignment.objective) == (new.assignment.strategies, new.assignment.objective)
+    assert found.relaxation.dual.bound == new.relaxation.dual.bound
+    shorter = prepared.explore(Goal(memory_limit=found.assignment.memory * 0.9, gap=0.1))
+    assert shorter.assignment.memory <= found.assignment.memory * 0.9
+
+
+def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
+    factor_graph, unit_costs = problem_of(deep_graph(8, "dp=2,cp=2,tp=2"))
+    plan, bound = solve(factor_graph, unit_costs, Goal(time_limit=0.0))
+    assert 0.0 < bound <= plan.objective
+    assert len(plan.strategies) == len(factor_graph.variables)
