@@ -24,8 +24,8 @@ from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # numbers of chunks to try: each doubling halves what stays exposed and doubles launches and latency
 WHOLE, ONE = 1, 0  # the other ways: unchanged, or one operator of collective and products
-REACH = 16  # sites to either side of one that it is scheduled with: about those of a transformer layer
-WORTH = 0.002  # part of the time that splitting one form of products must save: less is finer than the model
+REACH = 16  # sites on either side that a site is scheduled with: about as many as a transformer layer has
+WORTH = 0.002  # fraction of the time that splitting one form of products must save: less is within the model's error
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def replicated(mesh: Mesh) -> Layout:
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of `str(placement)`."""
+    """Return the placement that `str(placement)` wrote."""
     text = text.strip()
     if text == "R":
         return R
@@ -149,7 +149,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """Inverse of `Layout.format`; an axis that is not named is replicated."""
+    """Return the layout that `Layout.format` wrote; an axis that is not named is replicated."""
     placements: list[Placement] = [R] * mesh.ndim
     for part in text.strip().removeprefix("{").removesuffix("}").split(","):
         axis, _, placement = part.partition(":")

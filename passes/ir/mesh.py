@@ -139,7 +139,7 @@ class Mesh:
         return f"autoshard:{where}:{'.'.join(axes)}"
 
     def axes_of_group(self, name: str) -> tuple[str, ...]:
-        """Inverse of `group_name`."""
+        """Return the axes that `group_name` got."""
         axes = tuple(name.rsplit(":", 1)[-1].split("."))
         for axis in axes:
             self.index(axis)

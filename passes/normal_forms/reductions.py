@@ -67,7 +67,7 @@ def _var_mean(at: At) -> bool:
 
 
 def _sum(at: At) -> bool:
-    """`sum(scatter(0, dim, index, value) * factor, dim)` is `value * factor`."""
+    """Turn `sum(scatter(0, dim, index, value) * factor, dim)` into `value * factor`."""
     rows, dims = at.operand, at.node.args[1]
     if rows.target is not aten.mul.Tensor or len(rows.all_input_nodes) != 2 or not at.arg(2, "keepdim", False):
         return False

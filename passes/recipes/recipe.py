@@ -29,7 +29,7 @@ class Site:
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Return the number of ranks of the axis."""
         return self.mesh.sizes[self.axis]
 
 

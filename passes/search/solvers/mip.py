@@ -187,7 +187,8 @@ class Formulation:
     # --- memory
 
     def _add_memory(self, budget: MemoryBudget) -> None:
-        """Limit bytes, in GB: what stays, the most that one call works on, and the most that one layer gathers."""
+        """Limit the memory, in GB: persistent bytes, the most that one call works on, and the most that one layer
+        gathers."""
         working, gathered = (self.program.column(0.0, float("inf")) for _ in range(2))
         self.bytes += [(working, GB), (gathered, GB)]
         for variable, columns in zip(self.factor_graph.variables, self.picks, strict=True):
