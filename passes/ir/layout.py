@@ -1,9 +1,9 @@
-"""How a value lives on a mesh: one placement per axis.
+"""Layouts: how a value is distributed over a mesh, one placement per axis.
 
-A sharded tensor dim is a digit of its index. Write the index `i` of a dim of size N in mixed radix as
-`i = (o * n + c) * m + r` with `o < outer`, `c < n`, `r < m` and `outer * n * m = N`: the axis of size
-`n` holds the elements whose digit `c` is its coordinate. `outer = 1` is the usual contiguous shard.
-One number therefore says what needs three concepts elsewhere:
+A sharded tensor dim is a digit of its index. Write the index `i` of a dim of size N in mixed radix as `i = (o * n + c)
+* m + r` with `o < outer`, `c < n`, `r < m` and `outer * n * m = N`: the axis of size `n` holds the elements whose digit
+`c` is its coordinate. `outer = 1` is the usual contiguous shard. So one number covers three cases that otherwise need a
+concept each:
 
 - the order of two axes on one dim: `{tp:S(0), dp:S(0/2)}` with `tp=2` is tp outside, dp inside;
 - a shard of an inner factor of a merged dim (a strided shard): the sequence of a flattened
@@ -32,7 +32,7 @@ IDENTITIES = {"sum": 0, "product": 1}  # terms that change nothing; for the othe
 
 
 class _Interned(type):
-    """Equal values are one object: a search compares and hashes them millions of times, which then takes no call."""
+    """Base of values of which equal ones are one object, since a search compares and hashes them millions of times."""
 
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)

@@ -38,7 +38,7 @@ class Axis:
         return next((pin.reason for pin in pins_of(node) if pin.axis == self.number), "")
 
     def fits(self, node: Node, placement: Placement) -> bool:
-        """Tell whether `placement` can join those of `node` on earlier axes."""
+        """Return whether `placement` can join those of `node` on earlier axes."""
         layout = self.placed.so_far(node).with_on(self.number, placement)
         return is_even(layout, tuple(tensor_of(node).shape), self.ctx.mesh)
 

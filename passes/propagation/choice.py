@@ -83,7 +83,7 @@ def _partial_rows(call: Call, space: Space) -> list[Row | None]:
 
 
 def _is_free(call: Call, row: Row) -> bool:
-    """Tell whether a rank gets all that `row` needs from what it has."""
+    """Return whether a rank gets all that `row` needs from what it has."""
     for value, placement, need in zip(call.inputs, call.have, row.operands, strict=True):
         if placement != need and not (placement == R and (isinstance(need, Shard) or is_zero(value))):
             return False

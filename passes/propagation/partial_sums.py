@@ -24,7 +24,7 @@ def reduction(axis: Axis, node: Node) -> Placement | None:
 
 
 def _passes_on(axis: Axis, user: Node, value: Node) -> bool:
-    """Tell whether `user` keeps a partial operand partial, as far as can be seen from here."""
+    """Return whether `user` keeps a partial operand partial, as far as can be seen from here."""
     if user.op == "output":
         return True
     space, inputs = axis.placed.space_of(user), operands(user)
@@ -77,11 +77,11 @@ def _wish_of(axis: Axis, user: Node, value: Node, depth: int) -> Placement | Non
 
 
 def is_aside(value: Node) -> bool:
-    """Tell whether a value is a number or an index: a sum passes it without growing."""
+    """Return whether a value is a number or an index: a sum passes it without growing."""
     tensor = tensor_of(value)
     return tensor.numel() == 1 or not tensor.is_floating_point()
 
 
 def is_zero(value: Node) -> bool:
-    """Tell whether the value is zero everywhere, and so is its own partial sum."""
+    """Return whether the value is zero everywhere, and so is its own partial sum."""
     return str(value.target) == "aten.full.default" and bool(value.args[1] == 0)

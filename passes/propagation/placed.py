@@ -37,7 +37,7 @@ class Placed:
         self._spaces: dict[Node, Space | None] = {}  # of calls, for all axes
 
     def allows(self, node: Node, row: Row) -> bool:
-        """Tell whether `row` on the next axis fits the digits that earlier axes already use."""
+        """Return whether `row` on the next axis fits the digits that earlier axes already use."""
         needs, results = self.needs.get(node, []), self.results.get(node, [])
         for is_result, earlier, new in ((False, needs, row.operands), (True, results, row.results)):
             split = [i for i, placement in enumerate(new) if isinstance(placement, Shard)]
@@ -50,7 +50,7 @@ class Placed:
         return True
 
     def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
-        """Tell whether placements on the axes so far split `shape` evenly."""
+        """Return whether placements on the axes so far split `shape` evenly."""
         return is_even(self._layout(placements), shape, self.mesh)
 
     def _layout(self, placements: Sequence[Placement]) -> Layout:

@@ -47,18 +47,18 @@ class SearchState:
 
     @property
     def is_proven(self) -> bool:
-        """Tell whether the gap between incumbent and bound is closed."""
+        """Return whether the gap between incumbent and bound is closed."""
         best = self.incumbent
         return best is not None and best.objective - self.bound <= self.goal.gap * best.objective
 
     @property
     def is_late(self) -> bool:
-        """Tell whether the time limit is over."""
+        """Return whether the time limit is over."""
         return self.goal.time_limit is not None and time.perf_counter() - self.started > self.goal.time_limit
 
     @property
     def is_done(self) -> bool:
-        """Tell whether the gap is closed or the time limit over."""
+        """Return whether the gap is closed or the time limit over."""
         return self.is_proven or self.is_late
 
     @property

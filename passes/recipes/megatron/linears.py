@@ -120,7 +120,7 @@ def _parts(node: Node, columns: int) -> tuple[int, ...]:
 
 
 def _keeps_columns(user: Node, node: Node) -> bool:
-    """Tell whether the last dim of `user` still is the columns of the linear `node`: a view, a sum, a scale, one of its shape."""
+    """Return whether the last dim of `user` still is the columns of the linear `node`: a view, a sum, a scale, one of its shape."""
     is_scale = user.target is aten.mul.Tensor and len(operands(user)) == 1
     is_moved = user.target in (aten.view.default, aten.add.Tensor)
     return is_scale or is_moved or tensor_of(user).shape == tensor_of(node).shape

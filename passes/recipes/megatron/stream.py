@@ -55,7 +55,7 @@ def _back(path: list[Node], placement: Shard, size: int) -> Shard | None:
 
 
 def depends_on_input(node: Node) -> bool:
-    """Tell whether a value is computed from an input of the model."""
+    """Return whether a value is computed from an input of the model."""
     queue, seen = [node], set()
     while queue:
         value = queue.pop()

@@ -46,7 +46,7 @@ class Grouping:
             self._members[member] = members
 
     def _go_together(self, maker: Node, node: Node) -> bool:
-        """Tell whether two groups can be one: all values between them can be inside."""
+        """Return whether two groups can be one: all values between them can be inside."""
         one, other = set(self._members[maker]), set(self._members[node])
         between = [(v, user) for user in other for v in operands(user) if _maker(v) in one]
         between += [(v, user) for user in one for v in operands(user) if _maker(v) in other]
@@ -65,11 +65,11 @@ class Grouping:
         return (partial if is_fusible(maker.target) or is_alias(maker) else made) <= needed
 
     def _has_heavy(self, node: Node) -> bool:
-        """Tell whether a group has a call that computes more where its operands were moved than where its result is."""
+        """Return whether a group has a call that computes more where its operands were moved than where its result is."""
         return any(map(_is_heavy, self._members[node]))
 
     def _is_near(self, maker: Node, node: Node) -> bool:
-        """Tell whether no place that is worth a reshard is between."""
+        """Return whether no place that is worth a reshard is between."""
         if is_alias(node):
             return True
         if not is_fusible(node.target):
@@ -92,7 +92,7 @@ def _is_large(value: Node) -> bool:
 
 
 def _grows(value: Node, node: Node) -> bool:
-    """Tell whether a cast or a view makes more bytes of its one operand."""
+    """Return whether a cast or a view makes more bytes of its one operand."""
     return len(operands(node)) == 1 and _bytes(node) > _bytes(value)
 
 

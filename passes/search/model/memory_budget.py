@@ -31,7 +31,7 @@ class MemoryBudget:
         return self.limit + sum(step.nbytes for step in self.recomputation)
 
     def fits(self, nbytes: float) -> bool:
-        """Tell whether a plan of so many bytes fits, with all that can be recomputed."""
+        """Return whether a plan of so many bytes fits, with all that can be recomputed."""
         return nbytes <= self.most
 
     def seconds(self, nbytes: float) -> float:

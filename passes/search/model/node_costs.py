@@ -148,7 +148,7 @@ class NodeCosts:
 
 
 def _is_filled(node: Node) -> bool:
-    """Tell whether a call has no tensors to read, such as `full`."""
+    """Return whether a call has no tensors to read, such as `full`."""
     return node.op == "call_function" and not operands(node)
 
 

@@ -102,7 +102,7 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
 
 
 def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
-    """Tell whether a call of the backward that cannot be fused reads a value, perhaps through views."""
+    """Return whether a call of the backward that cannot be fused reads a value, perhaps through views."""
     users = (user for user in value.users if user.op != "output" and user not in forward)
     return any(
         _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))

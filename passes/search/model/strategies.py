@@ -54,7 +54,7 @@ class _AxisRow:
     digit: int = 1
 
     def is_like(self, other: _AxisRow) -> bool:
-        """Tell whether they are the same on axes of any size."""
+        """Return whether they are the same on axes of any size."""
         if self.factor or other.factor:
             return (self.factor, self.digit) == (other.factor, other.digit)
         return self.row == other.row
@@ -130,7 +130,7 @@ def _alike(options: Sequence[tuple[_AxisRow, ...]]) -> Iterator[tuple[_AxisRow, 
 
 
 def _apart(length: int, digits: list[tuple[int, int]]) -> bool:
-    """Tell whether digits (first, end) of a factor do not cut through each other."""
+    """Return whether digits (first, end) of a factor do not cut through each other."""
     end = 1
     for first, after in sorted(digits):
         if first % end:
@@ -245,7 +245,7 @@ class _RowTable:
                     self._put(source, _AxisRow(row))
 
     def _never_pays(self, node: Node, row: Row) -> bool:
-        """Tell whether partial values pass that had better be reduced before."""
+        """Return whether partial values pass that had better be reduced before."""
         if node.op != "call_function" or not any([isinstance(at, Partial) for at in row.operands]):
             return False
         values = operands(node)
@@ -257,7 +257,7 @@ class _RowTable:
         return all(_numel(value) <= sum(map(_numel, value.users)) for value in partial) and len(partial) == 1
 
     def _takes(self, node: Node, position: int, placement: Placement) -> bool:
-        """Tell whether a user can use a result as it is placed; what is returned or resharded for a reason waits until then."""
+        """Return whether a user can use a result as it is placed; what is returned or resharded for a reason waits until then."""
         values = [user for user in node.users if item_of(user) == (node, position)] or [node]
         users = [(value, user) for value in values for user in value.users]
         return any(

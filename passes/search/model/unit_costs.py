@@ -201,7 +201,7 @@ def _code(placement: Placement) -> str:
 
 
 def _are_apart(one: Placement, size: int, other: Placement, width: int) -> bool:
-    """Tell whether digits, over `size` and `width` ranks, do not cut through each other."""
+    """Return whether digits, over `size` and `width` ranks, do not cut through each other."""
     if not (isinstance(one, Shard) and isinstance(other, Shard)) or one.dim != other.dim:
         return True
     return other.outer % (one.outer * size) == 0 or one.outer % (other.outer * width) == 0

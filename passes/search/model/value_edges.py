@@ -107,7 +107,7 @@ def _repeat_segment(node: Node, structure: StepStructure) -> int:
 
 
 def _is_widening(user: Node) -> bool:
-    """Tell whether mixed precision casts to the dtype that gradients are reduced in."""
+    """Return whether mixed precision casts to the dtype that gradients are reduced in."""
     if user.op != "call_function" or not note_of(user) or is_reshard(user):
         return False
     return tensor_of(user).element_size() > tensor_of(operands(user)[0]).element_size()

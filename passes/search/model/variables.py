@@ -132,7 +132,7 @@ class _Variables:
             self._own(self._add(nodes, (strategy,)), nodes, positions)
 
     def _is_pinned(self, node: Node) -> bool:
-        """Tell whether a node is the tangent of an output whose layout is pinned."""
+        """Return whether a node is the tangent of an output whose layout is pinned."""
         return input_of(node).role is InputRole.TANGENT and is_reshard(self._output_for(node))
 
     def _output_for(self, tangent: Node) -> Node:

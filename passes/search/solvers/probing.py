@@ -27,7 +27,7 @@ Classes = Sequence[Sequence[Hashable]]  # per variable and strategy
 
 
 def is_empty(graph: FactorGraph, dual: Dual) -> bool:
-    """Tell whether no assignment costs less than the threshold that `dual` was pruned by.
+    """Return whether no assignment costs less than the threshold that `dual` was pruned by.
 
     False where this was not found out in `PROBES`, or by the dual's deadline.
     """
