@@ -28,7 +28,7 @@ from passes.errors import GraphTextError
 from passes.ir.mesh import Mesh
 
 PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
-IDENTITIES = {"sum": 0, "product": 1}  # terms that change nothing; for the others, equal terms reduce to themselves
+IDENTITIES = {"sum": 0, "product": 1}  # neutral terms; for the other ops, equal terms reduce to themselves
 
 
 class _Interned(type):
@@ -53,7 +53,7 @@ def _values(value: Any) -> tuple[Any, ...]:
 
 
 class _Single(metaclass=_Interned):
-    """What is pickled or copied is made again, so that it stays one object."""
+    """Base of placements and layouts: pickling and copying rebuild the value, so that it stays one object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), _values(self)
@@ -193,10 +193,9 @@ def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
 
 
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Return whether a value of `shape` can have `layout` at all: no other one can be stored, moved or lowered.
+    """Return whether a value of `shape` can have `layout`: otherwise it cannot be stored, moved or lowered.
 
-    As `is_even`, but the innermost digit of a dim may be padded, as that of a parameter is. What a call computes on is
-    even besides.
+    Like `is_even`, but the innermost digit of a dim may be padded, as parameters are. Operands of calls must be even.
     """
     return _is_storable(layout, tuple(shape), mesh.sizes)
 
@@ -259,8 +258,11 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
 
 
 def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Return one rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
-    reduction's identity elsewhere (for max, min and avg: the value itself everywhere)."""
+    """Return one rank's part of a global tensor.
+
+    Of a partial value, coordinate 0 gets the whole and the others the reduction's identity (for max, min and avg, all
+    get the value itself).
+    """
     for dim in range(tensor.dim()):
         for axis in reversed(layout.axes_on(dim)):
             placement = layout.on(axis)
@@ -273,7 +275,7 @@ def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tup
 
 
 def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
-    """Return the elements of `tensor` whose digit is `coordinate`; a dim that does not divide is padded with zeros.
+    """Return the elements of `tensor` whose digit is `coordinate`, padding a dim that does not divide with zeros.
 
     Digits outside this one must still be whole in `tensor`: take inner digits first.
     """

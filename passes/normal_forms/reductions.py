@@ -1,4 +1,4 @@
-"""Write what reduces as sums and products, which may be partial on an axis."""
+"""Rewrites of reductions to sums and products, which may be partial on an axis."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _var_mean(at: At) -> bool:
     return True
 
 
-# --- 7: a sum of rows that have one entry each
+# --- 7: a sum of rows that have one nonzero entry each
 
 
 def _sum(at: At) -> bool:

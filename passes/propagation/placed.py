@@ -1,4 +1,4 @@
-"""Keep what propagation has decided so far: placements of results and operands, one axis after the other."""
+"""The state of propagation: placements of results and operands, one axis after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.rules.rule import Row, Space, space_of
 class Placed:
     """Placements decided so far, axis by axis: those of each node's results, and those needed of its operands.
 
-    Axes that split the inputs come first: what they split, others split further.
+    Axes that split the inputs come first; later axes split the same dims further.
     """
 
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:

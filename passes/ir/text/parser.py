@@ -1,4 +1,4 @@
-"""Reads the lines of graph text into a graph; see `passes/ir/text/printer.py` for the language."""
+"""The parser of graph text; `passes/ir/text/printer.py` describes the language."""
 
 from __future__ import annotations
 
