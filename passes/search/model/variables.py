@@ -36,9 +36,9 @@ from passes.search.model.value_edges import segments_of, values_of
 def make_skeleton(
     structure: StepStructure, mesh: Mesh, axis_groups: AxisGroups, *, deadline: float = float("inf")
 ) -> Skeleton:
-    """Return the factor graph without costs, with tied layers as one; of the mesh, it depends on the axes alone.
+    """Return the factor graph without costs, with tied layers as one; it depends on the mesh only by its axes.
 
-    Axes of one group are used alike, but for what is pinned. Raises ConstraintError for pins that no layout meets,
+    Axes of one group are used alike, except where pinned. Raises ConstraintError for pins that no layout meets,
     TimeoutError past `deadline` (by `time.perf_counter`).
     """
     made = _Variables(structure, mesh, axis_groups, deadline)
@@ -119,7 +119,7 @@ class _Variables:
                 self.owners[self.leader[reshard]] = Owner(variable, slot, slot)
 
     def add_replicated(self) -> None:
-        """Add numbers, buffers and what tells ranks apart, which are whole on every rank, and outputs that are left."""
+        """Add numbers, buffers and rank coordinates, which are whole on every rank, and the remaining outputs."""
         nodes = tuple(node for node in placeholders(self.graph) if self._is_free(node) and not self._is_pinned(node))
         positions = [
             i
