@@ -25,7 +25,8 @@ from autoshard.debug.checking import (
 )
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.errors import UserError
 from passes.ir.graph import Stage, copy_graph
@@ -88,7 +89,8 @@ def bisect(
         raise UserError("with mixed precision the numbers are not the model's after any pass; bisect without")
     keeper = _Every()
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
-    planned = make_plan(model, args, call.kwargs, wanted, options, training=training, observers=(keeper,))
+    request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
+    planned = make_plan(request, observers=(keeper,))
     whole = keeper.kept[0][2]
     if any(map(is_random, whole.graph.nodes)):
         raise UserError("the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check")

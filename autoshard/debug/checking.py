@@ -24,7 +24,8 @@ from autoshard.config.validation import check_call, shown
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.make_plan import Planned, make_plan
+from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError, PlanError, UserError
@@ -133,16 +134,9 @@ def check(
         plan = ShardingPlan.load(plan)
     options = options_given(options) if options is not None or plan is None else options_of(plan.settings)
     keeper = Keeper()
-    planned = make_plan(
-        model,
-        call.args,
-        call.kwargs,
-        mesh_of(mesh, options.hardware),
-        options,
-        training=torch.is_grad_enabled(),
-        plan=plan,
-        observers=(keeper,),
-    )
+    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
+    request = PlanRequest(model, call.args, call.kwargs, wanted, options, training=training)
+    planned = make_plan(request, plan=plan, observers=(keeper,))
     precision = precision_of(call, options)
     return comparison(keeper.graph, planned, call, precision, is_exact=options.mixed_precision is None)
 

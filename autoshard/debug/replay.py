@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.debug.dump_header import PLACING, format_header, parse_header
+from autoshard.dumps.dump_header import PLACING, format_header, parse_header
 from passes.base import PassContext, Remark
 from passes.errors import UserError
 from passes.ir.text import format_graph, parse_graph

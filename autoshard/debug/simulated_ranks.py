@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.compile.compiled import Split
 from autoshard.debug.rank_interpreter import run_ranks
-from autoshard.planner.planning import Planned
+from autoshard.planner.make_plan import Planned
 from passes.ir.graph import (
     Input,
     InputRole,

@@ -30,8 +30,6 @@ from passes.manager import PassManager
 from passes.search.alternatives import Alternative, alternatives
 from passes.search.model.axis_groups import format_axis_groups
 
-SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
-# plan near the bound is told
 PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
 WIDTH = 100  # characters of a line
@@ -75,8 +73,7 @@ def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> 
     subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
-    is_quick = state is not None and state.is_quick
-    forced, solved = _pins(plan), 1 if is_quick or len(priced) > 1 else SOLVED
+    forced, solved = _pins(plan), 1 if state is None or len(priced) > 1 else state.effort.alternatives
     return Explanation(
         what,
         subject.kind,

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch.fx import GraphModule, Node
 
 from autoshard.compile.overlap import OverlapPhase
+from autoshard.planner.effort import Effort
 from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import Trial, program_of_split
@@ -25,9 +26,6 @@ from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin, set_repeats
 from passes.ir.matmul_chunks.sites import sites_in
 
-TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
-TOLD_QUICKLY = 0.05  # ... for a quick answer
-
 
 @dataclass(frozen=True)
 class Chunking:
@@ -36,7 +34,7 @@ class Chunking:
     problem: Problem
     repeats: Repeats
     trial: Trial
-    quick: bool = False
+    effort: Effort
 
     @property
     def could_save(self) -> float:
@@ -53,7 +51,7 @@ class Chunking:
         for backward, gm in self._halves.items():
             own = [(task, seconds) for task, seconds in timeline.exposed_by_task if task.backward is backward]
             found[backward] = sum(exposed_by_form(sites_in(gm), own).values())
-        least = (TOLD_QUICKLY if self.quick else TOLD) * timeline.step_time
+        least = self.effort.least_chunked * timeline.step_time
         return {backward: seconds for backward, seconds in found.items() if seconds >= least}
 
     @property
@@ -81,7 +79,7 @@ class Chunking:
         cut = replace(split, forward=halves[False], backward=halves.get(True))
         program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
         known = unchanged(self.trial.program, self.trial.timeline.program, program)
-        return run_step(program, self.problem.options, quick=self.quick, known=known), tuple(remarks)
+        return run_step(program, self.problem.options, effort=self.effort, known=known), tuple(remarks)
 
 
 def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import room_for
@@ -18,13 +19,8 @@ class PlanningState:
 
     problem: Problem
     folded: Folded
+    effort: Effort
     prepared: Prepared | None = None  # for the search that made the plan
-    gap: float = Goal.gap  # that the search was content with
-
-    @property
-    def is_quick(self) -> bool:
-        """True where the plan answers a question and is not proven as far as it could be."""
-        return self.gap > Goal.gap
 
     @cached_property
     def searched(self) -> Searched:
@@ -35,4 +31,4 @@ class PlanningState:
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
         room = room_for(self.problem, prepared)
-        return prepared.explore(Goal(room.limit, self.gap, options.time_limit, options.keeps_gathered, room.recomputation))
+        return prepared.explore(Goal(room.limit, self.effort.gap, options.time_limit, options.keeps_gathered, room.recomputation))

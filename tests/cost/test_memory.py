@@ -10,7 +10,8 @@ import torch
 
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.config.options import Options
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.cost.build_program import program_of
 from passes.cost.liveness import bytes_by_kind
 from passes.cost.program import STATE, Program
@@ -58,7 +59,7 @@ def _split(name: str, mode: Mode) -> tuple[Split, Mesh]:
     make, axes, recipe = CASES[name]
     case, mesh = make(), Mesh(axes, hardware="cpu")
     case.model.to(torch.float32)
-    planned = make_plan(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe))
+    planned = make_plan(PlanRequest(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe)))
     return split_program(planned.graph, mode=mode), mesh
 
 

@@ -10,6 +10,7 @@ from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
+from passes.ir.collectives import is_step
 from passes.ir.graph import is_reshard, layout_of, needs_of
 from passes.ir.layout import Shard
 from passes.ir.text import parse_graph
@@ -94,9 +95,7 @@ return output("output") %add
 
 def test_megatron_mlp_needs_one_gather_and_one_reduce_scatter() -> None:
     gm, _ = place(MLP.lstrip(), InsertReshards(), FuseCollectives(), CancelReshards(), LowerReshards())
-    steps = [
-        n.target.__name__ for n in gm.graph.nodes if callable(n.target) and n.target.__module__.endswith("collective")
-    ]
+    steps = [node.target.__name__ for node in gm.graph.nodes if is_step(node)]
     assert steps == ["all_gather", "reduce_scatter"]
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, check, plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.ir.graph import operands, tensor_of
 
 SEQ, BATCH = 8, 4
@@ -86,7 +87,7 @@ def test_adapters_leave_the_products_of_a_rank_few() -> None:
 def products(model: AdaptedBlock, mesh: str) -> float:
     """Multiplications that one rank does in products of matrices, forward and backward."""
     args = (torch.randn(BATCH, SEQ, 32),)
-    planned = make_plan(model, args, {}, Mesh(mesh), Options(recipe="megatron"))
+    planned = make_plan(PlanRequest(model, args, {}, Mesh(mesh), Options(recipe="megatron")))
     nodes = [node for node in planned.graph.graph.nodes if node.target is torch.ops.aten.mm.default]
     return float(sum(tensor_of(node).numel() * tensor_of(operands(node)[0]).shape[1] for node in nodes))
 

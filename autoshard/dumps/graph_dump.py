@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from autoshard.config.options import Dump, Options
-from autoshard.debug.dump_header import Header, format_header
+from autoshard.dumps.dump_header import Header, format_header
 from passes._torch import is_traced, trace_artifact
 from passes.base import Pass
 from passes.observers import Dumper
