@@ -116,8 +116,8 @@ def _graphs(split: Split) -> tuple[GraphModule, ...]:
 def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
     """Return a copy of a graph after our passes."""
     gm = copy_graph(given)
-    given = options.hiding or Overlap()
-    passes = OverlapPasses(limit, given.bucket_bytes).passes
+    overlap = options.hiding or Overlap()
+    passes = OverlapPasses(limit, overlap.bucket_bytes).passes
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 

@@ -94,7 +94,7 @@ class Seed(Pass):
         seeds.decide()
         seeds.split_batch()
         seeds.store()
-        return True
+        return seeds.changed
 
 
 class _Seeds:
@@ -107,11 +107,13 @@ class _Seeds:
             axis: recipe_named(name) for axis, (name, size) in enumerate(named) if name is not None and size > 1
         }
         self.layouts = {node: replicated(ctx.mesh) for node in placeholders(gm.graph)}
+        self.changed = False
 
     def pin(self, node: Node, axis: int, placement: Placement, reason: str) -> None:
         if _is_pinned(node, axis):
             return
         add_pin(node, Pin(axis, placement, reason))
+        self.changed = True
         if node in self.layouts:
             self.layouts[node] = self.layouts[node].with_on(axis, placement)
 
@@ -146,6 +148,7 @@ class _Seeds:
 
     def _pin_returned(self, value: Node, constraints: list[Constraint]) -> Node:
         new = add_reshard(value, "seed: options: output")
+        self.changed = True
         for one in constraints:
             add_pin(new, Pin(self.mesh.index(one.axis), one.placement, "options"))
         return new

@@ -1,6 +1,6 @@
 """No collective is anonymous: each names its module, its line, what it moves, and the pass that made it with the reason.
 
-So do those of every plan that any test makes: `tests/conftest.py` walks them.
+That a pass says why is checked whenever a plan is made: `collectives_of` raises where none does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autoshard.phases import Phases, default_passes
 from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.collectives import collectives_of
+from passes.errors import VerifyError
 from passes.ir.graph import transfer_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
@@ -26,16 +27,21 @@ from passes.solve import Solve
 from tests.models import Case, build
 
 PASSES = {*(one.name for one in default_passes()), "solve"}
+MOVED = ("parameter ", "gradient ", "input ", "output ", "tangent ", "buffer ", "%")
 
 
 def check_names(plan: ShardingPlan, model: nn.Module) -> None:
-    """Modules are the model's; what is in none is of a line of its own forward."""
+    """Modules are the model's; what is in none is of a line of its own forward. No line makes what is only returned."""
     assert plan.collectives
+    assert all(one.what.startswith(MOVED) for one in plan.collectives)
     assert {one.reason.partition(": ")[0] for one in plan.collectives} <= PASSES
     modules = {name for name, _ in model.named_modules() if name}
     lines, first = inspect.getsourcelines(type(model).forward)
     for one in plan.collectives:
+        if ": output needs " in one.reason and one.what.startswith(("parameter ", "buffer ")):
+            continue
         in_root = first <= one.origin.line < first + len(lines)
+        assert one.origin.file and one.origin.line and one.origin.source, one
         assert one.origin.fqn in modules or (one.origin.fqn == "" and in_root), one
 
 
@@ -51,9 +57,20 @@ def check_sent(planned: Planned) -> None:
         assert sorted(step for transfer in transfers for step in transfer.steps) == sorted(said)
 
 
-@pytest.mark.parametrize("recipe", ["fsdp+megatron", {"dp": "ddp", "tp": "megatron"}])
-def test_a_llama(recipe: Any) -> None:
-    case = build("llama", dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param("llama", "fsdp+megatron", marks=pytest.mark.slow),
+        pytest.param("llama", {"dp": "ddp", "tp": "megatron"}, marks=pytest.mark.slow),
+        ("conv_net", "fsdp+ddp"),
+        ("moe", "zero2+megatron"),
+        pytest.param("encoder", "fsdp+megatron", marks=pytest.mark.slow),
+        ("irregular", "fsdp+megatron"),
+        ("structured", "fsdp+megatron"),
+    ],
+)
+def test_collectives_of_a_model_are_named(name: str, recipe: Any) -> None:
+    case = build(name, dtype=torch.float32)
     mesh = Mesh("dp=2,tp=2", hardware="h100")
     plan, _ = plan_ahead(PlanRequest(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe)))
     check_names(plan, case.model)
@@ -77,6 +94,7 @@ def test_a_searched_plan() -> None:
     check_sent(planned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fsdp+megatron", "zero2+megatron"])
 def test_what_is_sent_again_is_what_the_backward_sends(recipe: str) -> None:
     case = build("llama", dtype=torch.float32)
@@ -92,17 +110,17 @@ stage COLLECTIVE
 %v: f32[6, 6] {tp:S(0)} = parameter("v")
 %x: f32[4, 8] {tp:R} = input("x")
 %t: f32[4, 6] {tp:R} = tangent("output")
-%all_gather: f32[8, 6] {tp:R} recompute = all_gather(%w, ["tp"])
+%all_gather: f32[8, 6] {tp:R} recompute = all_gather(%w, ["tp"])      # | insert_reshards: mm needs it
 %mm: f32[4, 6] {tp:R} = mm(%x, %all_gather)
-%all_gather_1: f32[6, 6] {tp:R} recompute = all_gather(%v, ["tp"])
+%all_gather_1: f32[6, 6] {tp:R} recompute = all_gather(%v, ["tp"])      # | insert_reshards: mm needs it
 %mm_1: f32[4, 6] {tp:R} = mm(%mm, %all_gather_1)
 %permute: f32[6, 6]<1, 6> {tp:R} = permute(%all_gather_1, [1, 0])
 %mm_2: f32[4, 6] {tp:R} = mm(%t, %permute)
-%all_to_all: f32[8, 6] {tp:S(1)} recompute = all_to_all(%w, ["tp"])
+%all_to_all: f32[8, 6] {tp:S(1)} recompute = all_to_all(%w, ["tp"])      # | insert_reshards: mm needs it
 %permute_1: f32[6, 8]<1, 6> {tp:S(0)} = permute(%all_to_all, [1, 0])
 %take_part: f32[4, 6] {tp:S(1)} = take_part(%mm_2, ["tp"])
 %mm_3: f32[4, 8] {tp:P(sum)} = mm(%take_part, %permute_1)
-%all_reduce: f32[4, 8] {tp:R} = all_reduce(%mm_3, ["tp"])
+%all_reduce: f32[4, 8] {tp:R} = all_reduce(%mm_3, ["tp"])      # | insert_reshards: mm needs it
 return output("output") %mm_1, gradient("input:x") %all_reduce
 """)
     found = [(one.id, one.backward, one.recomputed) for one in collectives_of(gm, mesh)]
@@ -112,3 +130,15 @@ return output("output") %mm_1, gradient("input:x") %all_reduce
         ("all_to_all", True, False),
         ("all_reduce", True, False),
     ]
+
+
+def test_a_collective_that_no_pass_gives_a_reason_for_is_refused() -> None:
+    gm, mesh = parse_graph("""
+mesh tp=2
+stage COLLECTIVE
+%w: f32[8, 6] {tp:S(0)} = parameter("w")
+%all_gather: f32[8, 6] {tp:R} = all_gather(%w, ["tp"])
+return output("output") %all_gather
+""")
+    with pytest.raises(VerifyError, match="%all_gather sends between ranks, but no pass says why: its note is ''"):
+        collectives_of(gm, mesh)

@@ -14,7 +14,7 @@ from autoshard import Mesh, Options
 from autoshard.planner.evaluation import Folded, fold
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
-from autoshard.plans.compatibility import structure
+from autoshard.plans.record import structure
 
 DEPTH = 16  # two kinds of layers in turn leave enough to fold
 
@@ -41,6 +41,8 @@ class Block(nn.Module):
 
 class Stack(nn.Module):
     """A list of blocks, with a head."""
+
+    scale: torch.Tensor
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from passes.errors import VerifyError
 from passes.ir.collectives import is_collective, step_axes, step_kind
 from passes.ir.graph import (
     InputRole,
@@ -112,9 +113,17 @@ def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> 
         backward=backward,
         recomputed=recomputed,
         origin=_origin(node),
-        reason=note_of(node),
+        reason=_reason(node),
         what=_moved(node),
     )
+
+
+def _reason(node: Node) -> str:
+    """Return which pass made a collective, and why: `"pass: reason"`. Raises VerifyError where no pass says so."""
+    made_by, _, reason = note_of(node).partition(": ")
+    if not made_by.isidentifier() or not reason:
+        raise VerifyError(f"%{node.name} sends between ranks, but no pass says why: its note is {note_of(node)!r}")
+    return note_of(node)
 
 
 def _origin(node: Node) -> Origin:

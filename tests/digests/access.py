@@ -16,9 +16,16 @@ from autoshard.debug.simulated_ranks import Call, Ranks
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import PlanRequest
+from autoshard.plans.record import PlanRecord
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint", "plan.replan": "plan.with_"}
+RENAMED: Mapping[str, str] = {
+    "rematerialize": "checkpoint",
+    "plan.replan": "plan.with_",
+    "sharded over": "is cut over",
+    "partial sum over": "a term of a sum over",
+    "in the backward, except": "in the backward, but for",
+}
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
 
 
@@ -33,7 +40,7 @@ class Program:
     remarks: tuple[str, ...]  # of those that cut, join and order messages
 
     @property
-    def plan(self) -> ShardingPlan:
+    def plan(self) -> PlanRecord:
         return self.planned.plan
 
 

@@ -83,7 +83,7 @@ def _unknown_names(block: Block, known: dict[str, object]) -> set[str]:
             exec(compile(ast.Module([node], []), "import", "exec"), known)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
+    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name}
     return {node.id for node in names} - defined - known.keys() - vars(builtins).keys()
 
 

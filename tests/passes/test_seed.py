@@ -6,10 +6,11 @@ from expecttest import assert_expected_inline
 
 import passes.rules  # registers the rules
 from passes.base import PassContext
-from passes.ir.layout import R, Shard, parse_layout
+from passes.ir.layout import Layout, R, Shard, parse_layout
 from passes.ir.text import format_graph, parse_graph
 from passes.seed import Constraint, Seed
 from passes.verify import verify
+from tests.passes.rewrite import assert_declines, rewrite
 
 assert passes.rules
 
@@ -183,3 +184,203 @@ return output("output") %mul
 def test_an_axis_of_one_rank_pins_nothing() -> None:
     graph, said = seeded(Seed(("fsdp", "megatron")), LINEAR.replace("dp=2,tp=2", "dp=1,tp=1"))
     assert said == [] and "pinned" not in graph
+
+
+def test_what_is_stored_already_comes_before_a_constraint() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(params=(Constraint("w", "dp", R),), stored=(("w", Layout((Shard(1),))),)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] pinned(dp:S(1) "stored already") = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+""")
+
+
+def test_a_constraint_on_an_input_comes_before_the_batch() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("ddp",), inputs=(Constraint("x", "dp", R),)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] pinned(dp:R "options") = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+""")
+
+
+def test_a_recipe_and_the_storage_of_another_share_a_dim() -> None:
+    before = """
+mesh dp=2,tp=2
+stage CAPTURED
+%up: f32[12, 8] = parameter("up")
+%down: f32[6, 12] = parameter("down")
+%x: f32[4, 8] = input("x")
+%permute: f32[8, 12]<1, 8> = permute(%up, [1, 0])
+%mm: f32[4, 12] = mm(%x, %permute)
+%relu: f32[4, 12] = relu(%mm)
+%permute_1: f32[12, 6]<1, 12> = permute(%down, [1, 0])
+%mm_1: f32[4, 6] = mm(%relu, %permute_1)
+return output("output") %mm_1
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("fsdp", "megatron")), before), """\
+mesh dp=2,tp=2
+stage CAPTURED
+%up: f32[12, 8] pinned(tp:S(0) "megatron: column-parallel", dp:S(0/2) "fsdp: stored sharded") = parameter("up")
+%down: f32[6, 12] pinned(tp:S(1) "megatron: row-parallel", dp:S(0) "fsdp: stored sharded") = parameter("down")
+%x: f32[4, 8] pinned(dp:S(0) "fsdp: batch") = input("x")
+%reshard_2: f32[6, 12] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%down)      # | seed: fsdp: gathered for use
+%reshard_1: f32[12, 8] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%up)      # | seed: fsdp: gathered for use
+%permute: f32[8, 12]<1, 8> = permute(%reshard_1, [1, 0])
+%mm: f32[4, 12] = mm(%x, %permute)
+%relu: f32[4, 12] = relu(%mm)
+%permute_1: f32[12, 6]<1, 12> = permute(%reshard_2, [1, 0])
+%mm_1: f32[4, 6] = mm(%relu, %permute_1)
+%reshard: f32[4, 6] pinned(tp:S(0/2) "megatron: row-parallel output") = reshard(%mm_1)      # | seed: megatron: row-parallel output
+return output("output") %reshard
+""")  # noqa: E501
+
+
+def test_two_axes_that_carry_the_batch_split_it_in_turn() -> None:
+    before = """
+mesh dcn=2,dp=4
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%relu: f32[8, 6] = relu(%x)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("ddp", "ddp")), before), """\
+mesh dcn=2,dp=4
+stage CAPTURED
+%x: f32[8, 6] pinned(dcn:S(0) "ddp: batch", dp:S(0/2) "ddp: batch") = input("x")
+%relu: f32[8, 6] = relu(%x)
+return output("output") %relu
+""")
+
+
+def test_an_axis_without_a_recipe_pins_nothing() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_declines(Seed(recipes=(None,)), before)
+
+
+def test_fsdp_stores_parts_and_gathers_again_in_the_backward() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("fsdp",)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] pinned(dp:S(0) "fsdp: stored sharded") = parameter("w")
+%x: f32[4, 8] pinned(dp:S(0) "fsdp: batch") = input("x")
+%reshard: f32[8, 6] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%w)      # | seed: fsdp: gathered for use
+%mm: f32[4, 6] = mm(%x, %reshard)
+return output("output") %mm
+""")
+
+
+def test_ddp_stores_parameters_whole() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("ddp",)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] pinned(dp:S(0) "ddp: batch") = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+""")
+
+
+def test_a_parameter_is_gathered_before_a_cast_to_a_wider_dtype() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: bf16[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%cast: f32[8, 6] = prims.convert_element_type(%w, f32)
+%mm: f32[4, 6] = mm(%x, %cast)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("fsdp",)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: bf16[8, 6] pinned(dp:S(0) "fsdp: stored sharded") = parameter("w")
+%x: f32[4, 8] pinned(dp:S(0) "fsdp: batch") = input("x")
+%reshard: bf16[8, 6] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%w)      # | seed: fsdp: gathered for use
+%cast: f32[8, 6] = prims.convert_element_type(%reshard, f32)
+%mm: f32[4, 6] = mm(%x, %cast)
+return output("output") %mm
+""")
+
+
+def test_the_first_dim_that_the_axis_divides_is_split() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 6] = parameter("w")
+%x: f32[4, 5] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("fsdp",)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 6] pinned(dp:S(1) "fsdp: stored sharded") = parameter("w")
+%x: f32[4, 5] pinned(dp:S(0) "fsdp: batch") = input("x")
+%reshard: f32[5, 6] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%w)      # | seed: fsdp: gathered for use
+%mm: f32[4, 6] = mm(%x, %reshard)
+return output("output") %mm
+""")
+
+
+def test_a_parameter_that_the_axis_does_not_divide_is_padded_on_dim_0() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 7] = parameter("w")
+%x: f32[4, 5] = input("x")
+%mm: f32[4, 7] = mm(%x, %w)
+return output("output") %mm
+"""
+    assert_expected_inline(rewrite(Seed(recipes=("fsdp",)), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 7] pinned(dp:S(0) "fsdp: stored sharded") = parameter("w")
+%x: f32[4, 5] pinned(dp:S(0) "fsdp: batch") = input("x")
+%reshard: f32[5, 7] pinned(dp:R "fsdp: gathered for use") recompute = reshard(%w)      # | seed: fsdp: gathered for use
+%mm: f32[4, 7] = mm(%x, %reshard)
+return output("output") %mm
+""")

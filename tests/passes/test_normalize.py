@@ -1,0 +1,724 @@
+"""One form per meaning: each rule of `normalize` on the smallest graph that shows it, and on one that it leaves alone."""
+
+from __future__ import annotations
+
+from expecttest import assert_expected_inline
+
+from passes.normalize import Normalize
+from tests.passes.rewrite import assert_declines, assert_same_values, rewrite
+
+
+def test_an_alias_and_a_detached_value_are_the_value() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%alias: f32[4, 8] = alias(%x)
+%detach: f32[4, 8] = detach(%alias)
+%relu: f32[4, 8] = relu(%detach)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%relu: f32[4, 8] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_conversion_to_the_dtype_that_it_has_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%same: f32[4, 8] = prims.convert_element_type(%x, f32)
+%relu: f32[4, 8] = relu(%same)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%relu: f32[4, 8] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_conversion_to_another_dtype_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%convert_element_type: bf16[4, 8] = prims.convert_element_type(%x, bf16)
+return output("output") %convert_element_type
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_view_to_the_shape_that_it_has_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%view: f32[4, 8] = view(%x, [4, 8])
+%relu: f32[4, 8] = relu(%view)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%relu: f32[4, 8] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_slice_of_all_rows_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%slice_1: f32[4, 8] = slice.Tensor(%x, 0, 0, 4)
+%relu: f32[4, 8] = relu(%slice_1)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%relu: f32[4, 8] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_slice_of_some_rows_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%slice_1: f32[3, 8] = slice.Tensor(%x, 0, 0, 3)
+return output("output") %slice_1
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_clone_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%clone: f32[4, 8] = clone(%x)
+%relu: f32[4, 8] = relu(%clone)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%relu: f32[4, 8] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_clone_that_is_returned_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%clone: f32[4, 8] = clone(%x)
+return output("output") %clone
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_clone_that_changes_strides_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%permute: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%clone: f32[8, 4] = clone(%permute, memory_format=torch.contiguous_format)
+%view: f32[32] = view(%clone, [32])
+return output("output") %view
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_reshape_is_a_view() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%reshape: f32[24] = reshape(%x, [24])
+%_unsafe_view: f32[8, 3] = _unsafe_view(%x, [8, 3])
+return output("0") %reshape, output("1") %_unsafe_view
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view: f32[24] = view(%x, [24])
+%view_1: f32[8, 3] = view(%x, [8, 3])
+return output("0") %view, output("1") %view_1
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_view_of_a_view_is_one() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view: f32[24] = view(%x, [24])
+%view_1: f32[8, 3] = view(%view, [8, 3])
+return output("output") %view_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view_2: f32[8, 3] = view(%x, [8, 3])
+return output("output") %view_2
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_views_back_to_the_shape_that_it_had_are_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view: f32[24] = view(%x, [24])
+%view_1: f32[4, 6] = view(%view, [4, 6])
+%relu: f32[4, 6] = relu(%view_1)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%relu: f32[4, 6] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_reshape_that_strides_forbid_is_a_view_of_a_copy() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%permute: f32[6, 4]<1, 6> = permute(%x, [1, 0])
+%reshape: f32[24] = reshape(%permute, [24])
+return output("output") %reshape
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%permute: f32[6, 4]<1, 6> = permute(%x, [1, 0])
+%clone: f32[6, 4] = clone(%permute, memory_format=torch.contiguous_format)
+%view: f32[24] = view(%clone, [24])
+return output("output") %view
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_transpose_is_a_permute() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 8] = input("x")
+%w: f32[3, 5] = input("w")
+%transpose: f32[4, 8, 6]<48, 1, 8> = transpose.int(%x, 1, -1)
+%t: f32[5, 3]<1, 5> = t(%w)
+return output("0") %transpose, output("1") %t
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 8] = input("x")
+%w: f32[3, 5] = input("w")
+%permute: f32[4, 8, 6]<48, 1, 8> = permute(%x, [0, 2, 1])
+%permute_1: f32[5, 3]<1, 5> = permute(%w, [1, 0])
+return output("0") %permute, output("1") %permute_1
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_permute_of_a_permute_is_one() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 8] = input("x")
+%permute: f32[6, 8, 4]<8, 1, 48> = permute(%x, [1, 2, 0])
+%transpose: f32[8, 6, 4]<1, 8, 48> = transpose.int(%permute, 0, 1)
+return output("output") %transpose
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 8] = input("x")
+%permute_1: f32[8, 6, 4]<1, 8, 48> = permute(%x, [2, 1, 0])
+return output("output") %permute_1
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_permutes_that_undo_each_other_are_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%t: f32[6, 4]<1, 6> = t(%x)
+%t_1: f32[4, 6] = t(%t)
+%relu: f32[4, 6] = relu(%t_1)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%relu: f32[4, 6] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_single_view_and_a_single_permute_stay() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view: f32[24] = view(%x, [24])
+%permute: f32[6, 4]<1, 6> = permute(%x, [1, 0])
+return output("0") %view, output("1") %permute
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_an_addmm_is_a_product_and_a_sum() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%addmm: f32[4, 6] = addmm(%b, %x, %w)
+return output("output") %addmm
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 6] = mm(%x, %w)
+%add: f32[4, 6] = add.Tensor(%mm, %b)
+return output("output") %add
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_scaled_addmm_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[8, 6] = parameter("w")
+%x: f32[4, 8] = input("x")
+%addmm: f32[4, 6] = addmm(%b, %x, %w, alpha=2)
+return output("output") %addmm
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_mean_of_a_dim_is_a_sum_over_its_length() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%mean: f32[4, 1] = mean.dim(%x, [-1], True)
+return output("output") %mean
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%sum_1: f32[4, 1] = sum.dim_IntList(%x, [1], True)
+%div: f32[4, 1] = div.Tensor(%sum_1, 8)
+return output("output") %div
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_mean_of_all_is_a_sum_over_the_count_of_entries() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%mean: f32[] = mean(%x)
+return output("output") %mean
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 8] = input("x")
+%sum_1: f32[] = sum.dim_IntList(%x, [0, 1], False)
+%div: f32[] = div.Tensor(%sum_1, 32)
+return output("output") %div
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_mean_in_another_dtype_sums_in_that_dtype() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: bf16[4, 8] = input("x")
+%mean: f32[4] = mean.dim(%x, [1], dtype=f32)
+return output("output") %mean
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: bf16[4, 8] = input("x")
+%sum_1: f32[4] = sum.dim_IntList(%x, [1], False, dtype=f32)
+%div: f32[4] = div.Tensor(%sum_1, 8)
+return output("output") %div
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_parts_of_a_split_are_slices() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 7] = input("x")
+%split: (f32[4, 3]<7, 1>, f32[4, 3]<7, 1>, f32[4, 1]<7, 1>) = split.Tensor(%x, 3, -1)
+%getitem: f32[4, 3]<7, 1> = getitem(%split, 0)
+%getitem_1: f32[4, 1]<7, 1> = getitem(%split, 2)
+return output("0") %getitem, output("1") %getitem_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 7] = input("x")
+%slice_1: f32[4, 3]<7, 1> = slice.Tensor(%x, 1, 0, 3)
+%slice_2: f32[4, 1]<7, 1> = slice.Tensor(%x, 1, 6, 7)
+return output("0") %slice_1, output("1") %slice_2
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_parts_of_a_split_by_sizes_are_slices() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[6, 4] = input("x")
+%split: (f32[1, 4], f32[5, 4]) = split_with_sizes(%x, [1, 5])
+%getitem: f32[1, 4] = getitem(%split, 0)
+%getitem_1: f32[5, 4] = getitem(%split, 1)
+return output("0") %getitem, output("1") %getitem_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[6, 4] = input("x")
+%slice_1: f32[1, 4] = slice.Tensor(%x, 0, 0, 1)
+%slice_2: f32[5, 4] = slice.Tensor(%x, 0, 1, 6)
+return output("0") %slice_1, output("1") %slice_2
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_items_of_an_unbind_are_selects() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[2, 4, 6] = input("x")
+%unbind: (f32[4, 6], f32[4, 6]) = unbind.int(%x)
+%getitem: f32[4, 6] = getitem(%unbind, 1)
+return output("output") %getitem
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[2, 4, 6] = input("x")
+%select: f32[4, 6] = select.int(%x, 0, 1)
+return output("output") %select
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_split_that_is_used_whole_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[6, 4] = input("x")
+%split: (f32[3, 4], f32[3, 4]) = split.Tensor(%x, 3)
+%cat: f32[3, 8] = cat(%split, 1)
+return output("output") %cat
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_filled_tensors_are_full() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%zeros_like: f32[4, 6] = zeros_like(%x)
+%ones: f32[6] = ones([6])
+%full_like: f32[4, 6] = full_like(%x, 2.5)
+%new_zeros: f32[3, 5] = new_zeros(%x, [3, 5])
+return output("0") %zeros_like, output("1") %ones, output("2") %full_like, output("3") %new_zeros
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%full: f32[4, 6] = full([4, 6], 0, dtype=f32, device=device(cpu), pin_memory=False)
+%full_1: f32[6] = full([6], 1, dtype=f32, device=device(cpu), pin_memory=False)
+%full_2: f32[4, 6] = full([4, 6], 2.5, dtype=f32, device=device(cpu), pin_memory=False)
+%full_3: f32[3, 5] = full([3, 5], 0, dtype=f32, device=device(cpu), pin_memory=False)
+return output("0") %full, output("1") %full_1, output("2") %full_2, output("3") %full_3
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_filled_tensor_with_other_strides_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%permute: f32[6, 4]<1, 6> = permute(%x, [1, 0])
+%zeros_like: f32[6, 4]<1, 6> = zeros_like(%permute)
+return output("output") %zeros_like
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_statistics_of_a_batch_are_sums() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%var_mean: (f32[1, 6], f32[1, 6]) = var_mean.correction(%x, [0], correction=0, keepdim=True)
+%getitem: f32[1, 6] = getitem(%var_mean, 0)
+%getitem_1: f32[1, 6] = getitem(%var_mean, 1)
+return output("var") %getitem, output("mean") %getitem_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%sum_1: f32[1, 6] = sum.dim_IntList(%x, [0], True)
+%div: f32[1, 6] = div.Tensor(%sum_1, 4)
+%sub: f32[4, 6] = sub.Tensor(%x, %div)
+%mul: f32[4, 6] = mul.Tensor(%sub, %sub)
+%sum_2: f32[1, 6] = sum.dim_IntList(%mul, [0], True)
+%div_1: f32[1, 6] = div.Tensor(%sum_2, 4)
+return output("var") %div_1, output("mean") %div
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_statistics_of_a_batch_without_its_dim_are_sums() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 3] = input("x")
+%var_mean: (f32[6], f32[6]) = var_mean.correction(%x, [0, 2])
+%getitem: f32[6] = getitem(%var_mean, 0)
+%getitem_1: f32[6] = getitem(%var_mean, 1)
+return output("var") %getitem, output("mean") %getitem_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6, 3] = input("x")
+%sum_1: f32[1, 6, 1] = sum.dim_IntList(%x, [0, 2], True)
+%div: f32[1, 6, 1] = div.Tensor(%sum_1, 12)
+%sub: f32[4, 6, 3] = sub.Tensor(%x, %div)
+%mul: f32[4, 6, 3] = mul.Tensor(%sub, %sub)
+%sum_2: f32[6] = sum.dim_IntList(%mul, [0, 2], False)
+%div_1: f32[6] = div.Tensor(%sum_2, 11)
+%view: f32[6] = view(%div, [6])
+return output("var") %div_1, output("mean") %view
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_statistics_of_features_stay() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%var_mean: (f32[4, 1], f32[4, 1]) = var_mean.correction(%x, [1], correction=0, keepdim=True)
+%getitem: f32[4, 1] = getitem(%var_mean, 0)
+return output("output") %getitem
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_the_sum_of_rows_with_one_entry_each_is_the_entries() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%index: i64[4, 1] = input("index")
+%factor: f32[4, 1] = input("factor")
+%full: f32[4, 6] = full([4, 6], 0, dtype=f32, device="cpu", pin_memory=False)
+%scatter: f32[4, 6] = scatter.value(%full, 1, %index, -1.0)
+%mul: f32[4, 6] = mul.Tensor(%scatter, %factor)
+%sum_1: f32[4, 1] = sum.dim_IntList(%mul, [1], True)
+return output("output") %sum_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%index: i64[4, 1] = input("index")
+%factor: f32[4, 1] = input("factor")
+%mul_1: f32[4, 1] = mul.Tensor(%factor, -1.0)
+return output("output") %mul_1
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_the_sum_of_rows_that_are_filled_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%index: i64[4, 1] = input("index")
+%factor: f32[4, 1] = input("factor")
+%full: f32[4, 6] = full([4, 6], 1, dtype=f32, device="cpu", pin_memory=False)
+%scatter: f32[4, 6] = scatter.value(%full, 1, %index, -1.0)
+%mul: f32[4, 6] = mul.Tensor(%scatter, %factor)
+%sum_1: f32[4, 1] = sum.dim_IntList(%mul, [1], True)
+return output("output") %sum_1
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_the_sum_of_columns_of_such_rows_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%index: i64[4, 1] = input("index")
+%factor: f32[4, 1] = input("factor")
+%full: f32[4, 6] = full([4, 6], 0, dtype=f32, device="cpu", pin_memory=False)
+%scatter: f32[4, 6] = scatter.value(%full, 1, %index, -1.0)
+%mul: f32[4, 6] = mul.Tensor(%scatter, %factor)
+%sum_1: f32[1, 6] = sum.dim_IntList(%mul, [0], True)
+return output("output") %sum_1
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_the_sum_of_such_rows_without_their_dim_stays() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%index: i64[4, 1] = input("index")
+%factor: f32[4, 1] = input("factor")
+%full: f32[4, 6] = full([4, 6], 0, dtype=f32, device="cpu", pin_memory=False)
+%scatter: f32[4, 6] = scatter.value(%full, 1, %index, -1.0)
+%mul: f32[4, 6] = mul.Tensor(%scatter, %factor)
+%sum_1: f32[4] = sum.dim_IntList(%mul, [1], False)
+return output("output") %sum_1
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_equal_calls_are_one() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%relu: f32[4, 6] = relu(%x)
+%relu_1: f32[4, 6] = relu(%x)
+%mul: f32[4, 6] = mul.Tensor(%relu, %relu_1)
+return output("output") %mul
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%relu: f32[4, 6] = relu(%x)
+%mul: f32[4, 6] = mul.Tensor(%relu, %relu)
+return output("output") %mul
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_calls_that_become_equal_are_one() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%reshape: f32[24] = reshape(%x, [24])
+%view: f32[24] = view(%x, [24])
+%add: f32[24] = add.Tensor(%reshape, %view)
+return output("output") %add
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%view_1: f32[24] = view(%x, [24])
+%add: f32[24] = add.Tensor(%view_1, %view_1)
+return output("output") %add
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_calls_with_other_arguments_stay_two() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%mul: f32[4, 6] = mul.Tensor(%x, 2)
+%mul_1: f32[4, 6] = mul.Tensor(%x, 2.0)
+%sub: f32[4, 6] = sub.Tensor(%mul, %mul_1)
+return output("output") %sub
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_equal_draws_of_random_numbers_stay_two() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%bernoulli: f32[4, 6] = bernoulli.p(%x, 0.5)
+%bernoulli_1: f32[4, 6] = bernoulli.p(%x, 0.5)
+%sub: f32[4, 6] = sub.Tensor(%bernoulli, %bernoulli_1)
+return output("output") %sub
+"""
+    assert_declines(Normalize(), before)
+
+
+def test_a_call_that_nobody_uses_is_gone_with_what_it_needed() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%exp: f32[4, 6] = exp(%x)
+%sum_1: f32[4] = sum.dim_IntList(%exp, [1])
+%relu: f32[4, 6] = relu(%x)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[4, 6] = input("x")
+%relu: f32[4, 6] = relu(%x)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
