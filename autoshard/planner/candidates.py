@@ -122,7 +122,8 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
 
     The candidate that takes least, at a `cost`, fits in its peak, as all of them are tried again for any limit; below that,
-    so does what the solver finds when it is asked for that very limit.
+    so does what the solver finds when it is asked for that very limit. No `shrink`: that ends at the first plan that fits,
+    this goes on from each that does to a lower limit.
     """
     least = cost.peak_memory
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:

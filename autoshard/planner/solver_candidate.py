@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
 from autoshard.planner.recomputation import memory_budget_of
+from autoshard.planner.shrink import Tried, shrink
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
@@ -24,7 +25,6 @@ from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
-TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step, as a gap: any plan that fits will do
 OFF = 0.1  # of a step: by how much more a simulated step may be longer than what is proven, or was solved for, to be a good one
@@ -199,31 +199,27 @@ def ask(
 ) -> Answer | None:
     """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
-    By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
-    fits, it is proven how good it is, or a better one found. None where the solver finds no plan at all; the last plan
-    where none fits.
+    By as much as it estimated too little. Of the plan that fits, it is proven how good it is, or a better one found. None
+    where the solver finds no plan at all; the last plan where none fits.
     """
-    none, some, asked = -sum(step.nbytes for step in curve), float(task.limit), float(task.limit)
-    answer: Answer | None = None
-    for attempt in range(TRIES):
-        if attempt > 0 and task.left <= 0:
-            break
+
+    def attempt(asked: float) -> Tried[Answer] | None:
         found = prepared.solutions(_goal(task, curve, asked, gap))
         try:
             solution = next(found)
         except MemoryLimitError:
-            if attempt == 0:
-                break
-            none, asked = asked, (asked + some) / 2
-            continue
+            return None
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
             is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
-            return _improved(task, standings, answer, found) if is_whole and not task.effort.takes_first else answer
-        some, peak = asked, answer.evaluation.cost.peak_memory
+            improves = is_whole and not task.effort.takes_first
+            return Tried(_improved(task, standings, answer, found) if improves else answer, None)
+        peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory
-        asked = max(min(asked - (peak - task.limit), task.limit - missed), (none + asked) / 2)
-    return answer
+        return Tried(answer, min(asked - (peak - task.limit), task.limit - missed))
+
+    none = -sum(step.nbytes for step in curve)
+    return shrink(float(task.limit), attempt, none=none, is_over=lambda: task.left <= 0)
 
 
 def _answer(task: SearchTask, standings: Standings, solution: Solution, source: Prepared) -> Answer:
