@@ -38,9 +38,9 @@ from passes.search.model.value_edges import segments_of, values_of
 def make_skeleton(
     structure: StepStructure, mesh: Mesh, axis_groups: AxisGroups, *, deadline: float = float("inf")
 ) -> Skeleton:
-    """Return the factor graph without costs, with tied layers as one; of the mesh, it depends on the axes alone.
+    """Return the factor graph without costs, with tied layers as one; it depends on the mesh only by its axes.
 
-    Axes of one group are used alike, but for what is pinned. Raises ConstraintError for pins that no layout meets,
+    Axes of one group are used alike, except where pinned. Raises ConstraintError for pins that no layout meets,
     TimeoutError past `deadline` (by `time.perf_counter`).
     """
     step = _Step(structure, mesh, axis_groups, Strategies(structure.rows, mesh, axis_groups))
