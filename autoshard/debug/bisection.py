@@ -37,7 +37,7 @@ from passes.ir.mesh import Mesh
 class Step:
     """What a pass gave: the results that differ from the model's."""
 
-    pass_name: str  # "capture": what was there in front of the first
+    pass_name: str  # "capture": what was there before the first
     differs: tuple[Difference, ...]
 
 
@@ -109,7 +109,7 @@ def bisect(
 
 @dataclass
 class _Every(Observer):
-    """A copy of the graph after every pass that changed it, and in front of the first."""
+    """A copy of the graph after every pass that changed it, and before the first."""
 
     kept: list[tuple[str, Stage, GraphModule]] = field(default_factory=list)
 

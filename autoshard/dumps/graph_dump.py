@@ -49,7 +49,7 @@ def dump_of(options: Options) -> GraphDump | None:
 
 
 def _asked(options: Options) -> Dump:
-    """What is dumped and where; no folder: nothing."""
+    """Return what is dumped and where; no folder: nothing."""
     if isinstance(options.dump, Dump):
         return options.dump
     given: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}

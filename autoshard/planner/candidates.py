@@ -11,7 +11,7 @@ from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, in_chunks
 from autoshard.planner.problem import Problem
 from autoshard.planner.recipe_candidates import try_recipes
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.solver_candidate import ANY, Solved, ask, solve, solve_for_least
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
@@ -97,7 +97,7 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
 
 
 def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_time: float) -> Iterator[str]:
-    """What a candidate gave up; `best_time` is the step of the best, in seconds."""
+    """Yield what a candidate gave up; `best_time` is the step of the best, in seconds."""
     answer = solved.answer if name == SOLVED else None
     if answer is not None and (axes := format_axis_groups(answer.source.skeleton.axis_groups, task.problem.mesh)):
         yield f"{axes} used alike"
@@ -122,13 +122,14 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
 
     The candidate that takes least, at a `cost`, fits in its peak, as all of them are tried again for any limit; below that,
-    so does what the solver finds when it is asked for that very limit.
+    so does what the solver finds when it is asked for that very limit. No `shrink`: that ends at the first plan that fits,
+    this goes on from each that does to a lower limit.
     """
     least = cost.peak_memory
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=lower))
         lowered = replace(task, problem=problem, effort=FULL)
-        answer = ask(lowered, Standings(lowered), prepared, room_for(problem, prepared).recomputation, gap=ANY)
+        answer = ask(lowered, Standings(lowered), prepared, memory_budget_of(problem, prepared).recomputation, gap=ANY)
         if answer is None or not lowered.fits(answer.evaluation):
             break
         least, cost = lower, answer.evaluation.cost

@@ -43,7 +43,7 @@ class Chunking:
 
     @cached_property
     def _waits(self) -> Mapping[bool, float]:
-        """The same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
+        """Return the same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
         what could be cut."""
         if self._overlap is None or not self._overlap.given.split_matmuls:
             return {}
@@ -71,9 +71,9 @@ class Chunking:
         for backward in self._waits:
             assert self._overlap is not None
             halves[backward] = layered(halves[backward], split.forward, self.repeats)
-            told = self._overlap.cut(split, halves[backward], mode=mode)
-            changed |= {backward} if any(not remark.routine for remark in told) else set()
-            remarks += told
+            said = self._overlap.cut(split, halves[backward], mode=mode)
+            changed |= {backward} if any(not remark.routine for remark in said) else set()
+            remarks += said
         if not changed:
             return self.trial.timeline, tuple(remarks)
         cut = replace(split, forward=halves[False], backward=halves.get(True))
@@ -93,7 +93,7 @@ def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphM
 
 
 def _layer_of(node: Node, repeats: Repeats) -> str:
-    """The module that a value is of; of the sum behind a layer, which is of the module around, that of its latest operand."""
+    """The module that a value is of; of the sum after a layer, which is of the module around, that of its latest operand."""
     while not (fqn := origin_of(node).fqn) or any(run.prefix.startswith(f"{fqn}.") for run in repeats.runs):
         calls = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
         if not calls:
@@ -103,7 +103,7 @@ def _layer_of(node: Node, repeats: Repeats) -> str:
 
 
 def _as_named(program: Program, halves: Mapping[bool, GraphModule]) -> Program:
-    """With the names of the calls that chunks were made for, which the plan has."""
+    """Name tasks and buffers after the calls that chunks were made for, as the plan does."""
     names = {(backward, node.name): made_for(node) for backward, gm in halves.items() for node in gm.graph.nodes}
     tasks, buffers = list[Task](), list[Buffer]()
     for task in program.tasks:

@@ -20,7 +20,7 @@ class Effort:
     windows: tuple[int, ...]  # of what may be gathered ahead, in largest gathers: an order is tried for each
     bucket_sizes: int  # how many sizes of messages are tried, the largest first
     least_chunked: float  # that sending in chunks must be able to hide, or it is not simulated
-    alternatives: int  # of one explained value, that a program is solved for; of the others a plan near the bound is told
+    alternatives: int  # of one explained value, that a program is solved for; the others get a plan near the bound
 
 
 # Gaps: proving 0.5 % of 8B on 64 ranks takes seconds, 2 % and 10 % a fraction of one (benchmarks.planning_time).

@@ -21,7 +21,7 @@ from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recomputation import Settling
 from autoshard.plans.collectives import collectives_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
-from autoshard.plans.values import inputs_of, layouts_by_name, results_by_name
+from autoshard.plans.plan_values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
@@ -52,7 +52,7 @@ class Folded:
     """The captured graph, normalized, with its repeated layers left out.
 
     `placed` and `prepared` are what searches found out about it: layouts as a `Seed` propagates to, and the solver's problem
-    by seed, mesh and bundles of its axes. The next search, for another memory limit or other hardware, takes them from here.
+    by seed, mesh and groups of its axes. The next search, for another memory limit or other hardware, takes them from here.
     """
 
     graph: GraphModule
@@ -86,14 +86,14 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """What is said of parameters: layers of which something else is said are not equal."""
-    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
+    """Return what is said of parameters: layers of which something else is said are not equal."""
+    constrained = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    return (*insisted, *stored)
+    return (*constrained, *stored)
 
 
 def _is_said_of_all(problem: Problem) -> bool:
-    """Whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
+    """Return whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
     said: dict[str, list[str]] = {}
     for name, tag in _tags(problem):
         said.setdefault(name, []).append(tag)
@@ -204,11 +204,11 @@ def _evaluated_whole(
     *,
     effort: Effort,
 ) -> Evaluation:
-    """With all layers planned, as equal ones are not equal in the program."""
+    """Plan all layers, as equal ones are not equal in the program."""
     expanded = None if solution is None else solution.expanded(folded.repeats)
     whole, layers = _normalized(problem, Phases().prepare), folded.remarks[-1]
-    told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-    return _evaluated(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, effort=effort)
+    remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
+    return _evaluated(problem, replace(whole, remarks=(remark,)), recipes, expanded, worst, effort=effort)
 
 
 def _evaluated(
@@ -257,7 +257,7 @@ def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
 
 @dataclass(frozen=True)
 class Recorder(Observer):
-    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage behind capture."""
+    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage after capture."""
 
     passes: tuple[Pass, ...]
     graphs: dict[str, str] = field(default_factory=dict)

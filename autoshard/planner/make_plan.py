@@ -66,7 +66,7 @@ def plan_ahead(
 def plan_problem(
     problem: Problem, *, effort: Effort = FULL, progress: Progress = silent, folded: Folded | None = None
 ) -> tuple[PlanRecord, PlanningState]:
-    """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
+    """Plan a model that was captured, as `plan_ahead` does; its graph is left as it is. `folded` is what `fold` gives, if that
     is known."""
     if folded is None:
         progress("fold")
@@ -125,7 +125,7 @@ def program_problem(
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
 ) -> Planned:
-    """As `make_plan`, for a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
+    """Make the program of a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
     timer = timer or Timer()
     started = time.perf_counter()
     progress("fold")
@@ -178,7 +178,7 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
 
 
 def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
-    """As `_decide`, with what a step costs where somebody named the hardware, or memory may not do."""
+    """Decide, and predict what a step costs where somebody named the hardware, or memory may not do."""
     decision = _decide(problem, folded, FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
@@ -200,18 +200,18 @@ def _followed(plan: PlanRecord) -> _Decision:
 
 
 def _may_need_memory(problem: Problem) -> bool:
-    """Whether a step has to be simulated to know what is to be computed again."""
+    """Return whether a step has to be simulated to know what is to be computed again."""
     is_asked = problem.options.recompute == "auto" and problem.options.passes is None
     return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
-    """What is computed again where nothing is simulated."""
+    """Return what is computed again where nothing is simulated."""
     return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
-    """With what a step costs, where no search has found that out and the figures of the device are known."""
+    """Add what a step costs, where no search has found that out and the figures of the device are known."""
     if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
     evaluation = in_chunks(problem, evaluate(problem, folded, decision.recipes, effort=FULL))

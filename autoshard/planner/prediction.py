@@ -105,7 +105,7 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
 
 
 def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
-    """The same with the times of those of `known` that move the same for the same: equal ones in their order.
+    """Give collectives the times of those of `known` that move the same for the same: equal ones in their order.
 
     What was predicted on a folded graph has other names than the program of all layers.
     """

@@ -42,7 +42,7 @@ class Problem:
     batch_axes: tuple[int, ...] | None
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
-        """What is insisted on in `gm`, the captured graph or a folded form of it, and what `recipes` ask for."""
+        """Return the constraints on `gm`, the captured graph or a folded form of it, and what `recipes` pin."""
         parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
         inputs = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.INPUT)}
         outputs = {
@@ -64,7 +64,7 @@ class Problem:
         return recipes if keeps is None else freeing(recipes, frees_gathered=not keeps)
 
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
-        """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""
+        """Return the caller's split of inputs whose first dim is the batch, unless options say otherwise."""
         if self.batch_axes is None:
             return ()
         first = next((shape for shape in inputs.values() if shape), None)
@@ -79,7 +79,7 @@ class Problem:
         )
 
     def parameter_constraints(self) -> tuple[Constraint, ...]:
-        """What the user insists on for parameters of the whole model, by the names in the graph.
+        """Return the user's constraints on parameters of the whole model, by the names in the graph.
 
         Raises ConstraintError where two names of one parameter are given different placements.
         """

@@ -13,7 +13,7 @@ from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
@@ -64,7 +64,7 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:
-    """Whether the solver's plan is one that the simulator agrees with."""
+    """Return whether the solver's plan is one that the simulator agrees with."""
     if standings.best != SOLVED or solved.answer is None:
         return False
     return standings.best_time <= solved.answer.solution.objective * (1 + OFF)
@@ -127,9 +127,9 @@ class Experts:
 
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
-        room = room_for(self.problem, prepared)
-        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=room)
-        return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
+        budget = memory_budget_of(self.problem, prepared)
+        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=budget)
+        return (0.0, True) if plan is None else (plan.objective, budget.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:
         """Bytes that a device holds of the model, at least."""
@@ -137,7 +137,7 @@ class Experts:
         return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
 
     def _gathers_again(self, recipes: Recipes) -> bool:
-        """Whether parameters are gathered once more in the backward, all of them that are gathered."""
+        """Return whether parameters are gathered once more in the backward, all of them that are gathered."""
         axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
         chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
         storing = [recipe for recipe in chosen if recipe.store is not None]

@@ -12,6 +12,7 @@ from autoshard.phases import Phases
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
+from autoshard.planner.shrink import Tried, shrink
 from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.cost.build_program import program_of
@@ -27,7 +28,6 @@ from passes.search.prepared import Prepared
 from passes.search.selective_recomputation import SelectiveRecomputation
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
-TRIES = 4  # of what to keep, until a step fits
 FAR = 1.05  # of the limit: more than an order other than as lowered can be expected to save
 FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
 
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """What the backward computes again, for the plan."""
+        """Return what the backward computes again, for the plan."""
         if self.kept is None or self.split.backward is None:
             return None
         graph = self.split.backward.graph
@@ -87,22 +87,26 @@ class Settling:
     def _fits(self, trial: Trial) -> bool:
         return trial.timeline.peak_memory <= self.limit
 
+    def _excess(self, trial: Trial) -> int:
+        return trial.timeline.peak_memory - self.limit
+
     def _fitted(self, usual: Trial) -> Trial:
         """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
         less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
-        first that fits will do, with room for one block that is made again."""
+        first that fits will do, with budget for one block that is made again."""
         keep = SelectiveRecomputation.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
             return replace(usual, timeline=self._ordered(usual.program)) if self.effort.takes_first else usual
-        room, tried = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0), {usual.kept: usual}
-        last = usual
-        for _ in range(TRIES):
-            room -= last.timeline.peak_memory - self.limit
-            kept = keep.within(room)
-            last = tried[kept] = self.trial(kept)
-            if self._fits(last) or not kept:
-                break
-            room = keep.size(kept)
+        tried = {usual.kept: usual}
+
+        def attempt(budget: float) -> Tried[Trial]:
+            kept = keep.within(budget)
+            trial = tried[kept] = self.trial(kept)
+            return Tried(trial, None if self._fits(trial) or not kept else keep.size(kept) - self._excess(trial))
+
+        saved = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0)
+        last = shrink(saved - self._excess(usual), attempt)
+        assert last is not None
         others = () if self.effort.takes_first and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
         for kept in dict.fromkeys(others):
             if kept not in tried:
@@ -142,7 +146,7 @@ class Settling:
         return run_step(program, self.problem.options, self.worst, effort=self.effort)
 
 
-def room_for(problem: Problem, prepared: Prepared) -> MemoryBudget:
+def memory_budget_of(problem: Problem, prepared: Prepared) -> MemoryBudget:
     """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
     how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
@@ -171,7 +175,7 @@ def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Progra
 
 
 def fits_surely(problem: Problem) -> bool:
-    """Whether a step takes so little that it need not be simulated to know that it fits."""
+    """Return whether a step takes so little that it need not be simulated to know that it fits."""
     nodes = problem.captured.graph_module.graph.nodes
     total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
     return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
+from autoshard.planner.shrink import Tried, shrink
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
@@ -24,7 +25,6 @@ from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
-TRIES = 4  # how often the solver is asked for less memory, where the simulator finds a higher peak than it estimated
 SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
 ANY = 1.0  # of a step, as a gap: any plan that fits will do
 OFF = 0.1  # of a step: by how much more a simulated step may be longer than what is proven, or was solved for, to be a good one
@@ -50,7 +50,7 @@ class Solved:
 
     @property
     def bound(self) -> float | None:
-        """What is proven of the solution; nothing of one that counts on more being computed again than what was proven does."""
+        """Return what is proven of the solution; None where it counts on more recomputation than the proof does."""
         if self.proven is None or self.answer is None or self.answer.solution.objective < self.proven:
             return None
         return self.proven
@@ -76,7 +76,8 @@ def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> S
     """Enter what the solver finds to take little memory, whatever it costs; `before` is what it found that does not fit."""
     prepared = stated(task, single_axes(task.problem.mesh))
     assert prepared is not None
-    found = _taken(before, ask(task, standings, prepared, room_for(task.problem, prepared).recomputation, gap=ANY), prepared)
+    curve = memory_budget_of(task.problem, prepared).recomputation
+    found = _taken(before, ask(task, standings, prepared, curve, gap=ANY), prepared)
     if found.answer is None or not task.fits(found.answer.evaluation):
         for solution in prepared.smallest(keep_gathered=task.problem.options.keeps_gathered):
             found = replace(found, answer=_answer(task, standings, solution, prepared))
@@ -105,13 +106,13 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
 def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> Solved:
     """First without counting on anything to be computed again, as what that takes is known less well; unless it is
     computed again in any case."""
-    relief = room_for(task.problem, prepared).recomputation
+    curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
-        return _taken(Solved(), ask(task, standings, prepared, relief), prepared)
+        return _taken(Solved(), ask(task, standings, prepared, curve), prepared)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
     held = None if found.answer is None else found.answer.evaluation
-    if relief and (held is None or not task.fits(held) or held.recomputation is not None):
-        return _better(task, found, ask(task, standings, prepared, relief), prepared)
+    if curve and (held is None or not task.fits(held) or held.recomputation is not None):
+        return _better(task, found, ask(task, standings, prepared, curve), prepared)
     return found
 
 
@@ -124,14 +125,14 @@ def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways:
     if len(problems) > 1:
         steps = {id(prepared): _first_step(task, prepared, gap) for prepared in problems}
         problems.sort(key=lambda prepared: steps[id(prepared)])
-    answer = ask(task, standings, problems[0], room_for(task.problem, problems[0]).recomputation, gap=gap)
+    answer = ask(task, standings, problems[0], memory_budget_of(task.problem, problems[0]).recomputation, gap=gap)
     return replace(_better(task, before, answer, problems[0]), prepared=last)
 
 
 def _first_step(task: SearchTask, prepared: Prepared, gap: float) -> float:
     """Seconds of the first plan that the solver finds to fit."""
     try:
-        return next(prepared.solutions(_goal(task, room_for(task.problem, prepared).recomputation, gap=gap))).objective
+        return next(prepared.solutions(_goal(task, memory_budget_of(task.problem, prepared).recomputation, gap=gap))).objective
     except MemoryLimitError:
         return float("inf")
 
@@ -145,7 +146,7 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
 
 
 def _better(task: SearchTask, before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
-    """As `_taken`, but what was found before stays if it is as good."""
+    """Take the answer, unless what was found before is as good."""
     found = _taken(before, answer, prepared)
     if before.answer is None or answer is None:
         return found
@@ -181,48 +182,44 @@ def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadli
     return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
 
 
-def _goal(task: SearchTask, relief: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
-    """What is asked of a search: by default, to fit the limit and to be as good as the effort has it."""
+def _goal(task: SearchTask, curve: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
+    """Return what is asked of a search: by default, to fit the limit and to be as good as the effort has it."""
     left = task.left * SHARE
     return Goal(
         float(task.limit) if asked is None else asked,
         task.effort.gap if gap is None else gap,
         None if left == float("inf") else left,
         task.problem.options.keeps_gathered,
-        relief,
+        curve,
     )
 
 
 def ask(
-    task: SearchTask, standings: Standings, prepared: Prepared, relief: RecomputationCurve, *, gap: float | None = None
+    task: SearchTask, standings: Standings, prepared: Prepared, curve: RecomputationCurve, *, gap: float | None = None
 ) -> Answer | None:
     """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
 
-    By as much as it estimated too little; halfway to where the solver finds none, if that is not as far. Of the plan that
-    fits, it is proven how good it is, or a better one found. None where the solver finds no plan at all; the last plan
-    where none fits.
+    By as much as it estimated too little. Of the plan that fits, it is proven how good it is, or a better one found. None
+    where the solver finds no plan at all; the last plan where none fits.
     """
-    none, some, asked = -sum(step.nbytes for step in relief), float(task.limit), float(task.limit)
-    answer: Answer | None = None
-    for attempt in range(TRIES):
-        if attempt > 0 and task.left <= 0:
-            break
-        found = prepared.solutions(_goal(task, relief, asked, gap))
+
+    def attempt(asked: float) -> Tried[Answer] | None:
+        found = prepared.solutions(_goal(task, curve, asked, gap))
         try:
             solution = next(found)
         except MemoryLimitError:
-            if attempt == 0:
-                break
-            none, asked = asked, (asked + some) / 2
-            continue
+            return None
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
             is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
-            return _improved(task, standings, answer, found) if is_whole and not task.effort.takes_first else answer
-        some, peak = asked, answer.evaluation.cost.peak_memory
+            improves = is_whole and not task.effort.takes_first
+            return Tried(_improved(task, standings, answer, found) if improves else answer, None)
+        peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory
-        asked = max(min(asked - (peak - task.limit), task.limit - missed), (none + asked) / 2)
-    return answer
+        return Tried(answer, min(asked - (peak - task.limit), task.limit - missed))
+
+    none = -sum(step.nbytes for step in curve)
+    return shrink(float(task.limit), attempt, none=none, is_over=lambda: task.left <= 0)
 
 
 def _answer(task: SearchTask, standings: Standings, solution: Solution, source: Prepared) -> Answer:

@@ -44,7 +44,7 @@ class SearchTask:
 
     @property
     def no_recipes(self) -> Recipes:
-        """What the solver's plans start from: constraints alone."""
+        """Return what the solver's plans start from: constraints alone."""
         return (None,) * self.problem.mesh.ndim
 
     def evaluate(
