@@ -345,7 +345,7 @@ class _Comparison:
         )
         row = f"{what} {'; '.join(rows)}"
         is_rounding = far <= rounding.of_value(node, self.whole.value(node))
-        return Difference(node.name, error, format_target(node.target), row, origin_of(node), is_rounding)
+        return Difference(node.name, error, op, row, origin_of(node), is_rounding)
 
 
 def _tensors(value: Any) -> list[Tensor]:

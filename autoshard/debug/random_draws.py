@@ -59,9 +59,6 @@ class Draws:
     ops: dict[int, OpOverload] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.values)
-
     def add(self, number: int, node: Node, value: Any) -> None:
         """Keep what was drawn by `node`."""
         assert isinstance(node.target, OpOverload)
@@ -85,10 +82,13 @@ class Draws:
     def replayed(self) -> Iterator[None]:
         """Let PyTorch draw these numbers inside, in their order.
 
-        Raises ReplayError where it draws others, or another number of times.
+        Raises ReplayError where it draws others, or another number of times. Where the ranks drew none, it draws its own,
+        the same each time.
         """
-        if not self:
-            yield
+        if not self.values:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                yield
             return
         replay = _Replay([(self.ops[number], self.values[number]) for number in sorted(self.values)])
         with intercepted(replay, as_traced=True), torch.random.fork_rng(devices=[]):
