@@ -19,19 +19,20 @@ from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call
-from autoshard.debug.dumping import dump_of
+from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
 from autoshard.planner.problem import data_axes
+from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call
 from autoshard.runtime.parameters import place_of
 from autoshard.runtime.process_groups import open_groups
-from autoshard.runtime.sharded_module import Request, ShardedModule, shard_module
+from autoshard.runtime.sharded_module import FirstCall, ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
-from autoshard.runtime.shared_plan import Decided, given_plan
+from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
@@ -57,9 +58,9 @@ def plan(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     check_call(args, kwargs)
-    options = options_given(options)
-    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
-    return ShardingPlan.of(*plan_ahead(model, tuple(args), kwargs or {}, wanted, options, training=training))
+    options, training = options_given(options), torch.is_grad_enabled()
+    request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
+    return ShardingPlan.of(*plan_ahead(request))
 
 
 @overload
@@ -142,18 +143,14 @@ def _distribute(
     planner = _Planner(device_mesh.device_type, place.mesh, options, given)
     if args is None and kwargs is None:
         return shard_module(model, place, groups, planner, mode=options.compile)
+
+    def attempt(followed: Decided | None) -> LocalProgram:
+        axes = planner.batch_axes()
+        return planner.plan(model, args or (), kwargs or {}, gradients, batch_axes=axes, followed=followed)
+
     gradients = torch.is_grad_enabled()
-    return shard_module(
-        model,
-        place,
-        groups,
-        planner,
-        mode=options.compile,
-        program=lambda followed: planner.plan(
-            model, args or (), kwargs or {}, gradients, batch_axes=planner.batch_axes(), followed=followed
-        ),
-        gradients=gradients,
-    )
+    planned = plan_together(groups, attempt)
+    return shard_module(model, place, groups, planner, mode=options.compile, planned=planned, gradients=gradients)
 
 
 class _Planner:
@@ -169,16 +166,16 @@ class _Planner:
         self.awaits = given is not None  # no program was made of `given` yet
         self.first: PlanRecord | None = given  # the plan that says how inputs are split
 
-    def __call__(self, request: Request, followed: Decided | None) -> LocalProgram:
+    def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """Return the program for a call with this rank's part of each input."""
         splits = self._splits()
-        args, kwargs = global_call(request.module, request.args, request.kwargs, splits)
+        args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
         return self.plan(
-            request.module,
+            call.module,
             args,
             kwargs,
-            request.gradients,
-            request.parameters,
+            call.gradients,
+            call.parameters,
             batch_axes=self.batch_axes(),
             followed=followed,
         )
@@ -199,18 +196,18 @@ class _Planner:
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
             stored = {name: value.layout for name, value in self.given.parameters.items()}
-        planned = make_plan(
+        request = PlanRequest(
             module,
             args,
             kwargs,
             self.mesh,
             self.options,
             training=training,
-            stored=stored,
             device=self.device,
+            stored=stored,
             batch_axes=batch_axes,
-            plan=followed or given,
         )
+        planned = make_plan(request, plan=followed or given)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         return self._program(planned)

@@ -50,7 +50,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autoshard import Options, autoshard
 from autoshard.compile.compiled import compile_split, split_program
 from autoshard.config.topology import mesh_of
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from examples.gpt import GPT, GPT2, Config
 
 Batch = tuple[Tensor, Tensor]
@@ -272,7 +273,7 @@ def print_compile_times(config: Config, batch: Batch, mesh: DeviceMesh, console:
     autoshard(model, mesh, args=batch, options=Options(recipe=RECIPE, compile="eager"))
     if dist.get_rank() == 0:
         started = time.perf_counter()
-        planned = make_plan(model, batch, {}, mesh_of(mesh), Options(recipe=RECIPE))
+        planned = make_plan(PlanRequest(model, batch, {}, mesh_of(mesh), Options(recipe=RECIPE)))
         planning = time.perf_counter() - started
         started = time.perf_counter()
         split = split_program(planned.graph, mode="inductor")

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.effort import EXHAUSTIVE
+from autoshard.planner.make_plan import plan_ahead
+from autoshard.planner.request import PlanRequest
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b
 from examples.vit import vit_huge, vit_large
@@ -106,7 +108,7 @@ def measure(case: Case) -> float | None:
     started = time.perf_counter()
     try:
         mesh = Mesh(case.mesh, hardware=case.hardware)
-        plan, _ = plan_ahead(model, args, {}, mesh, Options(mixed_precision=policy), every=True)
+        plan, _ = plan_ahead(PlanRequest(model, args, {}, mesh, Options(mixed_precision=policy)), effort=EXHAUSTIVE)
     except MemoryLimitError as error:
         print(f"{case}: {error}", flush=True)
         return None

@@ -28,8 +28,9 @@ from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import Phases, replaced
 from autoshard.planner.chunking import layered
 from autoshard.planner.evaluation import fold
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.request import PlanRequest
 from examples import gpt, llama
 from passes.base import Observer, Pass, PassContext
 from passes.bucket_collectives import BUCKET_BYTES
@@ -116,7 +117,7 @@ def measure(name: str, case: Case, bucket_bytes: int, cutting: DecomposeMatmuls)
 def measure_graph(name: str, case: Case) -> None:
     """Print the seconds and the effect of each pass on the graphs of one case, as they are compiled."""
     mesh, options, (model, args) = asked(case)
-    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="eager")
+    split = split_program(make_plan(PlanRequest(model, args, {}, mesh, options)).graph, mode="eager")
     graphs = [gm for gm in (split.forward, split.backward) if gm is not None]
     overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None
@@ -163,7 +164,7 @@ def _format(timeline: Timeline) -> str:
 
 def captured_problem_of(case: Case) -> Problem:
     mesh, options, (model, args) = asked(case)
-    return captured_problem(model, args, {}, mesh, options, training=True, device="cpu")
+    return captured_problem(PlanRequest(model, args, {}, mesh, options))
 
 
 def program_of_step(case: Case, problem: Problem, *on_halves: Pass, without: str | None = None) -> Program:

@@ -37,7 +37,8 @@ from autoshard import Mesh, Options, ShardedModule, autoshard
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.measure.calibrate import calibrate
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from benchmarks.overlap import awaited_at_once
 from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
@@ -154,7 +155,7 @@ def predict(model: Llama, args: tuple[Tensor, Tensor], mesh: Mesh, options: Opti
     """Return seconds of a step of each variant, and print their parts."""
     mode, overlap = options.compile, OverlapPhase.of(options, mesh)
     assert overlap is not None
-    graph = make_plan(model, args, {}, mesh, options).graph
+    graph = make_plan(PlanRequest(model, args, {}, mesh, options)).graph
     lowered, ours, inductors = (split_program(graph, mode=mode) for _ in VARIANTS)
     programs = [_program(gm, mesh, mode) for gm in _graphs(lowered)]
     overlap.apply(ours, mode=mode)

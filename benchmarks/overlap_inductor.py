@@ -30,8 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autoshard import Options, Overlap
 from autoshard.compile.compiled import Split, split_program
 from autoshard.phases import OverlapPasses
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.prediction import memory_of
+from autoshard.planner.request import PlanRequest
 from autoshard.runtime.process_groups import axes_used
 from benchmarks.overlap import CASES, Case, asked, awaited_at_once
 from passes._torch import register_group, unregister_group
@@ -82,7 +83,7 @@ def main() -> None:
 def compare(name: str, case: Case) -> None:
     """Print one case."""
     mesh, options, (model, args) = asked(case)
-    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="inductor")
+    split = split_program(make_plan(PlanRequest(model, args, {}, mesh, options)).graph, mode="inductor")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
     names = [(mesh.group_name(axes), axes) for axes in axes_used(_graphs(split), mesh)]
     for group, axes in names:
@@ -115,8 +116,8 @@ def _graphs(split: Split) -> tuple[GraphModule, ...]:
 def _by_passes(given: GraphModule, mesh: Mesh, options: Options, limit: int) -> Timeline:
     """Return a copy of a graph after our passes."""
     gm = copy_graph(given)
-    given = options.hiding or Overlap()
-    passes = OverlapPasses(limit, given.bucket_bytes).passes
+    overlap = options.hiding or Overlap()
+    passes = OverlapPasses(limit, overlap.bucket_bytes).passes
     PassManager(passes).run(gm, PassContext(mesh))
     return simulate(program_of_graph(gm, mesh))
 

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, ShardingPlan
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
+from autoshard.planner.request import PlanRequest
 from examples.gpt import gpt2
 from examples.llama import llama3_8b, llama3_70b, llama3_405b
 
@@ -67,7 +68,8 @@ def measure(name: str, hardware: str, recipe: str) -> None:
     phases("model")
     with torch.device("meta"):
         model, args = case.build(batch=case.batch)
-    plan = ShardingPlan.of(*plan_ahead(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy), progress=phases))
+    request = PlanRequest(model, args, {}, mesh, Options(recipe=recipe, mixed_precision=policy))
+    plan = ShardingPlan.of(*plan_ahead(request, progress=phases))
     phases("")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     after = sum(seconds for phase, seconds in phases.seconds.items() if phase not in ("model", "capture", "trace"))

@@ -136,7 +136,11 @@ def make_model() -> GPT:
 
 
 def compiled(model: nn.Module, arguments: argparse.Namespace) -> nn.Module:
-    return model if arguments.compile == "eager" else torch.compile(model)
+    if arguments.compile == "eager":
+        return model
+    made = torch.compile(model)
+    assert isinstance(made, nn.Module)
+    return made
 
 
 def train(

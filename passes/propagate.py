@@ -24,9 +24,9 @@ from passes.ir.layout import Placement, R
 from passes.ir.propagation_edges import Edge
 from passes.propagation.axis import Axis
 from passes.propagation.choice import Call, choose
-from passes.propagation.ends import output_needs, output_of_tangent, output_placement, wanted_shardings
 from passes.propagation.partial_sums import reduction
 from passes.propagation.placed import Placed
+from passes.propagation.returned import output_needs, output_of_tangent, output_placement, wanted_shardings
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def reports_of_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0, fresh: bool = False
 ) -> list[Any]:
     """As `run_on_ranks`, with a `Failure` in the place of the result of a rank that raised."""
-    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context = multiprocessing.get_context("spawn") if fresh else multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

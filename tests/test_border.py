@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import types
+from functools import partial
 
 import pytest
 from torch._inductor import config
@@ -58,7 +59,7 @@ def test_threads_that_replace_one_function_leave_what_was_there() -> None:
 def test_a_lasting_patch_is_made_once() -> None:
     made: list[int] = []
     for number in range(3):
-        once("a patch of this test", lambda number=number: made.append(number))
+        once("a patch of this test", partial(made.append, number))
     assert made == [0]
 
 

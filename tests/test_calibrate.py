@@ -43,7 +43,7 @@ def test_one_process_measures_its_device(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_measured(arguments: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        calibrate(is_quick=True, **arguments)  # type: ignore[arg-type]
+        calibrate(is_quick=True, **arguments)
     assert str(caught.value).startswith(message)
 
 

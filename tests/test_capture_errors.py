@@ -196,6 +196,8 @@ class AssignsBuffer(Model):
     """the model assigns a buffer while it runs, but a graph computes tensors and changes nothing else; update it in
     place instead, such as self.average.copy_(value) <line>"""
 
+    average: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         self.average = 0.9 * self.average + 0.1 * x.mean(0)  # <line>
         return self.layer(x)

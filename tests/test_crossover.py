@@ -17,7 +17,7 @@ H100, CPU = hardware_named("h100"), hardware_named("cpu")
 
 def product(rows: float, columns: float, terms: float, question: Question) -> float:
     nbytes = 2.0 * (rows * columns + columns * terms + rows * terms)
-    shape = Product(1, rows, columns, terms)  # type: ignore[arg-type]
+    shape = Product(1, rows, columns, terms)
     return product_seconds(shape, nbytes, "bf16", question.hardware)
 
 
@@ -123,5 +123,5 @@ def test_the_answer_reads_with_its_formulas() -> None:
 )
 def test_a_question_that_cannot_be_answered(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        replace(Question(8, H100, tokens=8192), **changes)  # type: ignore[arg-type]
+        replace(Question(8, H100, tokens=8192), **changes)
     assert str(caught.value).startswith(message)

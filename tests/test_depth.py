@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from autoshard import Mesh, Options
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.make_plan import plan_ahead
+from autoshard.planner.request import PlanRequest
 from tests.test_search import on_meta
 
 
@@ -20,7 +21,7 @@ def seconds_behind_capture(layers: int) -> float:
     def progress(phase: str) -> None:
         begun.setdefault(phase, time.process_time())
 
-    plan_ahead(model, args, {}, Mesh("dp=2,tp=2", hardware="h100"), Options(), progress=progress)
+    plan_ahead(PlanRequest(model, args, {}, Mesh("dp=2,tp=2", hardware="h100"), Options()), progress=progress)
     return time.process_time() - begun["fold"]
 
 

@@ -19,11 +19,12 @@ from torch.fx import GraphModule
 import tests.test_checking
 from autoshard import Dump, Options, Overlap, UserError, autoshard, plan
 from autoshard.cli.main import main
-from autoshard.debug import dumping
 from autoshard.debug.bisection import bisect
 from autoshard.debug.replay import replay
+from autoshard.dumps import graph_dump
 from autoshard.phases import Phases, default_passes, inserted
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes import observers
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
@@ -53,7 +54,7 @@ OPTIONS = Options(  # of what a graph's text does not say: recipes, a constraint
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dump")
-    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2"), replace(OPTIONS, dump=folder))
+    make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2"), replace(OPTIONS, dump=folder)))
     return folder
 
 
@@ -100,7 +101,7 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
 
 def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
     options = Options(passes=Phases(choose=Solve()).passes, dump=tmp_path / "dump", recompute="block")
-    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options)
+    make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options))
     files = sorted((tmp_path / "dump").iterdir())
     first = next(place for place, path in enumerate(files) if path.name == "04_solve.txt")
     replayed_as_it_was(files[first:], tmp_path)
@@ -137,7 +138,7 @@ def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
 def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(observers, "trace_artifact", lambda name, text: said.append(name))
-    monkeypatch.setattr(dumping, "is_traced", lambda: True)
+    monkeypatch.setattr(graph_dump, "is_traced", lambda: True)
     plan(Model(), Mesh("dp=2", hardware="h100"), (torch.randn(4, 6),), options=Options(recipe="fsdp"))
     assert said[0] == "autoshard_00_capture" and "autoshard_09_localize" in said
 
@@ -192,16 +193,16 @@ def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path)
 def test_the_environment_asks_for_a_dump(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
     monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "diff")
-    make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+    make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp")))
     assert (tmp_path / "02_seed.txt").read_text().startswith("@@ ")
     monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "some")
     with pytest.raises(UserError, match=r"Dump\(mode='some'\): choose 'full' or 'diff'"):
-        make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+        make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp")))
 
 
 def test_the_log_tells_of_passes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="autoshard"):
-        make_plan(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp"))
+        make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp")))
     told = [record.getMessage() for record in caplog.records if record.name == "autoshard.passes"]
     assert [text.partition(":")[0] for text in told] == [one.name for one in default_passes()]
     assert next(text for text in told if text.startswith("seed")).endswith(": +2 reshard")

@@ -229,7 +229,7 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
             "CaptureError: the model reads self.rate, a float that is not known before it runs; pass it as an argument",
         ),
         (lambda: Slot({"w": None}, "w").read(), "CompilerError: the module has lost its tensor 'w'"),
-        (lambda: lay_out(nn.Linear(2, 2), None, {}), "CompilerError: parameter weight is a Parameter, not a DTensor"),  # type: ignore[arg-type]
+        (lambda: lay_out(nn.Linear(2, 2), None, {}), "CompilerError: parameter weight is a Parameter, not a DTensor"),
         (lambda: layout_of(laid_out(2)), "CompilerError: %one has 2 results; ask for layouts_of"),
         (lambda: layout_of(node()), "CompilerError: %one has no layout; it was not placed"),
         (lambda: tensor_of(node(value=[1])), "CompilerError: %one is not a tensor but list"),

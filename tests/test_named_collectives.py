@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from autoshard import Options, ShardingPlan
 from autoshard.compile.compiled import split_program
 from autoshard.phases import Phases, default_passes
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
+from autoshard.planner.request import PlanRequest
 from autoshard.plans.collectives import collectives_of
 from passes.errors import VerifyError
 from passes.ir.graph import transfer_of
@@ -70,7 +71,8 @@ def check_sent(planned: Planned) -> None:
 )
 def test_collectives_of_a_model_are_named(name: str, recipe: Any) -> None:
     case = build(name, dtype=torch.float32)
-    plan, _ = plan_ahead(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe=recipe))
+    mesh = Mesh("dp=2,tp=2", hardware="h100")
+    plan, _ = plan_ahead(PlanRequest(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe)))
     check_names(plan, case.model)
 
 
@@ -87,7 +89,7 @@ def test_a_searched_plan() -> None:
     with torch.device("meta"):
         case = Case(Searched(), (torch.empty(8192, 4096), torch.empty(8192, 4096)), {})
     mesh, options = Mesh("dp=2,tp=4", hardware="h100"), Options(passes=Phases(choose=Solve()).passes)
-    planned = make_plan(case.model, case.args, case.kwargs, mesh, options)
+    planned = make_plan(PlanRequest(case.model, case.args, case.kwargs, mesh, options))
     check_names(planned.plan, case.model)
     check_sent(planned)
 
@@ -97,7 +99,7 @@ def test_a_searched_plan() -> None:
 def test_what_is_sent_again_is_what_the_backward_sends(recipe: str) -> None:
     case = build("llama", dtype=torch.float32)
     options = Options(recipe=recipe, recompute="block" if recipe.startswith("zero2") else "none")
-    check_sent(make_plan(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2"), options))
+    check_sent(make_plan(PlanRequest(case.model, case.args, case.kwargs, Mesh("dp=2,tp=2"), options)))
 
 
 def test_a_backward_that_gathers_in_another_layout_sends_a_message_of_its_own() -> None:

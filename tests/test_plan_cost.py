@@ -15,7 +15,8 @@ from autoshard import Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.inspection.report.table import format_plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.build_program import program_of
@@ -140,7 +141,7 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
 
 def _compiled(model: nn.Module, args: tuple[torch.Tensor, ...], mesh: Mesh, options: Options) -> Timeline:
     """The step of the program that Inductor is given, of all layers."""
-    split = split_program(make_plan(model, args, {}, mesh, options).graph, mode="inductor")
+    split = split_program(make_plan(PlanRequest(model, args, {}, mesh, options)).graph, mode="inductor")
     overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None
     overlap.apply(split, mode="inductor")
@@ -230,7 +231,7 @@ def test_a_plan_of_two_axes_counts_the_chunks_that_are_sent() -> None:
 def test_a_recipe_that_runs_is_predicted_as_one_that_is_planned() -> None:
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp", overlap=Overlap(bucket_bytes=0))
     model, x = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))))), torch.randn(8, 8)
-    planned, run = plan(model, mesh, (x,), options=options), make_plan(model, (x,), {}, mesh, options).plan
+    planned, run = plan(model, mesh, (x,), options=options), make_plan(PlanRequest(model, (x,), {}, mesh, options)).plan
     assert planned.repeats and run.cost == planned.cost is not None and run.timeline == planned.timeline
     times = [{one.origin.fqn: one.exposed for one in made.collectives if one.backward} for made in (planned, run)]
     assert times[0] == times[1] and None not in times[0].values()

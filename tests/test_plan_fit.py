@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, Overlap, PlanError, ShardingPlan, plan
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked
+from autoshard.plans.record import PlanRecord
 
 MESH = Mesh("dp=2,tp=2")
 
@@ -38,10 +40,10 @@ def made(**model: Any) -> ShardingPlan:
     return plan(Tiny(**model), MESH, (torch.randn(4, 6),), options=RECIPE)
 
 
-def followed(given: ShardingPlan, model: nn.Module | None = None, x: Tensor | None = None, **how: Any) -> ShardingPlan:
+def followed(given: ShardingPlan, model: nn.Module | None = None, x: Tensor | None = None, **how: Any) -> PlanRecord:
     """The plan that comes of following `given` for a model and its input."""
     args = (torch.randn(4, 6) if x is None else x,)
-    return make_plan(model or Tiny(), args, {}, MESH, RECIPE, plan=given, **how).plan
+    return make_plan(PlanRequest(model or Tiny(), args, {}, MESH, RECIPE, **how), plan=given).plan
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:

@@ -93,7 +93,7 @@ def attention_is_doubled(graph: Graph) -> None:
 
 def a_bias_gradient_is_dropped(graph: Graph) -> None:
     """That of the projection."""
-    results = list(output_node(graph).args[0])  # type: ignore[arg-type]
+    results = list(output_node(graph).args[0])
     at = next(i for i, output in enumerate(outputs_of(graph)) if output.name == "proj.bias")
     scale_argument(source(results[at], aten.sum.dim_IntList), 0, 0.0)
 
@@ -106,7 +106,7 @@ def a_division_is_missing(graph: Graph) -> None:
 
 
 def a_buffer_is_stale(graph: Graph) -> None:
-    results = list(output_node(graph).args[0])  # type: ignore[arg-type]
+    results = list(output_node(graph).args[0])
     old = {input_of(node).name: node for node in placeholders(graph, InputRole.BUFFER)}
     for at, output in enumerate(outputs_of(graph)):
         if output.role is OutputRole.BUFFER and output.name == "norm.running_var":

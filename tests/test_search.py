@@ -6,7 +6,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,13 +17,16 @@ from torch.fx import GraphModule
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
-from autoshard.planner.evaluation import fold, judge, seeded
-from autoshard.planner.planning import make_plan
+from autoshard.planner import standings
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import evaluate, fold, seeded
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import captured_problem
+from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
-from passes.errors import UnknownOpError
+from passes.errors import CompilerError, UnknownOpError
 from passes.insert_reshards import InsertReshards
 from passes.ir.graph import (
     InputRole,
@@ -134,7 +137,7 @@ def test_a_pipeline_of_ones_own_places_values_itself() -> None:
 def test_a_batch_that_the_caller_splits_is_split_over_its_axes_alone(batch: int, expected: str) -> None:
     model, args = on_meta(64, batch)
     mesh = Mesh("dp=2,tp=2", hardware="cpu")
-    made = make_plan(model, args, {}, mesh, Options(), batch_axes=(0,)).plan
+    made = make_plan(PlanRequest(model, args, {}, mesh, Options(), batch_axes=(0,))).plan
     assert [str(placement) for placement in made.inputs["x"].layout.placements] == [expected, "R"]
 
 
@@ -261,14 +264,14 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
-    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    problem = captured_problem(PlanRequest(model, (tokens, tokens), {}, mesh, options))
     folded = fold(problem)
     assert folded.repeats.runs
     for name in ("fsdp", "ddp", "fsdp+megatron"):
         recipes = recipes_of(name, mesh)
         placed = seeded(problem, folded, recipes)
         PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
-        timeline = judge(problem, folded, recipes).timeline
+        timeline = evaluate(problem, folded, recipes, effort=FULL).timeline
         kinds = ("parameter", "gradient", "optimizer")
         stored = sum(buffer.nbytes for buffer in timeline.program.buffers if buffer.kind in kinds)
         assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
@@ -279,7 +282,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options()
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=2)), torch.empty(8, 32, dtype=torch.long)
-    problem = captured_problem(model, (tokens, tokens), {}, mesh, options, training=True, device="cpu")
+    problem = captured_problem(PlanRequest(model, (tokens, tokens), {}, mesh, options))
     folded = fold(problem)
     prepared = prepare(seeded(problem, folded, (None, None)), mesh)
     for both in (("fsdp", "zero2"), ("fsdp+megatron", "zero2+megatron")):
@@ -306,3 +309,41 @@ def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
     notes = {one.name: one.note for one in found.search.candidates if not one.fits}
     assert notes["ddp"] == "takes 192.4 MiB for parameters, gradients and optimizer: not simulated"
     assert notes["zero2"] == "slower though nothing is computed again: not made to fit"
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:
+    """A defect in what makes the programs of these recipes, or of all; None: of the solver's plan."""
+
+    def failing(problem: Any, folded: Any, named: Any, solution: Any = None, **how: Any) -> Any:
+        if not recipes or named[0] in recipes:
+            raise ZeroDivisionError("a defect")
+        return evaluate(problem, folded, named, solution, **how)
+
+    monkeypatch.setattr(standings, "evaluate", failing)
+
+
+def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, "fsdp", None)
+    model, args = on_meta(64, 8)
+    with pytest.warns(UserWarning, match=r"is left out.*ZeroDivisionError: a defect.*report") as told:
+        found = plan(model, Mesh("dp=4", hardware="h100"), args)
+    assert found.search is not None and found.search.chosen in ("ddp", "zero2")
+    notes = {one.name: one.note for one in found.search.candidates}
+    assert notes["solved"] == notes["fsdp"] == "failed: ZeroDivisionError: a defect"
+    texts = [str(one.message) for one in told if "left out" in str(one.message)]
+    assert [text.split("'")[1] for text in texts] == ["solved", "fsdp"]
+
+
+def test_candidates_that_all_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch)
+    model, args = on_meta(64, 8)
+    with pytest.warns(UserWarning), pytest.raises(CompilerError, match="no candidate plan could be made") as raised:
+        plan(model, Mesh("dp=4", hardware="h100"), args)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_a_candidate_that_fails_is_an_error_in_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, "fsdp")
+    model, args = on_meta(64, 8)
+    with pytest.raises(UserWarning, match="'fsdp' is left out"):
+        plan(model, Mesh("dp=4", hardware="h100"), args)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 from autoshard import Mesh, Options
 from autoshard.planner.evaluation import Folded, fold
 from autoshard.planner.problem import Problem, captured_problem
-from autoshard.plans.compatibility import structure
+from autoshard.planner.request import PlanRequest
+from autoshard.plans.record import structure
 
 DEPTH = 16  # two kinds of layers in turn leave enough to fold
 
@@ -41,6 +42,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A list of blocks, with a head."""
 
+    scale: torch.Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -67,7 +70,7 @@ KINDS = ("plain", "embedded", "alternating", "dropout", "buffers", "shared", "in
 def problem_of(kind: str, **options: Any) -> Problem:
     args = torch.randn(12, 8), torch.randint(5, (12,))
     mesh = Mesh("dp=2,tp=2", hardware="h100")
-    return captured_problem(Stack(kind), args, {}, mesh, Options(**options), training=True, device="cpu")
+    return captured_problem(PlanRequest(Stack(kind), args, {}, mesh, Options(**options)))
 
 
 def both(problem: Problem) -> tuple[Folded, bool, Folded]:

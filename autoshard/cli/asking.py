@@ -40,7 +40,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def _crossover(given: argparse.Namespace) -> None:
-    """From which size on is [tokens, H] x [H, 4H] on N devices faster than on one? Give the tokens or H."""
+    """Find the size from which on [tokens, H] x [H, 4H] is faster on N devices than on one. Give the tokens or H."""
     question = Question(
         given.devices,
         hardware_named(given.hardware),
@@ -54,7 +54,7 @@ def _crossover(given: argparse.Namespace) -> None:
 
 
 def _hsdp(given: argparse.Namespace) -> None:
-    """What does a device send in a step, and hold, if parameters are sharded over all devices or in each node?"""
+    """Compare what a device sends in a step, and holds, with parameters sharded over all devices and in each node."""
     hardware = hardware_named(given.hardware)
     cluster = Cluster(
         replace(hardware, node_size=given.per_node or hardware.node_size),

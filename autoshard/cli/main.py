@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autoshard.cli import asking, calibrating, planning, questioning, showing
+from autoshard.cli import asking, calibrating, plan_command, questioning, showing
 from passes.errors import UserError
 
 DONE, USERS_FAULT, STOPPED = 0, 2, 130
@@ -45,6 +45,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 2 what was asked cannot be done, 130 stopped",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="command", parser_class=_Parser)
-    for module in (planning, showing, questioning, calibrating, asking):
+    for module in (plan_command, showing, questioning, calibrating, asking):
         module.add_commands(commands)
     return parser

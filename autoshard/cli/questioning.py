@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.cli.planning import add_problem, find_plan, options_of_command, sizes_of
+from autoshard.cli.plan_command import add_problem, find_plan, options_of_command, sizes_of
 from autoshard.cli.target import load_target
 from autoshard.debug.bisection import bisect
 from autoshard.debug.replay import replay

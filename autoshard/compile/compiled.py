@@ -56,7 +56,7 @@ class Split:
     backward: GraphModule | None  # None: forward only
     inputs: tuple[Input, ...]  # of the forward, in order
     outputs: tuple[Output, ...]  # of the forward, in order: OUTPUT, then BUFFER
-    tangents: tuple[Input, ...]  # of the backward, in order, behind the saved tensors
+    tangents: tuple[Input, ...]  # of the backward, in order, after the saved tensors
     gradients: tuple[Output, ...]  # of the backward, in order
     input_values: tuple[Any, ...]  # fake
     tangent_values: tuple[torch.Tensor, ...]  # fake
@@ -135,7 +135,7 @@ def _drop_unread(gm: GraphModule) -> None:
 def _set_roles(
     forward: GraphModule, backward: GraphModule, outputs: tuple[Output, ...], gradients: tuple[Output, ...]
 ) -> None:
-    """What the ends of the two graphs stand for: the partitioner keeps it of what the joint graph was given."""
+    """Set what the ends of the two graphs stand for: the partitioner keeps it of what the joint graph was given."""
     kept = [value for value in returned(forward.graph)[len(outputs) :] if isinstance(value, Node)]
     set_outputs(forward.graph, (*outputs, *(Output(OutputRole.SAVED, value.name) for value in kept)))
     set_outputs(backward.graph, gradients)

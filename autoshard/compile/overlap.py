@@ -30,7 +30,7 @@ class OverlapPhase:
 
     @staticmethod
     def of(options: Options, mesh: Mesh) -> OverlapPhase | None:
-        """As options say; None: the program stays as it was lowered."""
+        """Return what options ask for; None: the program stays as it was lowered."""
         given = options.hiding
         if given is None:
             return None
@@ -49,7 +49,7 @@ class OverlapPhase:
         return tuple(ctx.remarks)
 
     def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
-        """What `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
+        """Return what `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
 
         Where the graphs leave out layers, as `repeats_of` them says, it is decided for all. Raises UnlikeLayersError where
         those that are kept do not look alike.

@@ -196,14 +196,14 @@ class Options:
 
     @property
     def hiding(self) -> Overlap | None:
-        """How communication is hidden; None: it is not."""
+        """Return how communication is hidden; None: it is not."""
         if isinstance(self.overlap, Overlap):
             return self.overlap
         return Overlap() if self.overlap else None
 
     @property
     def keeps_gathered(self) -> bool | None:
-        """Whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
+        """Return whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
         return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:

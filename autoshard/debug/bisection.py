@@ -28,7 +28,8 @@ from autoshard.debug.random_draws import ReplayError
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
 from autoshard.debug.unwritten_memory import filled
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.errors import UserError
 from passes.ir.graph import Output, Stage, copy_graph
@@ -39,7 +40,7 @@ from passes.ir.mesh import Mesh
 class Step:
     """What a pass gave: the results that differ from the model's."""
 
-    pass_name: str  # "capture": what was there in front of the first
+    pass_name: str  # "capture": what was there before the first
     differs: tuple[Difference, ...]
 
 
@@ -92,7 +93,8 @@ def bisect(
         raise UserError("with mixed precision the numbers are not the model's after any pass; bisect without")
     keeper = _Every()
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
-    planned = make_plan(model, args, call.kwargs, wanted, options, training=training, observers=(keeper,))
+    request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
+    planned = make_plan(request, observers=(keeper,))
     explicit = next(gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE)
     precision, ranks = precision_of(explicit), Ranks.of(call, planned)
     steps = []
@@ -120,7 +122,7 @@ def bisect(
 
 @dataclass
 class _Every(Observer):
-    """A copy of the graph after every pass that changed it, and in front of the first."""
+    """A copy of the graph after every pass that changed it, and before the first."""
 
     kept: list[tuple[str, Stage, GraphModule]] = field(default_factory=list)
 

@@ -37,7 +37,8 @@ from autoshard.debug.simulated_ranks import (
 )
 from autoshard.debug.unwritten_memory import filled, is_unwritten
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.make_plan import Planned, make_plan
+from autoshard.planner.request import PlanRequest
 from passes._torch import OpOverload, flatten_pytree
 from passes.base import Observer, Pass, PassContext
 from passes.errors import InputError, PlanError, UserError
@@ -170,16 +171,9 @@ def check(
         plan = ShardingPlan.load(plan)
     options = options_given(options) if options is not None or plan is None else options_of(plan.settings)
     keeper = Keeper()
-    planned = make_plan(
-        model,
-        call.args,
-        call.kwargs,
-        mesh_of(mesh, options.hardware),
-        options,
-        training=torch.is_grad_enabled(),
-        plan=plan,
-        observers=(keeper,),
-    )
+    wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
+    request = PlanRequest(model, call.args, call.kwargs, wanted, options, training=training)
+    planned = make_plan(request, plan=plan, observers=(keeper,))
     return comparison(keeper.graph, planned, call, is_exact=options.mixed_precision is None)
 
 
@@ -338,11 +332,9 @@ class _Comparison:
         rows = [
             f"on {name}: {_row(node, axis)}" for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1
         ]
-        what = (
-            f"the collective {format_target(node.target)}"
-            if is_step(node)
-            else f"the rule of {format_target(node.target)}"
-        )
+        item = item_of(node)
+        op = format_target(item[0].target if item is not None else node.target)
+        what = f"the {'collective' if is_step(node) else 'rule of'} {op}"
         row = f"{what} {'; '.join(rows)}"
         is_rounding = far <= rounding.of_value(node, self.whole.value(node))
         return Difference(node.name, error, op, row, origin_of(node), is_rounding)

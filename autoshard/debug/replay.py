@@ -1,4 +1,4 @@
-"""A dump is read back, and the passes behind it are run again."""
+"""Read a dump back and run the passes after it again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoshard.debug.dump_header import PLACING, format_header, parse_header
+from autoshard.dumps.dump_header import PLACING, format_header, parse_header
 from passes.base import PassContext, Remark
 from passes.errors import UserError
 from passes.ir.text import format_graph, parse_graph
@@ -16,7 +16,7 @@ from passes.observers import Dumper, Verifier
 
 @dataclass(frozen=True)
 class Replayed:
-    """The passes that were run, and the text of the graph behind the last one."""
+    """The passes that were run, and the text of the graph after the last one."""
 
     ran: tuple[str, ...]
     text: str

@@ -1,6 +1,6 @@
 """How far rounding moves what a model computes: by how much it is another when numbers change in their last digit.
 
-Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias in front of a
+Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias before a
 normalization is, shares no digit between them, and no tolerance relative to it can tell; but it moves as far when
 inputs, parameters and what ops compute of them are nudged.
 """

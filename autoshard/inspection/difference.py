@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
-from autoshard.plans.values import Value
 from passes.ir.mesh import Mesh
 from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds
@@ -36,7 +36,7 @@ class PlanDiff:
     changes: tuple[Change, ...]
 
     def __bool__(self) -> bool:
-        """Whether anything is different."""
+        """Return whether anything is different."""
         return bool(self.changes)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class PlanDiff:
 
 
 def difference(before: PlanRecord, after: PlanRecord) -> PlanDiff:
-    """What `after` has otherwise than `before`."""
+    """Return what `after` has otherwise than `before`."""
     return PlanDiff(
         (
             *_settings(before, after),
@@ -157,7 +157,7 @@ def _different(old: str, new: str) -> tuple[str, str]:
 
 
 def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
-    """Of what the program computes, by module: how many values live otherwise, and how most of them do."""
+    """Yield by module how many computed values have another layout, and how most of them do."""
     total: dict[str, int] = {}
     changed: dict[str, list[tuple[str, str]]] = {}
     for name, module in _modules(after.graphs.get("CAPTURED", "")).items():

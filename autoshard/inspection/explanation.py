@@ -30,8 +30,6 @@ from passes.manager import PassManager
 from passes.search.alternatives import Alternative, alternatives
 from passes.search.model.axis_groups import format_axis_groups
 
-SOLVED = 3  # alternatives of one value that a program is solved for, where it does not have to be quick; of the others a
-# plan near the bound is told
 PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
 WIDTH = 100  # characters of a line
@@ -40,7 +38,7 @@ LISTED = 8  # alternatives of a value that are priced, beside the chosen one
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one value. `forced` are those who insisted, by axis; `chains` what each axis's placement came
+    """What was chosen for one value. `forced` are the constraints, by axis; `chains` what each axis's placement came
     from, the last step first; `alternatives` are empty where they were not priced."""
 
     name: str
@@ -71,12 +69,11 @@ class Explanation:
 
 
 def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> Explanation:
-    """Say everything that the plan, and the planner's `state` behind it, know of `what`. Raises UserError for an unknown name."""
+    """Say everything that the plan, and the planner's `state`, know of `what`. Raises UserError for an unknown name."""
     subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
-    is_quick = state is not None and state.is_quick
-    forced, solved = _pins(plan), 1 if is_quick or len(priced) > 1 else SOLVED
+    forced, solved = _pins(plan), 1 if state is None or len(priced) > 1 else state.effort.alternatives
     return Explanation(
         what,
         subject.kind,
@@ -130,20 +127,20 @@ def _choice(
 
 
 def _pins(plan: PlanRecord) -> dict[str, tuple[str, ...]]:
-    """Who insisted on a placement of a value, or of what is made of it in front of its users, by node name."""
+    """Return the constraints on a value, or on what is made of it before its users, by node name."""
     found: dict[str, list[str]] = {}
     for line in plan.graphs.get("PLACED", "").splitlines():
         match = re.match(r"%(\w+): .*? pinned\((.*)\)(?: recompute)? = (?:reshard\(%(\w+)\))?", line)
         if match is None:
             continue
-        where = " in front of its users" if match[3] else ""
+        where = " before its users" if match[3] else ""
         for axis, placement, reason in re.findall(r'(\w+):(\S+) ("(?:[^"\\]|\\.)*")', match[2]):
             found.setdefault(match[3] or match[1], []).append(f"{axis}:{placement}{where}: {json.loads(reason)}")
     return {name: tuple(dict.fromkeys(texts)) for name, texts in found.items()}
 
 
 def _touches(plan: PlanRecord, state: PlanningState | None, subject: Subject) -> Iterator[Touch]:
-    """What passes did to the subject's values, and to the moves of them; of a plan from a file, what each stage did."""
+    """Yield what passes did to the subject's values and their moves; of a plan from a file, what each stage did."""
     names = {node.name for node in subject.nodes} | {one.id.partition("@")[0] for one in subject.collectives}
     for touch in _touches_of_stages(plan) if state is None else _touches_of_passes(plan, state):
         source = re.search(r"= \w+\(%(\w+)", touch.line)
@@ -152,7 +149,7 @@ def _touches(plan: PlanRecord, state: PlanningState | None, subject: Subject) ->
 
 
 def _touches_of_stages(plan: PlanRecord) -> Iterator[Touch]:
-    """From the texts of the program that the plan holds, as far as these are of whole tensors."""
+    """Compare the program's texts in the plan, as far as these are of whole tensors."""
     texts = [(stage, plan.graphs[stage.name]) for stage in Stage if stage <= Stage.COLLECTIVE and stage.name in plan.graphs]
     for (_, old), (stage, new) in pairwise(texts):
         yield from touches_between(f"until {stage.name}", lines_of(old), lines_of(new))
@@ -220,14 +217,14 @@ def _unlike(choices: tuple[Choice, ...]) -> list[Choice]:
 def _choice_lines(choice: Choice, one: Explanation) -> Iterator[str]:
     place = f"      # {choice.place}" if choice.place else ""
     yield f"{choice.name}: {choice.type} {choice.layout.format(one.mesh)}{place}"
-    yield from (f"  insisted: {text}" for text in choice.forced)
+    yield from (f"  constraint: {text}" for text in choice.forced)
     if not choice.alternatives and len(one.choices) > 1:
         return
     for axis, chain in zip(one.mesh.names, choice.chains, strict=True):
         if len(chain) > 1 or (chain and not choice.forced):
             yield f"  on {axis}: {_joined(chain)}"
     if not any(choice.chains) and not choice.forced and choice.alternatives:
-        yield "  nobody insisted; chosen by what the whole step costs"
+        yield "  no constraint; chosen by what the whole step costs"
     if choice.alternatives:
         yield from _alternative_lines(choice, one)
 

@@ -19,12 +19,12 @@ class Touch:
     pass_name: str  # or the stage's
     what: str  # "added", "changed" or "removed"
     node: str
-    line: str  # of the graph's text behind the pass; in front of it, for what was removed
+    line: str  # of the graph's text after the pass; before it, for what was removed
 
 
 @dataclass(frozen=True)
 class History(Observer):
-    """Compares the lines of a graph's text in front of every pass and behind it, up to collectives: after that, shapes are
+    """Compares the lines of a graph's text before every pass and after it, up to collectives: after that, shapes are
     those of one device, and every line is another."""
 
     touches: list[Touch] = field(default_factory=list)
@@ -44,7 +44,7 @@ class History(Observer):
 
 
 def touches_between(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Touch]:
-    """What `name` did, from the lines by node in front of it and behind it."""
+    """Yield what `name` did, from the lines by node before it and after it."""
     for node, line in new.items():
         if node not in old:
             yield Touch(name, "added", node, line)

@@ -11,8 +11,9 @@ from autoshard.capture.garbage import uncollected
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.topology import equipped, mesh_of
+from autoshard.planner.effort import FULL, QUICK
 from autoshard.planner.evaluation import refold
-from autoshard.planner.planning import plan_problem
+from autoshard.planner.make_plan import plan_problem
 from autoshard.planner.state import PlanningState
 from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
@@ -53,4 +54,5 @@ def replanned(
     check_options(changed, wanted)
     problem = replace(before, mesh=wanted, options=changed)
     with uncollected():
-        return plan_problem(problem, quick=not prove, folded=refold(problem, before, state.folded))
+        folded = refold(problem, before, state.folded)
+        return plan_problem(problem, effort=FULL if prove else QUICK, folded=folded)

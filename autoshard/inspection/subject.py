@@ -84,7 +84,7 @@ def _moving(plan: PlanRecord, gm: GraphModule, nodes: tuple[Node, ...]) -> Itera
 
 
 def _captured(plan: PlanRecord, gm: GraphModule, names: Iterable[str]) -> Iterator[Node]:
-    """What values of the program with collectives are made of, in the captured one."""
+    """Yield what values of the program with collectives are made of, in the captured one."""
     lines = (re.match(r"%(\w+): .* = \w+(?:\.\w+)?\(%(\w+)", line) for line in plan.graphs.get("COLLECTIVE", "").splitlines())
     made_of = {match[1]: match[2] for match in lines if match}
     nodes = {node.name: node for node in gm.graph.nodes}

@@ -13,6 +13,7 @@ from functools import cached_property
 from torch.fx import GraphModule, Node
 
 from autoshard.compile.overlap import OverlapPhase
+from autoshard.planner.effort import Effort
 from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem
 from autoshard.planner.recomputation import Trial, program_of_split
@@ -25,9 +26,6 @@ from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin, set_repeats
 from passes.ir.matmul_chunks.sites import sites_in
 
-TOLD = 0.01  # of a step, that chunks must be able to hide: of 46.9 ms they left 28.6 (benchmarks.overlap 8b-tp --graph)
-TOLD_QUICKLY = 0.05  # ... for a quick answer
-
 
 @dataclass(frozen=True)
 class Chunking:
@@ -36,7 +34,7 @@ class Chunking:
     problem: Problem
     repeats: Repeats
     trial: Trial
-    quick: bool = False
+    effort: Effort
 
     @property
     def could_save(self) -> float:
@@ -45,7 +43,7 @@ class Chunking:
 
     @cached_property
     def _waits(self) -> Mapping[bool, float]:
-        """The same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
+        """Return the same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
         what could be cut."""
         if self._overlap is None or not self._overlap.given.split_matmuls:
             return {}
@@ -53,7 +51,7 @@ class Chunking:
         for backward, gm in self._halves.items():
             own = [(task, seconds) for task, seconds in timeline.exposed_by_task if task.backward is backward]
             found[backward] = sum(exposed_by_form(sites_in(gm), own).values())
-        least = (TOLD_QUICKLY if self.quick else TOLD) * timeline.step_time
+        least = self.effort.least_chunked * timeline.step_time
         return {backward: seconds for backward, seconds in found.items() if seconds >= least}
 
     @property
@@ -73,15 +71,15 @@ class Chunking:
         for backward in self._waits:
             assert self._overlap is not None
             halves[backward] = layered(halves[backward], split.forward, self.repeats)
-            told = self._overlap.cut(split, halves[backward], mode=mode)
-            changed |= {backward} if any(not remark.routine for remark in told) else set()
-            remarks += told
+            said = self._overlap.cut(split, halves[backward], mode=mode)
+            changed |= {backward} if any(not remark.routine for remark in said) else set()
+            remarks += said
         if not changed:
             return self.trial.timeline, tuple(remarks)
         cut = replace(split, forward=halves[False], backward=halves.get(True))
         program = _as_named(program_of_split(cut, self.problem, self.repeats), halves)
         known = unchanged(self.trial.program, self.trial.timeline.program, program)
-        return run_step(program, self.problem.options, quick=self.quick, known=known), tuple(remarks)
+        return run_step(program, self.problem.options, effort=self.effort, known=known), tuple(remarks)
 
 
 def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:
@@ -95,7 +93,7 @@ def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphM
 
 
 def _layer_of(node: Node, repeats: Repeats) -> str:
-    """The module that a value is of; of the sum behind a layer, which is of the module around, that of its latest operand."""
+    """The module that a value is of; of the sum after a layer, which is of the module around, that of its latest operand."""
     while not (fqn := origin_of(node).fqn) or any(run.prefix.startswith(f"{fqn}.") for run in repeats.runs):
         calls = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
         if not calls:
@@ -105,7 +103,7 @@ def _layer_of(node: Node, repeats: Repeats) -> str:
 
 
 def _as_named(program: Program, halves: Mapping[bool, GraphModule]) -> Program:
-    """With the names of the calls that chunks were made for, which the plan has."""
+    """Name tasks and buffers after the calls that chunks were made for, as the plan does."""
     names = {(backward, node.name): made_for(node) for backward, gm in halves.items() for node in gm.graph.nodes}
     tasks, buffers = list[Task](), list[Buffer]()
     for task in program.tasks:

@@ -15,12 +15,13 @@ from autoshard.capture.shallow import shallow_graph
 from autoshard.config.progress import Progress, silent
 from autoshard.phases import Passes, Phases
 from autoshard.planner.chunking import Chunking
+from autoshard.planner.effort import Effort
 from autoshard.planner.prediction import cost_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recomputation import Settling
 from autoshard.plans.collectives import collectives_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
-from autoshard.plans.values import inputs_of, layouts_by_name, results_by_name
+from autoshard.plans.plan_values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
@@ -51,7 +52,7 @@ class Folded:
     """The captured graph, normalized, with its repeated layers left out.
 
     `placed` and `prepared` are what searches found out about it: layouts as a `Seed` propagates to, and the solver's problem
-    by seed, mesh and bundles of its axes. The next search, for another memory limit or other hardware, takes them from here.
+    by seed, mesh and groups of its axes. The next search, for another memory limit or other hardware, takes them from here.
     """
 
     graph: GraphModule
@@ -63,7 +64,7 @@ class Folded:
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
-    """The graph that candidates are judged on: the captured one folded, if that is needed as a `whole` as well;
+    """The graph that candidates are evaluated on: the captured one folded, if that is needed as a `whole` as well;
     otherwise no more than the layers that are kept is traced."""
     how, phases = Fold(_tags(problem), margin=MARGIN), Phases()
     if whole:
@@ -85,14 +86,14 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """What is said of parameters: layers of which something else is said are not equal."""
-    insisted = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
+    """Return what is said of parameters: layers of which something else is said are not equal."""
+    constrained = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    return (*insisted, *stored)
+    return (*constrained, *stored)
 
 
 def _is_said_of_all(problem: Problem) -> bool:
-    """Whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
+    """Return whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
     said: dict[str, list[str]] = {}
     for name, tag in _tags(problem):
         said.setdefault(name, []).append(tag)
@@ -115,7 +116,7 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Evaluation:
     """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields;
     `chunking` says what could be saved in the `timeline` yet."""
 
@@ -157,43 +158,43 @@ class Judged:
         return tuple(f"{place}: {kind}, {format_bytes(count)} on a device" for place, (count, kind) in ordered[:most])
 
 
-def judge(
+def evaluate(
     problem: Problem,
     folded: Folded,
     recipes: Recipes,
     solution: Solution | None = None,
     *,
+    effort: Effort,
     worst: float = float("inf"),
-    quick: bool = False,
-) -> Judged:
+) -> Evaluation:
     """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
 
     Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
     they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
-    made to fit into memory, and where it is much slower, not all orders are tried; a `quick` answer is of few orders.
+    made to fit into memory, and where it is much slower, not all orders are tried.
     """
     try:
         with uncollected():
-            return _judged(problem, folded, recipes, solution, worst, quick=quick)
+            return _evaluated(problem, folded, recipes, solution, worst, effort=effort)
     except UnlikeLayersError as error:
-        return _judged_whole(problem, folded, recipes, solution, worst, error, quick=quick)
+        return _evaluated_whole(problem, folded, recipes, solution, worst, error, effort=effort)
 
 
-def in_chunks(problem: Problem, judged: Judged) -> Judged:
-    """`judged` with its messages in chunks, as far as it will be compiled so."""
-    if judged.chunking is None:
-        return judged
+def in_chunks(problem: Problem, one: Evaluation) -> Evaluation:
+    """Return the evaluation with messages in chunks, as far as the program will be compiled so."""
+    if one.chunking is None:
+        return one
     try:
         with uncollected():
-            timeline, remarks = judged.chunking.run()
-        return replace(judged, timeline=timeline, chunking=None, remarks=(*judged.remarks, *remarks))
+            timeline, remarks = one.chunking.run()
+        return replace(one, timeline=timeline, chunking=None, remarks=(*one.remarks, *remarks))
     except UnlikeLayersError as error:
-        worst, quick = judged.timeline.step_time, judged.chunking.quick
-        whole = _judged_whole(problem, judged.folded, judged.recipes, judged.solution, worst, error, quick=quick)
+        worst, effort = one.timeline.step_time, one.chunking.effort
+        whole = _evaluated_whole(problem, one.folded, one.recipes, one.solution, worst, error, effort=effort)
         return in_chunks(problem, whole)
 
 
-def _judged_whole(
+def _evaluated_whole(
     problem: Problem,
     folded: Folded,
     recipes: Recipes,
@@ -201,27 +202,27 @@ def _judged_whole(
     worst: float,
     error: UnlikeLayersError,
     *,
-    quick: bool,
-) -> Judged:
-    """With all layers planned, as equal ones are not equal in the program."""
+    effort: Effort,
+) -> Evaluation:
+    """Plan all layers, as equal ones are not equal in the program."""
     expanded = None if solution is None else solution.expanded(folded.repeats)
     whole, layers = _normalized(problem, Phases().prepare), folded.remarks[-1]
-    told = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
-    return _judged(problem, replace(whole, remarks=(told,)), recipes, expanded, worst, quick=quick)
+    remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
+    return _evaluated(problem, replace(whole, remarks=(remark,)), recipes, expanded, worst, effort=effort)
 
 
-def _judged(
-    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float, *, quick: bool
-) -> Judged:
+def _evaluated(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None, worst: float, *, effort: Effort
+) -> Evaluation:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     phases = phases_of(problem, gm, recipes, solution)
     passes = (*phases.place, *phases.lower)
     recorder = Recorder(passes)
     PassManager(passes, (recorder, Logger())).run(gm, ctx)
-    trial = Settling(problem, folded.repeats, gm, worst, quick).settle()
+    trial = Settling(problem, folded.repeats, gm, worst, effort).settle()
     PassManager(replace(phases, kept=trial.kept).rematerialize, (recorder,)).run(gm, ctx)
-    chunking = Chunking(problem, folded.repeats, trial, quick)
-    return Judged(
+    chunking = Chunking(problem, folded.repeats, trial, effort)
+    return Evaluation(
         folded,
         recipes,
         solution,
@@ -256,7 +257,7 @@ def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
 
 @dataclass(frozen=True)
 class Recorder(Observer):
-    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage behind capture."""
+    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage after capture."""
 
     passes: tuple[Pass, ...]
     graphs: dict[str, str] = field(default_factory=dict)

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from torch.fx import GraphModule
 
 from autoshard.config.options import Options, Overlap
+from autoshard.planner.effort import FULL, Effort
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
 from passes.cost.forward_backward import joined, phase_of, phases
 from passes.cost.optimizer_step import OPTIMIZER_STATES
 from passes.cost.program import Program, Task
-from passes.cost.scheduling.best_schedule import WINDOWS, bucketed
+from passes.cost.scheduling.best_schedule import bucketed
 from passes.cost.scheduling.bucketing import sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
@@ -25,29 +26,27 @@ from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
 
-QUICK_WINDOWS = (2,)  # of `passes/cost/scheduling/best_schedule.py`: what a quick answer gathers ahead, in largest gathers
-
 
 def run_step(
     program: Program,
     options: Options,
     worst: float = float("inf"),
     *,
-    quick: bool = False,
+    effort: Effort = FULL,
     known: Mapping[int, Program] = MappingProxyType({}),
 ) -> Timeline:
     """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
-    of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order; for a `quick`
-    answer, of a fifth of the orders. Of `known` phases, by number, the best was found before."""
+    of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order. Of `known`
+    phases, by number, the best was found before."""
     given = options.hiding or Overlap()  # a step without overlap is predicted as one with it
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
-    tried, windows = (buckets[-1:], QUICK_WINDOWS) if quick else (buckets, WINDOWS)
+    tried = buckets[-effort.bucket_sizes :]
     found = list[Program]()
     for phase, others in phases(program):
         if (number := phase_of(phase.tasks[0])) in known:
             phase = known[number]
         elif any(task.is_collective for task in phase.tasks):
-            _, best = bucketed(phase, tried, memory_limit=limit, windows=windows, worst=worst - others)
+            _, best = bucketed(phase, tried, memory_limit=limit, windows=effort.windows, worst=worst - others)
             phase = best.program
         found.append(phase)
     return simulate(joined(program, found))
@@ -106,7 +105,7 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
 
 
 def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
-    """The same with the times of those of `known` that move the same for the same: equal ones in their order.
+    """Give collectives the times of those of `known` that move the same for the same: equal ones in their order.
 
     What was predicted on a folded graph has other names than the program of all layers.
     """

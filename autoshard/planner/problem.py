@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options
+from autoshard.planner.request import PlanRequest
 from passes.cast_parameters import CastParameters
 from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
@@ -30,8 +29,7 @@ Recipes = tuple[str | None, ...]  # one per mesh axis
 class Problem:
     """A captured model and all that every candidate plan of it has in common.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled; `batch_axes` those that
-    the caller splits the batch over, the first that divide it and no others (None: free to choose).
+    `stored` and `batch_axes` are as in a `PlanRequest`.
     """
 
     captured: Captured
@@ -44,7 +42,7 @@ class Problem:
     batch_axes: tuple[int, ...] | None
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
-        """What is insisted on in `gm`, the captured graph or a folded form of it, and what `recipes` ask for."""
+        """Return the constraints on `gm`, the captured graph or a folded form of it, and what `recipes` pin."""
         parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
         inputs = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.INPUT)}
         outputs = {
@@ -66,7 +64,7 @@ class Problem:
         return recipes if keeps is None else freeing(recipes, frees_gathered=not keeps)
 
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
-        """How the caller splits inputs whose first dim is the batch, unless options say otherwise; the rest comes whole."""
+        """Return the caller's split of inputs whose first dim is the batch, unless options say otherwise."""
         if self.batch_axes is None:
             return ()
         first = next((shape for shape in inputs.values() if shape), None)
@@ -81,7 +79,7 @@ class Problem:
         )
 
     def parameter_constraints(self) -> tuple[Constraint, ...]:
-        """What the user insists on for parameters of the whole model, by the names in the graph.
+        """Return the user's constraints on parameters of the whole model, by the names in the graph.
 
         Raises ConstraintError where two names of one parameter are given different placements.
         """
@@ -130,44 +128,40 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
-def captured_problem(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mesh,
-    options: Options,
-    *,
-    training: bool,
-    device: str,
-    stored: Mapping[str, Layout] | None = None,
-    batch_axes: tuple[int, ...] | None = None,
-) -> Problem:
-    """Capture one call on global arguments. Raises UserErrors for what cannot be captured.
+def captured_problem(request: PlanRequest) -> Problem:
+    """Capture the call. Raises UserErrors for what cannot be captured.
 
-    The whole graph is traced when it is asked for: a plan alone needs no more than that of a few of equal layers.
+    The whole graph is traced when it is first needed: a plan alone needs no more than that of a few of equal layers.
     """
+    options = request.options
     policy = options.mixed_precision or MixedPrecisionPolicy()
     captured = capture_call(
-        module,
-        args,
-        dict(kwargs),
-        training=training,
-        device=device,
+        request.module,
+        request.args,
+        dict(request.kwargs),
+        training=request.training,
+        device=request.device,
         compute_dtype=policy.param_dtype,
         cast_inputs=policy.cast_forward_inputs,
     )
-    cast = _cast(module, args, kwargs, captured, options)
-    return Problem(captured, mesh, options, training, device, cast, stored or {}, batch_axes)
+    return Problem(
+        captured,
+        request.mesh,
+        options,
+        request.training,
+        request.device,
+        _cast(request, captured),
+        request.stored or {},
+        request.batch_axes,
+    )
 
 
-def _cast(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured, options: Options
-) -> CastParameters:
-    policy = options.mixed_precision
+def _cast(request: PlanRequest, captured: Captured) -> CastParameters:
+    policy = request.options.mixed_precision
     if policy is None:
         return CastParameters()
-    stored = tuple((name, p.dtype) for name, p in module.named_parameters() if p.is_floating_point())
-    given = captured.signature.flatten(args, dict(kwargs))
+    stored = tuple((name, p.dtype) for name, p in request.module.named_parameters() if p.is_floating_point())
+    given = captured.signature.flatten(request.args, dict(request.kwargs))
     inputs = tuple(
         (spec.path, tensor.dtype)
         for spec, tensor in zip(captured.signature.inputs, given, strict=True)

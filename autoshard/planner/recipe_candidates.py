@@ -1,4 +1,4 @@
-"""The experts' recipes that go with a mesh, and what they cost by the solver's model."""
+"""The candidates of the experts: recipes that go with the mesh, those that look best by the solver's model first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,92 @@ from torch.fx import GraphModule
 
 from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import recipes_of
+from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
+from autoshard.planner.solver_candidate import OFF, Solved
+from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
-from passes.errors import RecipeError
+from passes.errors import InputError, RecipeError
+from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
 from passes.search.prepared import Prepared
+
+NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
+# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning_time), simulated 326 ms (benchmarks.grid)
+QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
+TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A recipe, and seconds of a step by the solver's model; 0 where it cannot tell."""
+
+    name: str
+    recipes: Recipes
+    seconds: float
+
+
+def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
+    """Enter recipes, those that look best first, or as many as are needed for a good plan."""
+    experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
+    if is_needed and _is_answered(standings, solved):
+        for name, _ in experts:
+            standings.decline(name, QUICKLY)
+        return
+    promising: list[Promise] = []
+    for name, recipes in experts:
+        with standings.attempt(name):
+            promising += _promising(task, standings, experts, solved.prepared, name, recipes)
+    for one in sorted(promising, key=lambda one: one.seconds):
+        if standings.best is not None and task.left <= 0:
+            standings.decline_late(one.name)
+        elif is_needed and standings.best is not None and len(standings.evaluated) > 1:
+            standings.decline(one.name, QUICKLY)
+        elif task.effort.recipes != "all" and one.seconds > standings.best_time * (1 + NEAR):
+            standings.decline(one.name, f"about {format_seconds(one.seconds)} by the solver's model: not simulated")
+        else:
+            progress(one.name)
+            worst = float("inf") if task.effort.recipes == "all" else standings.best_time
+            with standings.attempt(one.name):
+                standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
+
+
+def _is_answered(standings: Standings, solved: Solved) -> bool:
+    """Return whether the solver's plan is one that the simulator agrees with."""
+    if standings.best != SOLVED or solved.answer is None:
+        return False
+    return standings.best_time <= solved.answer.solution.objective * (1 + OFF)
+
+
+def _promising(
+    task: SearchTask,
+    standings: Standings,
+    experts: Experts,
+    prepared: Prepared | None,
+    name: str,
+    recipes: Recipes,
+) -> tuple[Promise, ...]:
+    """Return the recipe if it may be worth a simulation; otherwise it is declined."""
+    try:
+        task.problem.check_batch(recipes)
+    except InputError as error:
+        standings.decline(name, str(error))
+        return ()
+    seconds, fits = 0.0, True  # as far as is known
+    if prepared is not None and task.left > 0:
+        seconds, fits = experts.estimate(recipes, prepared)
+    if standings.best is not None and task.effort.recipes == "needed" and not fits:
+        standings.decline(name, TOO_MUCH)
+        return ()
+    is_choosy = standings.best is not None and task.effort.recipes != "all"
+    if is_choosy and (state := experts.state(recipes)) > task.limit:
+        standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
+        return ()
+    return (Promise(name, recipes, seconds),)
 
 
 def expert_names() -> Iterator[str]:
@@ -50,9 +127,9 @@ class Experts:
 
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
-        room = room_for(self.problem, prepared)
-        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=room)
-        return (0.0, True) if plan is None else (plan.objective, room.fits(plan.memory))
+        budget = memory_budget_of(self.problem, prepared)
+        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=budget)
+        return (0.0, True) if plan is None else (plan.objective, budget.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:
         """Bytes that a device holds of the model, at least."""
@@ -60,7 +137,7 @@ class Experts:
         return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
 
     def _gathers_again(self, recipes: Recipes) -> bool:
-        """Whether parameters are gathered once more in the backward, all of them that are gathered."""
+        """Return whether parameters are gathered once more in the backward, all of them that are gathered."""
         axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
         chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
         storing = [recipe for recipe in chosen if recipe.store is not None]

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from autoshard.compile.compiled import Split, split_program
 from autoshard.phases import Phases
+from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
 from autoshard.plans.outcome import Recomputation
@@ -43,7 +44,7 @@ class Trial:
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """What the backward computes again, for the plan."""
+        """Return what the backward computes again, for the plan."""
         if self.kept is None or self.split.backward is None:
             return None
         graph = self.split.backward.graph
@@ -65,7 +66,7 @@ class Settling:
     repeats: Repeats
     graph: GraphModule
     worst: float = float("inf")  # seconds: a step that is slower before anything is computed again need not be made to fit
-    quick: bool = False  # few orders are tried
+    effort: Effort = FULL
 
     def settle(self) -> Trial:
         """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
@@ -89,20 +90,20 @@ class Settling:
     def _fitted(self, usual: Trial) -> Trial:
         """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
         less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
-        first that fits will do, with room for one block that is made again."""
+        first that fits will do, with budget for one block that is made again."""
         keep = SelectiveRecomputation.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none of which more than its border is kept
-            return replace(usual, timeline=self._ordered(usual.program)) if self.quick else usual
-        room, tried = self._saved(usual.split) - (keep.block if self.quick else 0), {usual.kept: usual}
+            return replace(usual, timeline=self._ordered(usual.program)) if self.effort.takes_first else usual
+        budget, tried = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0), {usual.kept: usual}
         last = usual
         for _ in range(TRIES):
-            room -= last.timeline.peak_memory - self.limit
-            kept = keep.within(room)
+            budget -= last.timeline.peak_memory - self.limit
+            kept = keep.within(budget)
             last = tried[kept] = self.trial(kept)
             if self._fits(last) or not kept:
                 break
-            room = keep.size(kept)
-        others = () if self.quick and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
+            budget = keep.size(kept)
+        others = () if self.effort.takes_first and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
         for kept in dict.fromkeys(others):
             if kept not in tried:
                 tried[kept] = self.trial(kept)
@@ -131,17 +132,17 @@ class Settling:
         PassManager(Phases(kept=kept).rematerialize).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
-        if self.quick and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):
+        if self.effort.takes_first and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):
             lowered = simulate(program)
             if lowered.peak_memory > FAR * self.limit:
                 return Trial(kept, split, program, lowered)
         return Trial(kept, split, program, self._ordered(program))
 
     def _ordered(self, program: Program) -> Timeline:
-        return run_step(program, self.problem.options, self.worst, quick=self.quick)
+        return run_step(program, self.problem.options, self.worst, effort=self.effort)
 
 
-def room_for(problem: Problem, prepared: Prepared) -> MemoryBudget:
+def memory_budget_of(problem: Problem, prepared: Prepared) -> MemoryBudget:
     """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
     how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
@@ -170,7 +171,7 @@ def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Progra
 
 
 def fits_surely(problem: Problem) -> bool:
-    """Whether a step takes so little that it need not be simulated to know that it fits."""
+    """Return whether a step takes so little that it need not be simulated to know that it fits."""
     nodes = problem.captured.graph_module.graph.nodes
     total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
     return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

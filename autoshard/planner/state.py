@@ -1,13 +1,14 @@
-"""What the planner knows of a model behind a plan: with it, the plan answers what it was not asked yet."""
+"""What the planner knows of the model that a plan is of: with it, the plan answers new questions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from passes.search.goal import Goal
 from passes.search.prepared import Prepared, Searched, prepare
 
@@ -18,21 +19,17 @@ class PlanningState:
 
     problem: Problem
     folded: Folded
+    effort: Effort
     prepared: Prepared | None = None  # for the search that made the plan
-    gap: float = Goal.gap  # that the search was content with
-
-    @property
-    def is_quick(self) -> bool:
-        """True where the plan answers a question and is not proven as far as it could be."""
-        return self.gap > Goal.gap
 
     @cached_property
     def searched(self) -> Searched:
-        """What a search knows of the model: made when it is first needed. Raises UserError where the hardware is unknown."""
+        """Return what a search knows of the model, made once. Raises UserError where the hardware is unknown."""
         prepared = self.prepared
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
-        room = room_for(self.problem, prepared)
-        return prepared.explore(Goal(room.limit, self.gap, options.time_limit, options.keeps_gathered, room.recomputation))
+        budget = memory_budget_of(self.problem, prepared)
+        keep, curve = options.keeps_gathered, budget.recomputation
+        return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))

@@ -54,7 +54,7 @@ def _saved(kind: Any) -> list[str]:
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
-    """What `encode` was given, of type `kind`.
+    """Return what `encode` was given, of type `kind`.
 
     Raises PlanError that names the place (`cost.memory.inputs`) of what is missing, too much or of another type.
     """

@@ -47,11 +47,11 @@ class Collective:
     bucket: str | None = None  # the message that carries it with others (in the backward, if in both); None: its own
     seconds: float | None = None  # how long it takes; its part, by bytes, of the bucket's. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
-    chunks: int = 1  # messages that it is sent in, one behind the other; 0: an operator sends it that computes as well
+    chunks: int = 1  # messages that it is sent in, one after the other; 0: an operator sends it that computes as well
 
     @property
     def way(self) -> str:
-        """How it is sent, and the pass that will see to it, where that is not in a message of its own."""
+        """Return how it is sent, and the pass that will see to it, where that is not in a message of its own."""
         if self.chunks != 1:
             way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
             return f"{way} (decompose_matmuls)"
@@ -75,7 +75,7 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _uses(gm: GraphModule, behind: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:
-    """What the forward needs, and what the backward does, as far as it makes it `again`."""
+    """Return what the forward needs, and what the backward does, as far as it makes it `again`."""
     ahead, later = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for user in node.users:
@@ -127,7 +127,7 @@ def _reason(node: Node) -> str:
 
 
 def _origin(node: Node) -> Origin:
-    """Where a collective comes from; a sum of gradients, which is in no module, is of that around those of its terms."""
+    """Find where a collective comes from; a sum of gradients, which is in no module, is of that around those of its terms."""
     origin = origin_of(node)
     seen: dict[Node, None] = {}
     waiting = [node]
@@ -142,7 +142,7 @@ def _origin(node: Node) -> Origin:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether autograd or a pass adds terms here, or moves what is added."""
+    """Return whether autograd or a pass adds terms here, or moves what is added."""
     return is_collective(node) or str(node.target) == "aten.add.Tensor"
 
 
@@ -154,7 +154,7 @@ def _around(fqns: Sequence[str]) -> str:
 
 
 def _moved(node: Node) -> str:
-    """What a collective moves, by its name in the model where it has one."""
+    """Return what a collective moves, by its name in the model where it has one."""
     value = node
     while value.op == "call_function" and len(operands(value)) == 1:
         value = operands(value)[0]

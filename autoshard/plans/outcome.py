@@ -24,7 +24,7 @@ class Memory:
 
     @staticmethod
     def of(by_kind: Mapping[str, int]) -> Memory:
-        """From bytes by the kind of a program's buffers: "parameter", "activation", ..., "workspace"."""
+        """Read bytes by the kind of a program's buffers: "parameter", "activation", ..., "workspace"."""
         names = {kind: kind for kind in ("gathered", "optimizer", "temporary")} | {"workspace": "temporary"}
         totals: dict[str, int] = {}
         for kind, count in by_kind.items():
@@ -101,7 +101,7 @@ class Search:
 
     @property
     def gap(self) -> float | None:
-        """How much better another plan could be, at most, as a part of the objective."""
+        """Return how much better another plan could be, at most, as a part of the objective."""
         if self.objective is None or self.bound is None:
             return None
         return (self.objective - self.bound) / self.objective if self.objective else 0.0

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from autoshard.capture.signature import Signature, bind_call
 from autoshard.compile.compiled import Program, Split
 from autoshard.compile.overlap import OverlapPhase
-from autoshard.debug.dumping import GraphDump
+from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import is_connection_error, peer_error
 from autoshard.runtime.call_inputs import LocalInput

@@ -29,8 +29,8 @@ Key = tuple[bool, tuple[bool, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a plan is asked for: a module as the user wrote it, this rank's arguments, and what is settled."""
+class FirstCall:
+    """The first call of a sharded module in a mode: the module as the user wrote it, and this rank's arguments."""
 
     module: nn.Module  # global shapes; parameters on meta
     args: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Request:
     parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
 
 
-Planner = Callable[[Request, Decided | None], LocalProgram]  # with the plan that it has to follow
+Planner = Callable[[FirstCall, Decided | None], LocalProgram]  # with the plan that it has to follow
 
 
 @dataclass(frozen=True)
@@ -181,16 +181,15 @@ def shard_module(
     planner: Planner,
     *,
     mode: Mode,
-    program: Callable[[Decided | None], LocalProgram] | None = None,
+    planned: LocalProgram | None = None,
     gradients: bool = True,
 ) -> ShardedModule:
     """Return a copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
 
-    With `program`, which plans for the module's present mode and `gradients`, parameters are stored as it says from
-    the start and it is compiled now; without, parameters are whole on every rank until the first call.
+    A `planned` program, for the module's present mode and `gradients`, is compiled now and parameters are stored as it says
+    from the start; without, parameters are whole on every rank until the first call, which `planner` plans.
     Raises MeshError, CaptureError, and DistributedError where another rank fails.
     """
-    planned = None if program is None else plan_together(groups, program)
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
     seed = exchange(groups, torch.initial_seed())[0]
@@ -241,7 +240,7 @@ def _install(model: ShardedModule, key: Key, args: tuple[Any, ...], kwargs: dict
     state = model._autoshard
 
     def plan(followed: Decided | None) -> LocalProgram:
-        return state.planner(Request(as_written(model), args, kwargs, key[0], state.layouts), followed)
+        return state.planner(FirstCall(as_written(model), args, kwargs, key[0], state.layouts), followed)
 
     _build(model, key, plan_together(state.groups, plan))
 

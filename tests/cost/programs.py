@@ -21,11 +21,11 @@ def contended(given: Program, contention: float, links: float = 0.0) -> Program:
 
 def kernel(name: str, seconds: float, *inputs: str, **facts: object) -> Task:
     """A kernel that makes the buffer of its name."""
-    return Task(name, "compute", COMPUTE, seconds, inputs, (name,), **facts)  # type: ignore[arg-type]
+    return Task(name, "compute", COMPUTE, seconds, inputs, (name,), **facts)
 
 
 def gather(name: str, seconds: float, *inputs: str, stream: str = INSIDE, **facts: object) -> Task:
-    return Task(name, "all_gather", stream, seconds, inputs, (name,), axes=("dp",), **facts)  # type: ignore[arg-type]
+    return Task(name, "all_gather", stream, seconds, inputs, (name,), axes=("dp",), **facts)
 
 
 def program(*tasks: Task, sizes: dict[str, int] | None = None, kinds: dict[str, str] | None = None) -> Program:

@@ -67,7 +67,7 @@ def test_a_gather_of_a_gather_is_not_joined_with_it() -> None:
 @pytest.mark.parametrize("change", [{"dtype": "bf16"}, {"backward": True}, {"axes": ("tp",)}, {"kind": "all_to_all"}])
 def test_what_differs_is_not_joined(change: dict[str, object]) -> None:
     given = _gathers(KiB, KiB)
-    tasks = tuple(replace(task, **change) if task.name == "g1" else task for task in given.tasks)  # type: ignore[arg-type]
+    tasks = tuple(replace(task, **change) if task.name == "g1" else task for task in given.tasks)
     given = replace(given, tasks=tasks)
     assert bucket(given, 1 << 20) == given
 

@@ -127,8 +127,8 @@ def test_the_worst_group_is_reported(sizes: list[int], node_size: int, data: st.
     for group in mesh.groups(axes):
         nodes = [mesh.ranks[place] // node_size for place in group]
         shapes.append((len(set(nodes)), -min(map(nodes.count, nodes))))
-    nodes, fewest = max(shapes)
-    assert mesh.group_shape(axes) == Group(len(mesh.groups(axes)[0]), nodes, -fewest)
+    spread, fewest = max(shapes)
+    assert mesh.group_shape(axes) == Group(len(mesh.groups(axes)[0]), spread, -fewest)
 
 
 def test_the_machine_is_part_of_a_mesh_but_not_of_its_names() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from autoshard.compile.compiled import Mode, Split, split_program
 from autoshard.config.options import Options
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.cost.build_program import program_of
 from passes.cost.liveness import bytes_by_kind
 from passes.cost.program import STATE, Program
@@ -47,7 +48,10 @@ CASES: dict[str, tuple[Callable[[], Case], str, str]] = {  # model, mesh, recipe
     ),
 }
 LOOSE = {"conv_net": 0.1, "experts": 0.03}  # what a convolution, or a batched product, takes for itself is estimated
-MEASURED = pytest.mark.parametrize("name", CASES)
+QUICK = ("conv_net", "gpt of one layer", "experts")
+MEASURED = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 
 
 @cache
@@ -55,7 +59,7 @@ def _split(name: str, mode: Mode) -> tuple[Split, Mesh]:
     make, axes, recipe = CASES[name]
     case, mesh = make(), Mesh(axes, hardware="cpu")
     case.model.to(torch.float32)
-    planned = make_plan(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe))
+    planned = make_plan(PlanRequest(case.model, case.args, case.kwargs, mesh, Options(recipe=recipe)))
     return split_program(planned.graph, mode=mode), mesh
 
 

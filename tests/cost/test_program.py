@@ -12,7 +12,8 @@ import torch
 
 from autoshard.compile.compiled import Split, split_program
 from autoshard.config.options import Options, Overlap
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.cost.build_program import program_of, program_of_graph
 from passes.cost.forward_backward import joined, phases, unchanged
@@ -35,7 +36,7 @@ def _split(name: str, axes: str, recipe: str) -> Split:
     deep = Case(Llama(replace(TINY, layers=16)), (tokens, tokens), {})
     case = deep if name == "deep" else build(name, dtype=torch.float32)
     options = Options(recipe=recipe, overlap=Overlap(bucket_bytes=0))
-    return split_program(make_plan(case.model, case.args, case.kwargs, Mesh(axes), options).graph, mode="inductor")
+    return split_program(make_plan(PlanRequest(case.model, case.args, case.kwargs, Mesh(axes), options)).graph, mode="inductor")
 
 
 def _program(name: str, axes: str, recipe: str, *, fused: bool = True, optimizer: str | None = "adamw") -> Program:

@@ -182,7 +182,7 @@ def random_graph(seed: int, size: int) -> Graph:
         kind = draw.choice(["mul", "mul", "mul", "neg", "neg", "rows", "columns", "t", "mm"])
         if kind in ("mul", "mm"):
             node = graph.call_function(aten.mul.Tensor if kind == "mul" else aten.mm.default, (left, right))
-            shape = (8, 8)
+            shape = torch.Size((8, 8))
             if kind == "mm" and (left.meta["val"].shape, right.meta["val"].shape) != ((8, 8), (8, 8)):
                 graph.erase_node(node)
                 continue
@@ -194,7 +194,7 @@ def random_graph(seed: int, size: int) -> Graph:
         else:
             dim = 1 if kind == "rows" else 0
             node = graph.call_function(aten.sum.dim_IntList, (left, [dim], True))
-            shape = tuple(1 if i == dim else n for i, n in enumerate(left.meta["val"].shape))
+            shape = torch.Size(1 if i == dim else n for i, n in enumerate(left.meta["val"].shape))
         set_value(node, torch.empty(shape, device="meta"))
         values.append(node)
     graph.output(tuple(values[-3:]))

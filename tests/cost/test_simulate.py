@@ -16,9 +16,9 @@ from tests.cost.programs import contended, gather, kernel, program, programs
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def _spans(given: Program) -> dict[str, tuple[float, float]]:
+def _spans(given: Program) -> dict[str, list[float]]:
     timeline = simulate(given)
-    return {t.name: span for t, *span in zip(given.tasks, timeline.starts, timeline.ends, strict=True)}  # type: ignore
+    return {t.name: span for t, *span in zip(given.tasks, timeline.starts, timeline.ends, strict=True)}
 
 
 def test_a_kernel_waits_for_the_collective_it_reads() -> None:

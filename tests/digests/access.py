@@ -14,10 +14,21 @@ from autoshard.compile.compiled import Split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.debug.simulated_ranks import Call, Ranks
 from autoshard.inspection.report.table import format_plan
-from autoshard.planner.planning import Planned, make_plan
+from autoshard.planner.make_plan import Planned, make_plan
+from autoshard.planner.request import PlanRequest
+from autoshard.plans.record import PlanRecord
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {"rematerialize": "checkpoint", "plan.replan": "plan.with_"}
+RENAMED: Mapping[str, str] = {
+    "no constraint; chosen": "nobody insisted; chosen",
+    "before its users": "in front of its users",
+    "constraint": "insisted",
+    "rematerialize": "checkpoint",
+    "plan.replan": "plan.with_",
+    "sharded over": "is cut over",
+    "partial sum over": "a term of a sum over",
+    "in the backward, except": "in the backward, but for",
+}
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
 
 
@@ -32,7 +43,7 @@ class Program:
     remarks: tuple[str, ...]  # of those that cut, join and order messages
 
     @property
-    def plan(self) -> ShardingPlan:
+    def plan(self) -> PlanRecord:
         return self.planned.plan
 
 
@@ -57,17 +68,9 @@ def make_program(
 ) -> Program:
     """Plan the whole model, then partition and order its program, as `autoshard()` does before it compiles."""
     stored = None if around.stored_as is None else {n: v.layout for n, v in around.stored_as.parameters.items()}
-    planned = make_plan(
-        model,
-        args,
-        kwargs,
-        mesh,
-        options,
-        training=training,
-        stored=stored,
-        batch_axes=around.batch_axes,
-        plan=around.follows,
-    )
+    axes = around.batch_axes
+    request = PlanRequest(model, args, kwargs, mesh, options, training=training, stored=stored, batch_axes=axes)
+    planned = make_plan(request, plan=around.follows)
     split = split_program(planned.graph, mode=options.compile)
     overlap = OverlapPhase.of(options, planned.plan.mesh)
     remarks = () if overlap is None else overlap.apply(split, mode=options.compile)

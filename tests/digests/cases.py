@@ -54,7 +54,12 @@ class Case:
 
 def small(name: str, dtype: torch.dtype = torch.float64) -> Callable[[], Call]:
     """A model of `tests/models.py`, with values."""
-    return lambda: tuple(models.build(name, dtype=dtype))
+
+    def made() -> Call:
+        case = models.build(name, dtype=dtype)
+        return case.model, case.args, case.kwargs
+
+    return made
 
 
 def on_meta(make: Callable[..., tuple[nn.Module, tuple[Any, ...]]], *args: Any) -> Callable[[], Call]:

@@ -20,7 +20,7 @@ from autoshard.cli.main import _parser, main
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, hidden_code, links
 
 README, QUICKSTART = ROOT / "README.md", ROOT / "examples" / "quickstart.py"
-SLOW = ("reading_a_plan", "recipes")  # pages that plan for more than a few seconds
+SLOW = ("README", "checkpoints", "debugging", "reading_a_plan", "recipes", "search")  # pages that plan for seconds
 FOLDERS = ("autoshard", "passes", "tests", "examples", "benchmarks", "docs")
 
 
@@ -83,7 +83,7 @@ def _unknown_names(block: Block, known: dict[str, object]) -> set[str]:
             exec(compile(ast.Module([node], []), "import", "exec"), known)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
+    defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name}
     return {node.id for node in names} - defined - known.keys() - vars(builtins).keys()
 
 

@@ -69,6 +69,17 @@ def test_no_module_imports_what_imports_it() -> None:
     assert circles({name: names & modules.keys() - {name} for name, names in modules.items()}) == []
 
 
+def test_no_folder_imports_what_imports_it() -> None:
+    """From config and capture to plans, compile, planner, inspection, runtime and api: `autoshard/` is read in that order."""
+    folders: dict[str, set[str]] = {}
+    for file, tree in PRODUCT.items():
+        here = ".".join(module_of(file).split(".")[:2])
+        there = {".".join(name.split(".")[:2]) for name in imports(tree) if name.startswith("autoshard.")}
+        if here.startswith("autoshard."):
+            folders[here] = folders.get(here, set()) | there - {here}
+    assert circles(folders) == []
+
+
 def test_private_torch_is_imported_in_one_package() -> None:
     used = {file: private_names(tree) for file, tree in PRODUCT.items() if not file.startswith("passes/_torch/")}
     assert {file: names for file, names in used.items() if names} == {}

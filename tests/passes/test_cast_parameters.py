@@ -7,14 +7,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
 def lines(policy: MixedPrecisionPolicy, *words: str) -> list[str]:
     options = Options(recipe="fsdp", mixed_precision=policy)
-    planned = make_plan(nn.Linear(8, 6, bias=False), (torch.zeros(4, 8),), {}, Mesh("dp=2"), options)
+    planned = make_plan(PlanRequest(nn.Linear(8, 6, bias=False), (torch.zeros(4, 8),), {}, Mesh("dp=2"), options))
     text = planned.plan.graph("collective").splitlines()
     return [line.split("      #")[0] for line in text if any(word in line for word in words)]
 

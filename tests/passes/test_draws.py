@@ -8,7 +8,8 @@ from torch import nn
 
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.ir.graph import InputRole, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part
 from passes.ir.mesh import Mesh
@@ -29,7 +30,7 @@ class Noisy(nn.Module):
 
 def step(model: nn.Module, x: torch.Tensor, mesh: Mesh, options: Options) -> dict[str, torch.Tensor]:
     """Loss and gradients, from simulated ranks."""
-    gm = make_plan(model, (x,), {}, mesh, options).graph
+    gm = make_plan(PlanRequest(model, (x,), {}, mesh, options)).graph
     given = {name: value.detach() for name, value in model.named_parameters()} | {"x": x}
     inputs: list[list[torch.Tensor]] = []
     for coordinate in mesh.coordinates():

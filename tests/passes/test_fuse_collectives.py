@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, step_of
 from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
@@ -155,11 +156,12 @@ def test_the_numbers_are_the_same(text: str) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_sums_of_activations_move_in_the_dtype_of_the_model_and_gradients_in_that_of_their_reduction() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, args = step_of(TINY, 2, TINY.seq)
     options = Options(recipe="fsdp+megatron", mixed_precision=policy)
-    graph = make_plan(model, args, {}, Mesh("dp=2,tp=2"), options).graph.graph
+    graph = make_plan(PlanRequest(model, args, {}, Mesh("dp=2,tp=2"), options)).graph.graph
     reduced = {"dp": set[torch.dtype](), "tp": set[torch.dtype]()}
     for node in graph.nodes:
         transfer = transfer_of(node)

@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
 from autoshard.phases import OverlapPasses, default_passes, replaced
-from autoshard.planner.planning import make_plan
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
 from passes.cost.build_program import program_of_graph
@@ -41,7 +42,7 @@ def _hardware(links: str) -> Hardware:
 
 def _halves(case: Case, recipe: str, mesh: Mesh, without: str | None = None) -> list[GraphModule]:
     options = Options(recipe=recipe, passes=replaced(default_passes(), without) if without else None)
-    split = split_program(make_plan(case.model.float(), case.args, case.kwargs, mesh, options).graph, mode="eager")
+    split = split_program(make_plan(PlanRequest(case.model.float(), case.args, case.kwargs, mesh, options)).graph, mode="eager")
     assert split.backward is not None
     return [split.forward, split.backward]
 

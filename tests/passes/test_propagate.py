@@ -6,10 +6,11 @@ import torch
 from torch.fx import GraphModule
 
 import passes.rules  # registers the rules
-from passes.base import PassContext
+from passes.base import Pass, PassContext
 from passes.cancel_reshards import CancelReshards
 from passes.fuse_collectives import FuseCollectives
 from passes.insert_reshards import InsertReshards
+from passes.ir.collectives import is_step
 from passes.ir.graph import is_reshard, layout_of, needs_of
 from passes.ir.layout import Shard
 from passes.ir.text import parse_graph
@@ -22,11 +23,11 @@ from passes.seed import Constraint, Seed
 assert passes.rules
 
 
-def place(text: str, *stages: object, seed: Seed | None = None) -> tuple[GraphModule, PassContext]:
+def place(text: str, *stages: Pass, seed: Seed | None = None) -> tuple[GraphModule, PassContext]:
     gm, mesh = parse_graph(text)
     ctx = PassContext(mesh)
     before = () if seed is None else (seed,)
-    PassManager((*before, Propagate(), *stages), (Verifier(),)).run(gm, ctx)  # type: ignore[arg-type]
+    PassManager((*before, Propagate(), *stages), (Verifier(),)).run(gm, ctx)
     return gm, ctx
 
 
@@ -94,9 +95,7 @@ return output("output") %add
 
 def test_megatron_mlp_needs_one_gather_and_one_reduce_scatter() -> None:
     gm, _ = place(MLP.lstrip(), InsertReshards(), FuseCollectives(), CancelReshards(), LowerReshards())
-    steps = [
-        n.target.__name__ for n in gm.graph.nodes if callable(n.target) and n.target.__module__.endswith("collective")
-    ]
+    steps = [node.target.__name__ for node in gm.graph.nodes if is_step(node)]
     assert steps == ["all_gather", "reduce_scatter"]
 
 

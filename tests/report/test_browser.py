@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from autoshard import ShardingPlan
 from tests.report.plans import deep, followed, searched, tiny_llama, unknown_hardware
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -26,7 +30,7 @@ TABS = ("overview", "timeline", "tensor", "collectives", "roofline", "program", 
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
+def browser() -> Iterator[Browser]:
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     with sync_api.sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
@@ -35,7 +39,7 @@ def browser() -> Iterator[object]:
 
 
 @pytest.fixture(params=["light", "dark"])
-def page(request: pytest.FixtureRequest, browser: object) -> Iterator[object]:
+def page(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Page]:
     """A page that fails the test at its end for whatever the console complained of, and for any request."""
     made = browser.new_page(viewport={"width": 1500, "height": 900}, color_scheme=request.param)
     made.set_default_timeout(10_000)
@@ -48,7 +52,7 @@ def page(request: pytest.FixtureRequest, browser: object) -> Iterator[object]:
     assert complaints == []
 
 
-def opened(page: object, plan: ShardingPlan, folder: Path) -> float:
+def opened(page: Page, plan: ShardingPlan, folder: Path) -> float:
     """Seconds that the page takes to be there."""
     path = folder / "plan.html"
     plan.to_html(path)
@@ -58,30 +62,29 @@ def opened(page: object, plan: ShardingPlan, folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def picture(page: object, name: str) -> None:
+def picture(page: Page, name: str) -> None:
     if folder := os.environ.get("SCREENSHOTS"):
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
-def says(page: object, where: str, *texts: str) -> None:
+def says(page: Page, where: str, *texts: str) -> None:
     """Fail unless the element comes to hold each text."""
     for text in texts:
         sync_api.expect(page.locator(where)).to_contain_text(text)
 
 
-def tab(page: object, name: str) -> None:
+def tab(page: Page, name: str) -> None:
     page.click(f"#tabs button[data-view={name}]")
 
 
-def pixels(page: object) -> str:
+def pixels(page: Page) -> str:
     """What the canvas shows."""
     shown: str = page.evaluate("document.getElementById('timeline').toDataURL()")
     return shown
 
 
 @pytest.mark.parametrize("make", [tiny_llama, deep, searched, followed, unknown_hardware])
-def test_every_view_of_every_plan_opens(page: object, make: object, tmp_path: Path) -> None:
-    assert callable(make)
+def test_every_view_of_every_plan_opens(page: Page, make: Callable[[], ShardingPlan], tmp_path: Path) -> None:
     opened(page, make(), tmp_path)
     for name in TABS:
         tab(page, name)
@@ -89,7 +92,7 @@ def test_every_view_of_every_plan_opens(page: object, make: object, tmp_path: Pa
         picture(page, f"{make.__name__}-{name}")
 
 
-def test_the_tree_leads_to_modules_and_their_collectives_to_lines(page: object, tmp_path: Path) -> None:
+def test_the_tree_leads_to_modules_and_their_collectives_to_lines(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     page.click("#tree .label:text-is('wo')")
     says(page, "#details", "layers.0-1.attention.wo", "In[B_dp, H_tp, S, E] . W[H_tp, E, D_dp] -> [B_dp, S_tp, D]")
@@ -103,7 +106,7 @@ def test_the_tree_leads_to_modules_and_their_collectives_to_lines(page: object, 
     says(page, ".program .picked", "layers.0.attention.wo.weight")
 
 
-def test_a_collective_leads_to_the_value_that_it_moves(page: object, tmp_path: Path) -> None:
+def test_a_collective_leads_to_the_value_that_it_moves(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     tab(page, "collectives")
     page.fill("#view input", "row-parallel")
@@ -113,7 +116,7 @@ def test_a_collective_leads_to_the_value_that_it_moves(page: object, tmp_path: P
     says(page, "#details", f"value {moved}", "per rank")
 
 
-def test_the_timeline_zooms_and_says_who_is_live(page: object, tmp_path: Path) -> None:
+def test_the_timeline_zooms_and_says_who_is_live(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     tab(page, "timeline")
     page.wait_for_selector("#live table tr")
@@ -145,7 +148,7 @@ def test_the_timeline_zooms_and_says_who_is_live(page: object, tmp_path: Path) -
     picture(page, "picked")
 
 
-def test_search_finds_modules_lines_values_and_collectives(page: object, tmp_path: Path) -> None:
+def test_search_finds_modules_lines_values_and_collectives(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     tab(page, "timeline")
     page.wait_for_selector("#live table tr")
@@ -164,7 +167,7 @@ def test_search_finds_modules_lines_values_and_collectives(page: object, tmp_pat
     assert page.is_visible("#tree")
 
 
-def test_a_rank_shows_what_it_holds(page: object, tmp_path: Path) -> None:
+def test_a_rank_shows_what_it_holds(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     page.evaluate("location.hash = 'value=layers.0.feed_forward.w2.weight'")
     tab(page, "tensor")
@@ -176,7 +179,7 @@ def test_a_rank_shows_what_it_holds(page: object, tmp_path: Path) -> None:
     page.wait_for_selector("#held:has-text('rank 0 (dp=0, tp=0) holds dim 0: 0 to 43 of 176; dim 1: all 64')")
 
 
-def test_the_cursor_keys_and_the_address_work(page: object, tmp_path: Path) -> None:
+def test_the_cursor_keys_and_the_address_work(page: Page, tmp_path: Path) -> None:
     opened(page, tiny_llama(), tmp_path)
     page.goto(f"{(tmp_path / 'plan.html').as_uri()}#module=output")
     page.reload()
@@ -186,5 +189,5 @@ def test_the_cursor_keys_and_the_address_work(page: object, tmp_path: Path) -> N
     assert page.input_value("#search") == "wq"
 
 
-def test_a_page_opens_at_once(page: object, tmp_path: Path) -> None:
+def test_a_page_opens_at_once(page: Page, tmp_path: Path) -> None:
     assert opened(page, deep(), tmp_path) < 3.0

@@ -163,7 +163,7 @@ class NotSplittable(Exception):
 
 def split(tensor: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
     """Every rank's part; a partial value is split into different random terms on every rank."""
-    grid = {(): tensor}
+    grid: dict[tuple[int, ...], torch.Tensor] = {(): tensor}
     # Terms first, the last axis outermost, as `assemble` reduces the first axis first.
     for axis in reversed(range(mesh.ndim)):
         placement = layout.on(axis)

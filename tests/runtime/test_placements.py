@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as DReplicate
 from torch.distributed.tensor import Shard as DShard
 
@@ -115,6 +116,7 @@ def _wrong_full_tensors(rank: int) -> list[str]:
         whole, storage = whole_of(shape), place.storage(layout, shape)
         made = distributed_tensor(storage.part_of(whole).contiguous(), storage, place)
         state = torch.zeros_like(made).add_(made)  # as optimizers make theirs
+        assert isinstance(state, DTensor)
         if not torch.equal(made.full_tensor(), whole) or not torch.equal(state.full_tensor(), whole):
             wrong.append(f"{shape} {layout.format(place.mesh)}")
     return wrong

@@ -30,7 +30,7 @@ def _profile(rank: int) -> dict[str, Any]:
         "again": all(one.predicted > 0 and one.measured > 0 for one in found.collectives),
         "regions": {one.fqn for one in found.regions},
         "step": found.step,
-        "sum": sum(one.measured for one in (*found.collectives, *found.regions)),
+        "sum": sum([*(one.measured for one in found.collectives), *(one.measured for one in found.regions)]),
         "gradients": [name for name, parameter in model.named_parameters() if parameter.grad is not None],
         "hardware": (found.hardware == mesh_hardware(model), found.hardware.inside.bandwidth),
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -101,23 +102,23 @@ def _checkpoint(rank: int, folder: str) -> dict[str, float]:
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     found = {"full_state_dict": difference(values_of(model), whole)}
     parameters, state = get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=folder)
+    save({"model": parameters, "optimizer": state}, checkpoint_id=folder)
 
     _, other = sharded({"a": 4, "b": 1}, {"a": "fsdp", "b": "ddp"})
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
     step(other, other_optimizer)
     step(other, other_optimizer)
     parameters, state = get_state_dict(other, other_optimizer)
-    dcp.load({"model": parameters, "optimizer": state}, checkpoint_id=folder)
+    load({"model": parameters, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(other, other_optimizer, model_state_dict=parameters, optim_state_dict=state)
     found["another mesh"] = difference(values_of(model), values_of(other))
     step(model, optimizer)
     step(other, other_optimizer)
     found["the step after"] = difference(values_of(model), values_of(other))
 
-    dcp.save({"model": other.state_dict()}, checkpoint_id=f"{folder}/back")
+    save({"model": other.state_dict()}, checkpoint_id=f"{folder}/back")
     _, third = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
-    dcp.load({"model": third.state_dict()}, checkpoint_id=f"{folder}/back")
+    load({"model": third.state_dict()}, checkpoint_id=f"{folder}/back")
     found["and back, in place"] = difference(values_of(other), values_of(third))
     third.load_state_dict(whole)
     found["whole tensors"] = difference(values_of(third), whole)

@@ -105,8 +105,8 @@ class _Plans:
             made, needed = open_.get(value, UNKNOWN)
             open_[value] = made, needed | {target}
         for value in dict.fromkeys(v for v, _ in (*option.made, *option.needed)):
-            for target in _pairs(open_[value]) - _pairs(before.get(value, UNKNOWN)):
-                cost = self._cost(value, *target)
+            for move in _pairs(open_[value]) - _pairs(before.get(value, UNKNOWN)):
+                cost = self._cost(value, *move)
                 if cost is None:
                     return None
                 load += cost

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class EinsumAttention(Attention):
 class AlibiAttention(Attention):
     """A bias per head and distance, from a buffer (Press et al. 2022)."""
 
+    slopes: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("slopes", 2.0 ** -torch.arange(1, self.heads + 1))
@@ -75,6 +78,8 @@ class AlibiAttention(Attention):
 
 class WindowAttention(Attention):
     """The last three tokens, by a mask in a buffer."""
+
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +265,9 @@ def decoder(
 
 def block_used_thrice() -> Case:
     case = decoder(layers=1)
-    case.model.blocks.extend(2 * [case.model.blocks[0]])
+    blocks = case.model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleList)
+    blocks.extend(2 * [blocks[0]])
     return case
 
 
@@ -293,5 +300,5 @@ DECODERS: dict[str, Callable[[], Case]] = {
     "vocabulary_is_dim": lambda: decoder(vocab=DIM),
     "block_used_thrice": block_used_thrice,
     "soft_capped_loss": lambda: decoder(loss=soft_capped_loss, layers=1),
-    **{loss.__name__: lambda loss=loss: decoder(loss=loss, layers=1) for loss in LOSSES},
+    **{loss.__name__: partial(decoder, loss=loss, layers=1) for loss in LOSSES},
 }

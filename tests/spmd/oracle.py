@@ -13,8 +13,9 @@ from autoshard.config.options import Options
 from autoshard.config.topology import equipped
 from autoshard.debug import simulated_ranks as simulation
 from autoshard.debug.simulated_ranks import SEED, Call, Ranks, Results, Step, distance, norm_of, tangent
-from autoshard.planner.planning import make_plan, program_problem
+from autoshard.planner.make_plan import make_plan, program_problem
 from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.request import PlanRequest
 from passes.ir.mesh import Mesh
 from tests.models import Case
 
@@ -27,7 +28,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative to a tensor'
 def plan_ranks(case: Case, mesh: str | Mesh, options: Options | None = None, *, training: bool = True) -> Ranks:
     """Plan `case` for simulated ranks, each with its part of the parameters and buffers."""
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    planned = make_plan(case.model, case.args, case.kwargs, mesh, options or Options(), training=training)
+    planned = make_plan(PlanRequest(case.model, case.args, case.kwargs, mesh, options or Options(), training=training))
     return Ranks.of(Call(*case), planned)
 
 
@@ -52,7 +53,7 @@ class Reference:
     @staticmethod
     def of(case: Case) -> Reference:
         mesh, how = Mesh("dp=1"), {"training": True, "device": "cpu"}
-        return Reference(case, captured_problem(*case, mesh, Options(), **how), run_on_one_device(case))
+        return Reference(case, captured_problem(PlanRequest(*case, mesh, Options(), **how)), run_on_one_device(case))
 
     def plan(self, mesh: str | Mesh, options: Options | None = None) -> Ranks:
         """As `plan_ranks`; `options` are none that the capture depends on."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import passes.decompose_matmuls
 from autoshard import Options, Overlap, autoshard
@@ -62,7 +63,7 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
         worst = max(worst, relative_error(loss, want))
         for name, parameter in model.named_parameters():
             gradient = one.get_parameter(name).grad
-            assert gradient is not None and parameter.grad is not None
+            assert gradient is not None and isinstance(parameter.grad, DTensor)
             worst = max(worst, relative_error(parameter.grad.full_tensor(), gradient))
         remarks = [remark.text for remark in model.plan.remarks if remark.pass_name == "decompose_matmuls"]
         told.append([text.partition(":")[0].partition(",")[0] for text in remarks])

@@ -18,8 +18,9 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.options import Options, Overlap
 from autoshard.debug.simulated_ranks import Call
 from autoshard.phases import default_passes, replaced
-from autoshard.planner.planning import program_problem
+from autoshard.planner.make_plan import program_problem
 from autoshard.planner.problem import captured_problem
+from autoshard.planner.request import PlanRequest
 from examples import llama
 from passes.base import Pass, PassContext
 from passes.bucket_collectives import BucketCollectives
@@ -169,7 +170,7 @@ def test_training_in_mixed_precision_with_and_without_each_pass(
 ) -> None:
     """Ten steps, each of the same parameters with and without; `changing` are the passes that change the program."""
     case, mesh = _made(name), Mesh(axes).on(_hardware())
-    problem = captured_problem(*case, mesh, Options(mixed_precision=POLICY), training=True, device="cpu")
+    problem = captured_problem(PlanRequest(*case, mesh, Options(mixed_precision=POLICY)))
     whole, unfused = default_passes(), replaced(default_passes(), FuseCollectives.name)
     given = [Options(recipe=recipe, mixed_precision=POLICY, passes=pipeline) for pipeline in (whole, unfused)]
     fused, plain = (program_problem(replace(problem, options=options)) for options in given)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.compile.compiled import Mode, Split, compile_split, split_program
 from autoshard.config.options import Options
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import Planned, make_plan, plan_ahead
+from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
+from autoshard.planner.request import PlanRequest
 from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.cost.simulate import simulate
@@ -91,12 +92,12 @@ def _llama() -> Case:
 
 @cache
 def _plan() -> ShardingPlan:
-    return ShardingPlan.of(*plan_ahead(_llama().model, _llama().args, {}, MESH, AUTO))
+    return ShardingPlan.of(*plan_ahead(PlanRequest(_llama().model, _llama().args, {}, MESH, AUTO)))
 
 
 @cache
 def _made(options: Options) -> Planned:
-    return make_plan(_llama().model, _llama().args, {}, MESH, options)
+    return make_plan(PlanRequest(_llama().model, _llama().args, {}, MESH, options))
 
 
 def test_what_is_computed_again_makes_a_step_fit() -> None:
@@ -116,7 +117,7 @@ def test_what_is_computed_again_makes_a_step_fit() -> None:
 def test_a_plan_that_is_followed_computes_the_same_again() -> None:
     loaded = ShardingPlan.from_json(_plan().to_json())
     assert loaded.recomputation == _plan().recomputation
-    followed = make_plan(_llama().model, _llama().args, {}, MESH, AUTO, plan=loaded)
+    followed = make_plan(PlanRequest(_llama().model, _llama().args, {}, MESH, AUTO), plan=loaded)
     assert followed.plan.recomputation == _made(AUTO).plan.recomputation == loaded.recomputation
     assert followed.plan.graph("LOCAL") == _made(AUTO).plan.graph("LOCAL")
     assert " remade = " in followed.plan.graph("LOCAL") and " saved = " in followed.plan.graph("LOCAL")
@@ -147,7 +148,7 @@ def test_compiled_code_computes_blocks_again() -> None:
 
 def test_a_model_without_lists_has_its_children_as_blocks() -> None:
     case = build("structured")
-    planned = make_plan(case.model, case.args, case.kwargs, Mesh("dp=2"), Options(recipe="fsdp", recompute="block"))
+    planned = make_plan(PlanRequest(case.model, case.args, case.kwargs, Mesh("dp=2"), Options(recipe="fsdp", recompute="block")))
     remade = [node for node in planned.graph.graph.nodes if saving_of(node) == "remade"]
     assert planned.plan.recomputation is not None and planned.plan.recomputation.compute is None
     assert {origin_of(node).fqn for node in remade} <= {"linear", "scale"}

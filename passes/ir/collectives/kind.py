@@ -81,7 +81,7 @@ _BY_OP: dict[object, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Add `kind` to the table. Raises ValueError where its name or one of its ops is taken."""
+    """Add `kind` to the table, before anything is planned. Raises ValueError where its name or one of its ops is taken."""
     if kind.name in KINDS or any(op in _BY_OP for op in kind.ops):
         ops = ", ".join(map(str, kind.ops))
         raise ValueError(f"there is a collective {kind.name!r} already, or one that becomes {ops}")

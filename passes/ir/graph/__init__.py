@@ -44,9 +44,7 @@ from passes.ir.graph.facts import (
     transfer_of,
     update_facts,
 )
-from passes.ir.graph.roles import Input, InputRole, Output, OutputRole
-from passes.ir.graph.stages import GraphFacts, Stage, graph_facts, repeats_of, set_repeats, set_stage, stage_of
-from passes.ir.graph.values import (
+from passes.ir.graph.node_values import (
     has_value,
     is_tensor,
     item_of,
@@ -58,6 +56,8 @@ from passes.ir.graph.values import (
     value_of,
     values_in,
 )
+from passes.ir.graph.roles import Input, InputRole, Output, OutputRole
+from passes.ir.graph.stages import GraphFacts, Stage, graph_facts, repeats_of, set_repeats, set_stage, stage_of
 
 __all__ = [
     "Facts",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from passes.ir.graph.facts import input_of, is_recompute
+from passes.ir.graph.node_values import operands
 from passes.ir.graph.roles import InputRole
-from passes.ir.graph.values import operands
 
 
 def made_again(graph: Graph) -> set[Node]:

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, module_of
 from passes.ir.graph.facts import copy_facts, set_note
-from passes.ir.graph.values import set_value, value_of
+from passes.ir.graph.node_values import set_value, value_of
 
 
 def reshard(value: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ Functions named after a fact read it or set it; `update_facts` sets several.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from torch.fx import Node
 
@@ -82,7 +82,7 @@ def facts_of(node: Node) -> Facts:
     return cast(Facts, node.meta.get(KEY, NOTHING))
 
 
-def update_facts(node: Node, **changes: Any) -> None:
+def update_facts(node: Node, **changes: object) -> None:
     """Set fields of the record of `node`, by name; a record that says so already stays the same object."""
     old = facts_of(node).__dict__
     if all(old[name] is value for name, value in changes.items()):

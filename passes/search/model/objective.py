@@ -50,19 +50,19 @@ def transition_terms(
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
     costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, BUCKET if value.hides else 0)
     same = _same(sources, targets)
-    links = costs.inside + costs.across
+    links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     exposed = graph.segments[value.segment].exposed if value.hides else 1.0
-    exposed_again = graph.segments[value.repeat_segment].exposed
+    exposed_again, can_repeat = graph.segments[value.repeat_segment].exposed, value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
-    gathered = np.where(same, 0.0, moved[None, :]) / graph.segments[value.segment].layers
     return TransitionTerms(
         np.stack([(costs.local + exposed * links) * value.count, *on_links]),
-        np.stack([exposed_again * links * value.count, *on_links]),  # nothing waits for it: no local steps are on the path
+        # Nothing waits for a repeated transition: its local steps are not on the path.
+        np.stack([exposed_again * links * value.count, *on_links]) if can_repeat else _nothing(3, *same.shape),
         (links + costs.local) * value.count,
         links * value.count,
         _held(value, sources, moved, same, unit_costs),
-        gathered if value.is_parameter else np.zeros(same.shape),
+        np.where(same, 0.0, moved[None, :]) / layers if value.is_parameter else _nothing(*same.shape),
         moved,
         same,
         costs.impossible,
@@ -78,12 +78,17 @@ def _same(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
 
 def _held(value: Value, sources: Sequence[Layout], moved: Floats, same: Bools, unit_costs: UnitCosts) -> Floats:
     if not value.is_saved:
-        return np.zeros(same.shape)
+        return _nothing(*same.shape)
     counted = np.zeros(len(sources))
     if value.is_counted:
         sizes = [0.0 if one.has_partial else unit_costs.nbytes(value.shape, value.itemsize, one) for one in sources]
         counted = np.array(sizes) * value.count
     return np.where(same, 0.0, np.maximum(0.0, moved[None, :] - counted[:, None]))
+
+
+def _nothing(*shape: int) -> Floats:
+    """Return zeros that take no memory."""
+    return np.broadcast_to(np.float64(0.0), shape)
 
 
 def step_seconds(loads: Floats, nbytes: float, budget: MemoryBudget | None) -> float:

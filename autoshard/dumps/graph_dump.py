@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from autoshard.config.options import Dump, Options
-from autoshard.debug.dump_header import Header, format_header
+from autoshard.dumps.dump_header import Header, format_header
 from passes._torch import is_traced, trace_artifact
 from passes.base import Pass
 from passes.observers import Dumper
@@ -49,7 +49,7 @@ def dump_of(options: Options) -> GraphDump | None:
 
 
 def _asked(options: Options) -> Dump:
-    """What is dumped and where; no folder: nothing."""
+    """Return what is dumped and where; no folder: nothing."""
     if isinstance(options.dump, Dump):
         return options.dump
     given: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}

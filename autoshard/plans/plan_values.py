@@ -47,7 +47,7 @@ def inputs_of(gm: GraphModule, role: InputRole) -> dict[str, Value]:
 
 
 def results_by_name(gm: GraphModule, role: OutputRole) -> dict[str, Value]:
-    """What the program returns in one role, by name; shapes must be global still."""
+    """Return what the program returns in one role, by name; shapes must be global still."""
     needs = iter(needs_of(output_node(gm.graph)))
     found = {}
     for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):

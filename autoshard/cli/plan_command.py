@@ -15,7 +15,9 @@ from autoshard.cli.target import load_target
 from autoshard.config.options import Options
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.planning import plan_ahead
+from autoshard.planner.effort import EXHAUSTIVE, FULL, Effort
+from autoshard.planner.make_plan import plan_ahead
+from autoshard.planner.request import PlanRequest
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
@@ -63,7 +65,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 def _recipes(given: argparse.Namespace) -> None:
     """Predict a step of every recipe that goes with the mesh, and of the solved plan: the fastest that fits first."""
-    found = find_plan(given, every=True)
+    found = find_plan(given, effort=EXHAUSTIVE)
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
     console = Console()
@@ -73,7 +75,7 @@ def _recipes(given: argparse.Namespace) -> None:
         console.print(f"  {declined}", highlight=False, markup=False)
 
 
-def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan:
+def find_plan(given: argparse.Namespace, *, effort: Effort = FULL) -> ShardingPlan:
     """Return the plan that a command line asks for."""
     mesh = Mesh(given.mesh, hardware=given.hardware)
     options = options_of_command(given)
@@ -81,10 +83,8 @@ def find_plan(given: argparse.Namespace, *, every: bool = False) -> ShardingPlan
         display("model")
         target = load_target(given.target, sizes_of(given))
         training = not given.inference
-        found = plan_ahead(
-            target.model, target.args, target.kwargs, mesh, options, training=training, every=every, progress=display
-        )
-        return ShardingPlan.of(*found)
+        request = PlanRequest(target.model, target.args, target.kwargs, mesh, options, training=training)
+        return ShardingPlan.of(*plan_ahead(request, effort=effort, progress=display))
 
 
 def options_of_command(given: argparse.Namespace) -> Options:

@@ -1,4 +1,4 @@
-"""The passes of a pipeline and how each was set, as comments in front of a dumped graph: so that it runs again as it ran."""
+"""The passes of a pipeline and how each was set, as comments before a dumped graph: so that it runs again as it ran."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Header:
         return Header(tuple((one.name, None if one.name in ("seed", "cast_parameters") else one) for one in default_passes()))
 
     def placed_by(self, recipe: str, mesh: Mesh) -> Header:
-        """With layouts by a recipe, instead of what was insisted on or searched for."""
+        """Return the header with layouts by a recipe, without constraints or a search."""
         cast = next((one for _, one in self.passes if isinstance(one, CastParameters)), CastParameters())
         phases = Phases(Seed(recipes_of(recipe, mesh)), cast)
         given = {one.name: one for one in phases.constrain} | dict.fromkeys(PLACING, phases.choose)
@@ -57,12 +57,12 @@ def format_header(header: Header) -> str:
 
 
 def _given(one: Pass) -> dict[str, object]:
-    usual, told = encode(type(one)()), encode(one)
-    return {field.name: told[field.name] for field in fields(one) if told[field.name] != usual[field.name]}
+    usual, said = encode(type(one)()), encode(one)
+    return {field.name: said[field.name] for field in fields(one) if said[field.name] != usual[field.name]}
 
 
 def parse_header(text: str) -> Header:
-    """Inverse of `format_header`, in front of a graph; of a text without one, `Header.unknown()`.
+    """Inverse of `format_header`, before a graph; of a text without one, `Header.unknown()`.
 
     Raises PlanError, or UserError, that says what is damaged.
     """
@@ -80,8 +80,8 @@ def _read(name: str, given: str, line: str) -> Pass | None:
     if name not in _KINDS:
         return None
     try:
-        told = json.loads(given)
+        said = json.loads(given)
     except json.JSONDecodeError as error:
         raise UserError(f"the dump's line {line!r} cannot be read: {error.msg}; replay a file as it was written") from error
     kind: type[Pass] = _KINDS[name]
-    return decode(kind, encode(kind()) | told, name)
+    return decode(kind, encode(kind()) | said, name)

@@ -6,24 +6,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
-from autoshard.config.constraints import check_options
-from autoshard.config.options import Options
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
-from autoshard.config.topology import equipped, hardware_of
-from autoshard.debug.dumping import GraphDump, dump_of
-from autoshard.planner.candidates import QUICK, search
-from autoshard.planner.evaluation import Folded, Judged, Recorder, fold, in_chunks, judge, phases_of
+from autoshard.config.topology import hardware_of
+from autoshard.dumps.graph_dump import GraphDump, dump_of
+from autoshard.planner.candidates import search
+from autoshard.planner.effort import FULL, Effort
+from autoshard.planner.evaluation import Evaluation, Folded, Recorder, evaluate, fold, in_chunks, phases_of
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
+from autoshard.planner.request import PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.collectives import Collective
 from autoshard.plans.compatibility import check_model
@@ -33,12 +31,9 @@ from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.ir.folded_layers import expand_names
 from passes.ir.graph import Origin, copy_graph
-from passes.ir.layout import Layout
-from passes.ir.mesh import Mesh
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
-from passes.search.goal import Goal
 from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
@@ -56,104 +51,66 @@ class Planned:
 
 
 def plan_ahead(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mesh,
-    options: Options,
-    *,
-    training: bool = True,
-    device: str = "cpu",
-    every: bool = False,
-    progress: Progress = silent,
+    request: PlanRequest, *, effort: Effort = FULL, progress: Progress = silent
 ) -> tuple[PlanRecord, PlanningState]:
-    """Plan a call on global arguments, with what a step will cost where the hardware is known; beside the plan, what the
-    planner knows of the model then.
+    """Plan a call, with what a step will cost where the hardware is known; beside the plan, what the planner knows then.
 
-    No program is made of it. Of many equal layers a few are planned, so that depth costs little. With `every`, a search
-    simulates all recipes, hopeless ones too. `progress` is told each phase as it begins.
-    Raises UserErrors for a model, mesh or options that cannot work.
+    No program is made of it. Of many equal layers a few are planned, so that depth costs little. `progress` is called with
+    the name of each phase as it begins. Raises UserErrors for a model, mesh or options that cannot work.
     """
-    mesh = equipped(mesh, options.hardware, device)
-    check_options(options, mesh)
+    request = request.checked()
     progress("capture")
-    problem = captured_problem(module, args, kwargs, mesh, options, training=training, device=device)
-    return plan_problem(problem, progress, every=every)
+    return plan_problem(captured_problem(request), effort=effort, progress=progress)
 
 
 def plan_problem(
-    problem: Problem,
-    progress: Progress = silent,
-    *,
-    every: bool = False,
-    quick: bool = False,
-    folded: Folded | None = None,
+    problem: Problem, *, effort: Effort = FULL, progress: Progress = silent, folded: Folded | None = None
 ) -> tuple[PlanRecord, PlanningState]:
-    """As `plan_ahead`, for a model that was captured; its graph is left as it is. `folded` is what `fold` gives, if that
-    is known; a `quick` search takes the first good plan."""
+    """Plan a model that was captured, as `plan_ahead` does; its graph is left as it is. `folded` is what `fold` gives, if that
+    is known."""
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
-    decision = _decide(problem, folded, progress, every=every, quick=quick)
+    decision = _decide(problem, folded, effort, progress)
     if problem.options.passes is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
     else:
         progress("passes")
         decision = _predicted(problem, folded, decision)
-        assert decision.judged is not None
-        made = _assembled(problem, folded.text, decision.judged, decision)
+        assert decision.evaluation is not None
+        made = _assembled(problem, folded.text, decision.evaluation, decision)
         if (dump := dump_of(problem.options)) is not None:
             _dump(problem, folded, decision, dump)
-    gap = QUICK if quick else Goal.gap
-    return made, PlanningState(problem, folded, decision.prepared, gap=gap)
+    return made, PlanningState(problem, folded, effort, decision.prepared)
 
 
 def make_plan(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    mesh: Mesh,
-    options: Options,
+    request: PlanRequest,
     *,
-    training: bool = True,
-    stored: Mapping[str, Layout] | None = None,
-    device: str = "cpu",
-    batch_axes: tuple[int, ...] | None = None,
     plan: PlanRecord | Callable[[], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
 ) -> Planned:
-    """Capture one call on global arguments, decide how to distribute it, and make the per-device program.
+    """Capture a call, decide how to distribute it, and make the per-device program.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled, `batch_axes` those that
-    the caller splits the batch over (None: free to choose), `plan` one to follow, or what waits for one. `progress` is
-    told each phase as it begins; `observers` look at the graph around every pass. What a step costs is predicted where the
-    hardware is known, but not of a recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
+    `plan` is one to follow, or what waits for one. `progress` is called with the name of each phase as it begins;
+    `observers` look at the graph around every pass. What a step costs is predicted where the hardware is known, but not of a
+    recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
     Raises UserErrors for a model, mesh or options that cannot work.
     """
-    mesh = equipped(mesh, options.hardware, device)
-    check_options(options, mesh)
+    request = request.checked()
     timer = Timer()
     started = time.perf_counter()
     progress("capture")
-    problem = captured_problem(
-        module,
-        args,
-        kwargs,
-        mesh,
-        options,
-        training=training,
-        device=device,
-        stored=stored,
-        batch_axes=batch_axes,
-    )
+    problem = captured_problem(request)
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
 
     def followed(folded: Folded) -> PlanRecord:
         assert plan is not None
         found = plan if isinstance(plan, PlanRecord) else plan()
-        check_model(found, module, folded.text, settings_of(options, training=training, device=device))
+        settings = settings_of(request.options, training=request.training, device=request.device)
+        check_model(found, request.module, folded.text, settings)
         return found
 
     follow = None if plan is None else followed
@@ -168,7 +125,7 @@ def program_problem(
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
 ) -> Planned:
-    """As `make_plan`, for a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
+    """Make the program of a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
     timer = timer or Timer()
     started = time.perf_counter()
     progress("fold")
@@ -186,16 +143,14 @@ class _Decision:
     search: Search | None = None
     cost: Cost | None = None
     timeline: Timeline | None = None
-    judged: Judged | None = None
+    evaluation: Evaluation | None = None
     recomputation: Recomputation | None = None
     collectives: tuple[Collective, ...] = ()  # with their times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
 
 
-def _decide(
-    problem: Problem, folded: Folded, progress: Progress, *, every: bool = False, quick: bool = False
-) -> _Decision:
+def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
@@ -203,32 +158,32 @@ def _decide(
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
         return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
-    choice = search(problem, folded, progress, every=every, quick=quick)
+    choice = search(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
     _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
-    judged = choice.judged
+    evaluation = choice.evaluation
     return _Decision(
-        judged.recipes,
+        evaluation.recipes,
         choice.solution,
         choice.search,
-        judged.cost,
-        judged.timeline,
-        judged,
-        judged.recomputation,
-        timed(judged.facts["collectives"], judged.timeline),
+        evaluation.cost,
+        evaluation.timeline,
+        evaluation,
+        evaluation.recomputation,
+        timed(evaluation.facts["collectives"], evaluation.timeline),
         prepared=choice.prepared,
     )
 
 
 def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
-    """As `_decide`, with what a step costs where somebody named the hardware, or memory may not do."""
-    decision = _decide(problem, folded, progress)
+    """Decide, and predict what a step costs where somebody named the hardware, or memory may not do."""
+    decision = _decide(problem, folded, FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
-    if decision.judged is None and _may_need_memory(problem):
-        return replace(decision, recomputation=judge(problem, folded, decision.recipes).recomputation)
+    if decision.evaluation is None and _may_need_memory(problem):
+        return replace(decision, recomputation=evaluate(problem, folded, decision.recipes, effort=FULL).recomputation)
     return decision
 
 
@@ -245,28 +200,28 @@ def _followed(plan: PlanRecord) -> _Decision:
 
 
 def _may_need_memory(problem: Problem) -> bool:
-    """Whether a step has to be simulated to know what is to be computed again."""
+    """Return whether a step has to be simulated to know what is to be computed again."""
     is_asked = problem.options.recompute == "auto" and problem.options.passes is None
     return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
-    """What is computed again where nothing is simulated."""
+    """Return what is computed again where nothing is simulated."""
     return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
-    """With what a step costs, where no search has found that out and the figures of the device are known."""
-    if decision.judged is not None or problem.mesh.hardware is None or problem.options.passes is not None:
+    """Add what a step costs, where no search has found that out and the figures of the device are known."""
+    if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
-    judged = in_chunks(problem, judge(problem, folded, decision.recipes))
-    collectives = timed(judged.facts["collectives"], judged.timeline)
+    evaluation = in_chunks(problem, evaluate(problem, folded, decision.recipes, effort=FULL))
+    collectives = timed(evaluation.facts["collectives"], evaluation.timeline)
     return replace(
         decision,
-        judged=judged,
-        cost=judged.cost,
-        timeline=judged.timeline,
-        recomputation=judged.recomputation,
+        evaluation=evaluation,
+        cost=evaluation.cost,
+        timeline=evaluation.timeline,
+        recomputation=evaluation.recomputation,
         collectives=collectives,
     )
 
@@ -315,39 +270,39 @@ def _programmed(
 
 def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump) -> None:
     """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
-    assert decision.judged is not None
-    judged, solution = decision.judged.folded, decision.solution
-    if solution is not None and judged.repeats != folded.repeats:
+    assert decision.evaluation is not None
+    evaluation, solution = decision.evaluation.folded, decision.solution
+    if solution is not None and evaluation.repeats != folded.repeats:
         solution = solution.expanded(folded.repeats)
-    gm = copy_graph(judged.graph)
+    gm = copy_graph(evaluation.graph)
     passes = phases_of(problem, gm, decision.recipes, solution, decision.recomputation).passes
     ctx = PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     PassManager(passes, (dump.of(passes, problem.options),)).run(gm, ctx)
 
 
-def _assembled(problem: Problem, captured: str, judged: Judged, decision: _Decision) -> PlanRecord:
-    """The plan of the whole model, from what was found on the graph that was judged."""
-    folded = judged.folded
-    parameters = expand_names(folded.repeats, judged.facts["parameters"])
+def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision: _Decision) -> PlanRecord:
+    """The plan of the whole model, from what was found on the graph that was evaluation."""
+    folded = evaluation.folded
+    parameters = expand_names(folded.repeats, evaluation.facts["parameters"])
     order = problem.captured.parameters
     return PlanRecord(
         mesh=problem.mesh,
-        recipes=judged.recipes,
+        recipes=evaluation.recipes,
         parameters={name: replace(parameters[name], name=name) for name in order},
-        inputs=judged.facts["inputs"],
-        outputs=judged.facts["outputs"],
-        layouts=expand_names(folded.repeats, judged.facts["layouts"]),
+        inputs=evaluation.facts["inputs"],
+        outputs=evaluation.facts["outputs"],
+        layouts=expand_names(folded.repeats, evaluation.facts["layouts"]),
         collectives=decision.collectives,
-        remarks=_remarks((*decision.remarks, *folded.remarks, *judged.remarks)),
-        graphs={"CAPTURED": captured, **judged.graphs},
+        remarks=_remarks((*decision.remarks, *folded.remarks, *evaluation.remarks)),
+        graphs={"CAPTURED": captured, **evaluation.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
-        cost=judged.cost,
+        cost=evaluation.cost,
         search=decision.search,
         solution=decision.solution,
-        timeline=judged.timeline,
+        timeline=evaluation.timeline,
         repeats=folded.repeats.runs,
-        edges=judged.edges,
-        recomputation=judged.recomputation,
+        edges=evaluation.edges,
+        recomputation=evaluation.recomputation,
     )
 
 

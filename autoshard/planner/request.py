@@ -1,0 +1,40 @@
+"""What is to be planned: one call of a module on global arguments, where it will run, and what is settled already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.config.constraints import check_options
+from autoshard.config.options import Options
+from autoshard.config.topology import equipped
+from passes.ir.layout import Layout
+from passes.ir.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRequest:
+    """A call of `module` with the global batch, to be planned for `mesh`.
+
+    `stored` are layouts of parameters that an earlier program of the same module settled; `batch_axes` those that
+    the caller splits the batch over, the first that divide it and no others (None: free to choose).
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mesh
+    options: Options = field(default_factory=Options)
+    training: bool = True
+    device: str = "cpu"
+    stored: Mapping[str, Layout] | None = None
+    batch_axes: tuple[int, ...] | None = None
+
+    def checked(self) -> PlanRequest:
+        """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work."""
+        mesh = equipped(self.mesh, self.options.hardware, self.device)
+        check_options(self.options, mesh)
+        return replace(self, mesh=mesh)

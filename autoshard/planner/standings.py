@@ -1,0 +1,125 @@
+"""What candidates are compared by: the search that they stand in, and which of those evaluated is best so far."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from autoshard.planner.effort import Effort
+from autoshard.planner.evaluation import Evaluation, Folded, evaluate
+from autoshard.planner.prediction import memory_of
+from autoshard.planner.problem import Problem, Recipes
+from autoshard.plans.outcome import Candidate
+from passes.errors import UserError
+from passes.search.solution import Solution
+
+SOLVED = "solved"
+
+_log = logging.getLogger("autoshard.planner")
+
+
+@dataclass(frozen=True, eq=False)
+class SearchTask:
+    """A problem, the graph that its candidates are evaluated on, and how much is tried."""
+
+    problem: Problem
+    folded: Folded
+    effort: Effort
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of memory of one device."""
+        return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
+
+    @property
+    def left(self) -> float:
+        """Seconds of the time limit."""
+        limit = self.problem.options.time_limit
+        return float("inf") if limit is None else limit - (time.perf_counter() - self.started)
+
+    @property
+    def no_recipes(self) -> Recipes:
+        """Return what the solver's plans start from: constraints alone."""
+        return (None,) * self.problem.mesh.ndim
+
+    def evaluate(
+        self, recipes: Recipes, solution: Solution | None = None, *, worst: float = float("inf")
+    ) -> Evaluation:
+        """Simulate a candidate; one slower than `worst` seconds is not made to fit."""
+        return evaluate(self.problem, self.folded, recipes, solution, worst=worst, effort=self.effort)
+
+    def fits(self, evaluation: Evaluation) -> bool:
+        """Compare the peak with the memory of a device."""
+        return evaluation.cost.peak_memory <= self.limit
+
+    def rank(self, evaluation: Evaluation) -> tuple[float, float]:
+        """Order evaluations: those that fit by time, and after them the others by memory."""
+        cost = evaluation.cost
+        return (0.0, cost.step_time) if self.fits(evaluation) else (float(cost.peak_memory), 0.0)
+
+
+@dataclass
+class Standings:
+    """Candidates by name, in the order in which they were evaluated; it grows as the search goes on."""
+
+    task: SearchTask
+    evaluated: dict[str, Evaluation] = field(default_factory=dict)
+    declined: list[Candidate] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    smallest: Evaluation | None = None  # of all that were simulated, the one with the lowest peak
+
+    def see(self, evaluation: Evaluation) -> None:
+        """Take note of a simulated plan, whether it becomes a candidate or not."""
+        if self.smallest is None or evaluation.cost.peak_memory < self.smallest.cost.peak_memory:
+            self.smallest = evaluation
+
+    def enter(self, name: str, evaluation: Evaluation) -> None:
+        """Take a candidate, in the place of one of the same name."""
+        self.see(evaluation)
+        self.evaluated[name] = evaluation
+
+    def decline(self, name: str, note: str) -> None:
+        """Leave a candidate out, and say why."""
+        self.declined.append(Candidate(name, None, fits=False, note=note))
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Leave the candidate out where making it fails by a defect of ours, with a warning; the others are tried as ever.
+
+        What the user can change (a UserError) goes through.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # of one candidate alone: a plan without it is better than none
+            self.failures.append(error)
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            _log.warning("candidate %s failed", name, exc_info=error)
+            self.decline(name, f"failed: {what}")
+            warnings.warn(
+                f"the candidate plan {name!r} is left out, as making it failed ({what}); please report this with the model and "
+                "the log of autoshard.planner",
+                stacklevel=2,
+            )
+
+    def decline_late(self, name: str) -> None:
+        """Leave out a candidate that there is no time for."""
+        self.decline(name, f"the time limit of {self.task.problem.options.time_limit} s was over")
+
+    @property
+    def best(self) -> str | None:
+        """The fastest that fits; of equal ones the first."""
+        fitting = [name for name, one in self.evaluated.items() if self.task.fits(one)]
+        return min(fitting, key=lambda name: self.evaluated[name].cost.step_time, default=None)
+
+    @property
+    def best_time(self) -> float:
+        """Seconds of a step of the best."""
+        best = self.best
+        return float("inf") if best is None else self.evaluated[best].cost.step_time
