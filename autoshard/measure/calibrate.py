@@ -34,7 +34,7 @@ from passes.ir.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hold the figures of a machine, and the times that they were fitted to."""
+    """The figures of a machine, and the times that they were fitted to."""
 
     hardware: Hardware
     products: tuple[ProductTime, ...]
