@@ -34,8 +34,8 @@ from passes.ir.graph import (
 )
 from passes.manager import PassManager
 
-# Layers kept in addition to those that stay in the joint graph. If two layers use a value, its gradients are summed in the
-# layer next to them, which then differs from the rest: one such layer at each end.
+# Equal layers kept on either side, in addition to those that stay in the joint graph: if two layers use a value, its
+# gradients are summed in the layer next to them, whose graph then differs from that of the others.
 MARGIN = 2
 
 
@@ -46,10 +46,10 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
     `repeats_of` the graph says which layers were left out: `mm_3@layers.7` is represented by `mm_3`.
     """
     call = captured.call
-    gm, unsaid = copy_graph(call.graph_module), PassContext(ctx.mesh)
+    gm, scratch = copy_graph(call.graph_module), PassContext(ctx.mesh)
     _describe(gm, captured)
     _share_parts(gm)
-    if not replace(fold, margin=fold.margin + MARGIN).run(gm, unsaid):
+    if not replace(fold, margin=fold.margin + MARGIN).run(gm, scratch):
         return None
     before = repeats_of(gm)
     kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}

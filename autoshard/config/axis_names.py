@@ -33,9 +33,9 @@ def batch_axes_of(options: Options, mesh: Mesh) -> tuple[int, ...]:
     Axes of one rank and those named in `Options(inputs=...)` need no conventional name. Raises MeshError for any other
     axis whose name does not say whether the batch is split over it: `model`, `ep`, `cp`, `x`.
     """
-    said = {axis for axes in (options.inputs or {}).values() for axis in axes}
+    constrained = {axis for axes in (options.inputs or {}).values() for axis in axes}
     for name, size in zip(mesh.names, mesh.sizes, strict=True):
-        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *said):
+        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *constrained):
             raise MeshError(_question(name, mesh))
     return tuple(axis for axis, name in enumerate(mesh.names) if name in DATA_AXES)
 

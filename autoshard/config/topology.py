@@ -50,9 +50,9 @@ def mesh_of(mesh: DeviceMesh | Mesh | str, hardware: str | Hardware | None = "au
 def _check_one_hardware(mesh: Mesh, hardware: str | Hardware | None) -> None:
     if mesh.hardware is None or hardware == "auto":
         return
-    asked = hardware_named(hardware) if isinstance(hardware, str) else hardware
-    if asked != mesh.hardware:
-        name = None if asked is None else asked.name
+    requested = hardware_named(hardware) if isinstance(hardware, str) else hardware
+    if requested != mesh.hardware:
+        name = None if requested is None else requested.name
         raise MeshError(
             f"Mesh(..., hardware={mesh.hardware.name!r}) and Options(hardware={name!r}) name different hardware; remove one: "
             "the mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"

@@ -12,7 +12,7 @@ SHOWN_CHARACTERS = 60  # longest text of a value in a message; of a longer one i
 
 
 def shown(value: object) -> str:
-    """Return `value` as a message shows it: its text, or its type where the text is long."""
+    """Return `value` as a message shows it: its text, or its type if the text is long."""
     text = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS and "\n" not in text else type(value).__name__
 

@@ -66,7 +66,7 @@ class Crossing:
     sharded: sympy.Expr
     """Seconds on k devices."""
     seconds: tuple[float, float]
-    """Both, at `size`; at `LARGEST` where there is none."""
+    """Seconds on one device and on k, at `size`; at `LARGEST` if there is none."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Sharding:
     inside_bytes: float
     memory_bytes: float
     network_seconds: float
-    """Of the collectives over nodes, one after another: what has to overlap with compute to cost nothing."""
+    """Seconds of the collectives over nodes, one after another: this much must overlap with compute to cost nothing."""
     inside_seconds: float
 
 

@@ -50,7 +50,7 @@ def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple
         left @ right
 
     once = clock.seconds(multiply)
-    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: where products outlast messages, and the other way round
+    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: when products outlast messages, and vice versa
     for kind in ("all_gather", "reduce_scatter"):
         start = _collective(kind, devices, axis, nbytes)
         sent = clock.repeated(_waited(start), 1)

@@ -99,12 +99,12 @@ def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
 
 def _is_said_of_all(problem: Problem) -> bool:
     """Return whether parameters whose names differ in numbers only all have the same constraints."""
-    said: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for name, tag in _tags(problem):
-        said.setdefault(name, []).append(tag)
+        by_name.setdefault(name, []).append(tag)
     alike: dict[str, set[tuple[str, ...]]] = {}
     for name in problem.captured.parameters:
-        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(said.get(name, ())))
+        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(by_name.get(name, ())))
     return all(len(tags) == 1 for tags in alike.values())
 
 

@@ -75,12 +75,12 @@ class Problem:
         first = next((shape for shape in inputs.values() if shape), None)
         axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
         split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
-        said = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
+        constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
             Constraint(name, axis, Shard(0) if name in split and number in axes else R)
             for name in inputs
             for number, axis in enumerate(self.mesh.names)
-            if (name, axis) not in said
+            if (name, axis) not in constrained
         )
 
     def parameter_constraints(self) -> tuple[Constraint, ...]:

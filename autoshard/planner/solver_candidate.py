@@ -183,20 +183,20 @@ def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -
 def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadline: float) -> Prepared:
     """Prepare the problem, reusing one that was stated for the same mesh or the same groups."""
     known = task.folded.prepared
-    for (other, its, alike), prepared in known.items():
-        if (other, its.names, its.sizes, alike) == (seed, mesh.names, mesh.sizes, axes):
+    for (other_seed, other_mesh, groups), prepared in known.items():
+        if (other_seed, other_mesh.names, other_mesh.sizes, groups) == (seed, mesh.names, mesh.sizes, axes):
             return prepared.on(mesh, deadline=deadline)
-    for (other, its, _), prepared in known.items():
-        if (other, its) == (seed, mesh):
+    for (other_seed, other_mesh, _), prepared in known.items():
+        if (other_seed, other_mesh) == (seed, mesh):
             return prepared.using(axes, deadline=deadline)
     return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
 
 
-def _goal(task: SearchTask, savings: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
+def _goal(task: SearchTask, savings: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:
     """Return the goal of a solve; by default, to fit the limit within the effort's optimality gap."""
     left = task.left * SHARE
     return Goal(
-        float(task.limit) if asked is None else asked,
+        float(task.limit) if limit is None else limit,
         task.effort.gap if gap is None else gap,
         None if left == float("inf") else left,
         task.problem.options.keeps_gathered,
@@ -213,26 +213,26 @@ def ask(
     that is higher. A plan that fits is then proven or improved. Returns None if the solver finds no plan at all, and
     the last plan if none fits.
     """
-    none, some, asked = -sum(step.nbytes for step in savings), float(task.limit), float(task.limit)
+    infeasible, feasible, limit = -sum(step.nbytes for step in savings), float(task.limit), float(task.limit)
     answer: Answer | None = None
     for attempt in range(TRIES):
         if attempt > 0 and task.left <= 0:
             break
-        found = prepared.solutions(_goal(task, savings, asked, gap))
+        found = prepared.solutions(_goal(task, savings, limit, gap))
         try:
             solution = next(found)
         except MemoryLimitError:
             if attempt == 0:
                 break
-            none, asked = asked, (asked + some) / 2
+            infeasible, limit = limit, (limit + feasible) / 2
             continue
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
             is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
             return _improved(task, standings, answer, found) if is_whole and not task.effort.takes_first else answer
-        some, peak = asked, answer.evaluation.cost.peak_memory
+        feasible, peak = limit, answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory
-        asked = max(min(asked - (peak - task.limit), task.limit - missed), (none + asked) / 2)
+        limit = max(min(limit - (peak - task.limit), task.limit - missed), (infeasible + limit) / 2)
     return answer
 
 

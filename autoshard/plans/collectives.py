@@ -63,13 +63,13 @@ class Collective:
 def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
     """Return the collectives of a COLLECTIVE graph, in program order."""
     in_backward, again = _depends_on_tangents(gm), made_again(gm.graph)
-    ahead, later = _uses(gm, in_backward, again)
+    forward_uses, backward_uses = _uses(gm, in_backward, again)
     return tuple(
         _collective(
             node,
             mesh,
-            backward=node in in_backward or (node in again and node in later and node not in ahead),
-            recomputed=node in again and node in later and node in ahead and node not in in_backward,
+            backward=node in in_backward or (node in again and node in backward_uses and node not in forward_uses),
+            recomputed=node in again and node in backward_uses and node in forward_uses and node not in in_backward,
         )
         for node in gm.graph.nodes
         if is_collective(node)
@@ -78,17 +78,17 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
 
 def _uses(gm: GraphModule, in_backward: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:
     """Return the recomputed values that the forward uses, and those that the backward uses."""
-    ahead, later = set[Node](), set[Node]()
+    forward_uses, backward_uses = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for user in node.users:
             if user.op != "output" and user in in_backward:
-                later.add(node)
+                backward_uses.add(node)
             elif user not in again:
-                ahead.add(node)
+                forward_uses.add(node)
             else:
-                ahead.update({node} if user in ahead else ())
-                later.update({node} if user in later else ())
-    return ahead, later
+                forward_uses.update({node} if user in forward_uses else ())
+                backward_uses.update({node} if user in backward_uses else ())
+    return forward_uses, backward_uses
 
 
 def with_remade(collectives: Sequence[Collective], gm: GraphModule) -> tuple[Collective, ...]:

@@ -24,17 +24,17 @@ def check_asked(plan: PlanRecord, mesh: Mesh, options: Options) -> None:
     """Raise PlanError if `plan` was made for another mesh or with other options; warn if it was made with another
     torch.
     """
-    asked = settings_of(options, training=plan.settings.training, device=plan.settings.device)
+    present = settings_of(options, training=plan.settings.training, device=plan.settings.device)
     found = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
     found += [
         f"Options({name}={_brief(value)}), the plan has {name}={_brief(plan.settings.options.get(name))}"
-        for name, value in asked.options.items()
+        for name, value in present.options.items()
         if value != plan.settings.options.get(name)
     ]
     _refuse(found, "Make a plan for this mesh and these options, or leave options out to take the plan's")
-    if asked.torch != plan.settings.torch:
+    if present.torch != plan.settings.torch:
         warnings.warn(
-            f"the plan was made with torch {plan.settings.torch} and runs with {asked.torch}: what it says of time and "
+            f"the plan was made with torch {plan.settings.torch} and runs with {present.torch}: what it says of time and "
             "memory may be off",
             stacklevel=2,
         )

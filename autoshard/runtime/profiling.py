@@ -188,10 +188,10 @@ def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], s
     outputs, _ = flatten_pytree(execution.run(args, kwargs, seed))
     differentiable = [one for _, one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     parameters = [execution.parameters[name].slot.read() for name in execution.parameter_names]
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
-    if differentiable and wanted:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if differentiable and trainable:
         tangents = [torch.ones_like(one) for one in differentiable]
-        torch.autograd.grad(differentiable, wanted, tangents, allow_unused=True)
+        torch.autograd.grad(differentiable, trainable, tangents, allow_unused=True)
     with torch.no_grad():
         for buffer, value in zip(buffers, old, strict=True):
             buffer.copy_(value)

@@ -118,12 +118,12 @@ class ShardedModule(nn.Module):
     def shard(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's part of a global batch, given as the arguments of a call.
 
-        Positional arguments come back as a tuple, keyword arguments as a dict, and where there are both, `(tuple, dict)`:
+        Positional arguments come back as a tuple, keyword arguments as a dict, and both together as `(tuple, dict)`:
 
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
-        Any call that was captured can be given; the first one's error is raised where none fits. Raises InputError for a
+        The arguments must fit one of the captured calls; if none fits, the first one's error is raised. Raises InputError for a
         call, or a batch, of another shape than captured, and before anything was captured.
         """
         positional, named = self._shard(args, kwargs)
