@@ -13,7 +13,7 @@ from autoshard.inspection.assertions import assert_plan
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Candidate, Cost, Memory, Recomputation, Search
-from autoshard.plans.values import Value
+from autoshard.plans.plan_values import Value
 from autoshard.runtime.sharded_module import ShardedModule
 from passes.base import Remark
 from passes.errors import (

@@ -63,7 +63,7 @@ def test_a_searched_parameter() -> None:
     assert_expected_inline(str(searched().explain("up.weight")), """\
 parameter up.weight
 up.weight: f32[4096, 1024] {tp:S(0)}
-  nobody insisted; chosen by what the whole step costs
+  no constraint; chosen by what the whole step costs
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 2.47 ms
     layout        step  change  at least  compute  communication     memory
@@ -82,7 +82,7 @@ def test_a_parameter_of_a_recipe() -> None:
     assert_expected_inline(str(propagated().explain("down.weight")), """\
 parameter down.weight
 down.weight: f32[1024, 4096] {tp:S(1)}
-  insisted: tp:S(1): megatron: row-parallel
+  constraint: tp:S(1): megatron: row-parallel
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 3.01 ms
     layout        step  change  at least  compute  communication     memory
@@ -105,7 +105,7 @@ def test_a_module_is_its_values() -> None:
     assert_expected_inline(str(propagated().explain("down")), """\
 module down
 down.weight: f32[1024, 4096] {tp:S(1)}
-  insisted: tp:S(1): megatron: row-parallel
+  constraint: tp:S(1): megatron: row-parallel
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 3.01 ms
     layout        step  change  at least  compute  communication     memory
@@ -114,7 +114,7 @@ down.weight: f32[1024, 4096] {tp:S(1)}
     {tp:R}     2.60 ms  +0.4 %    +0.4 %  2.41 ms         196 us  208.0 MiB
 %permute_1: f32[4096, 1024]<1, 4096> {tp:S(0)}      # test_explanation.py:39 down
 %mm_1: f32[8192, 1024] {tp:P(sum)}      # test_explanation.py:39 down
-  insisted: tp:S(0) in front of its users: megatron: row-parallel output
+  constraint: tp:S(0) before its users: megatron: row-parallel output
 %mm_2: f32[1024, 4096] {tp:S(1)}      # test_explanation.py:39 down
 %mm_3: f32[8192, 4096] {tp:S(1)}      # test_explanation.py:39 down
   on tp: %mm_3 S(1): a parameter stays <- %down_weight S(1): megatron: row-parallel
@@ -147,7 +147,7 @@ def test_a_collective_is_the_value_that_it_moves() -> None:
     one = collective_of(propagated(), "reduce_scatter")
     text = str(propagated().explain(one.id))
     assert text.startswith(f"collective {one.id}\n%mm_1: f32[8192, 1024] {{tp:P(sum)}}      # test_explanation.py:39 down\n")
-    assert "insisted: tp:S(0) in front of its users: megatron: row-parallel output" in text
+    assert "constraint: tp:S(0) before its users: megatron: row-parallel output" in text
 
 
 def test_a_value_that_a_pass_made_is_that_of_which_it_is_made() -> None:
@@ -193,7 +193,7 @@ def test_a_loaded_plan_knows_stages_but_no_prices_and_passes() -> None:
     assert_expected_inline(str(loaded.explain("%mm_1")), """\
 value %mm_1
 %mm_1: f32[8192, 1024] {tp:P(sum)}      # test_explanation.py:39 down
-  insisted: tp:S(0) in front of its users: megatron: row-parallel output
+  constraint: tp:S(0) before its users: megatron: row-parallel output
   on tp: %mm_1 P(sum): follows its operands <- %permute S(1): follows its operands <- %up_weight
       S(0): megatron: column-parallel
 collectives

@@ -144,7 +144,7 @@ def check(
 def comparison(
     explicit: GraphModule, planned: Planned, call: Call, precision: torch.dtype, *, is_exact: bool = True
 ) -> Check:
-    """As `check`, for a program that was planned; `explicit` is it with global shapes and collectives."""
+    """Check as `check` does, for a program that was planned; `explicit` is it with global shapes and collectives."""
     ranks, training, tolerance = Ranks.of(call, planned), torch.is_grad_enabled(), TOLERANCE[precision]
     watch = _Comparison(explicit, ranks, tolerance)
     results = ranks.run(watch=watch.compare)
@@ -224,7 +224,7 @@ class _Comparison:
 
     @property
     def drawn(self) -> dict[Node, Any]:
-        """What the ranks drew at random."""
+        """Return what the ranks drew at random."""
         return {node: value for node, value in self.whole.values.items() if is_random(node)}
 
     def compare(self, local: Node, parts: Sequence[Any]) -> None:
@@ -266,7 +266,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a call draws random numbers."""
+    """Return whether a call draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -1,6 +1,6 @@
 """How far rounding moves what a model computes: by how much it is another when inputs change in their last digit.
 
-Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias in front of a
+Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias before a
 normalization is, shares no digit between them, and no tolerance relative to it can tell; but it moves as far when
 inputs and parameters are nudged.
 """
@@ -42,7 +42,7 @@ class Rounding:
         return LIKELY * max(distance(whole.value(node), value) for whole in self._wholes)
 
     def of_result(self, kind: str, name: str, value: Tensor) -> float:
-        """The same for a result of the model; `kind` is a field of `Step`."""
+        """Return the same for a result of the model; `kind` is a field of `Step`."""
         return LIKELY * max(distance(getattr(step, kind)[name], value) for step in self._steps)
 
     @cached_property

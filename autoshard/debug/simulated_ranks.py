@@ -177,7 +177,7 @@ class Whole:
         self.values: dict[Node, Any] = {}
 
     def value(self, node: Node) -> Any:
-        """What one device has; operands are computed before."""
+        """Return what one device has; operands are computed before."""
         waiting = [node]
         while waiting:
             at = waiting[-1]
@@ -212,7 +212,7 @@ def run_whole(gm: GraphModule, ranks: Ranks) -> Step:
 
 
 def tangent(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The gradient of what comes behind the model, for its output `name`: a loss counts once."""
+    """Return the gradient of what comes after the model, for its output `name`: a loss counts once."""
     if not shape:
         return torch.ones((), dtype=dtype, device="cpu")
     generator = torch.Generator("cpu").manual_seed(sum(name.encode()))
@@ -265,7 +265,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def norm_of(tensor: Tensor) -> float:
-    """Of what is finite of it."""
+    """Return the norm of what is finite of it."""
     numbers = _reals(tensor)
     return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
 

@@ -41,11 +41,11 @@ class GraphDump:
 
 def dump_of(options: Options) -> GraphDump | None:
     """Return what this rank dumps, by `options` or else by the environment. Raises UserError for an unknown mode."""
-    asked = _asked(options)
-    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, asked.ranks == "all"
-    if asked.folder and (is_each or rank == 0):
-        return GraphDump(Dumper(Path(asked.folder), asked.mode, rank if is_each else None))
-    return GraphDump(Dumper(None, asked.mode)) if is_traced() else None
+    chosen = _asked(options)
+    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, chosen.ranks == "all"
+    if chosen.folder and (is_each or rank == 0):
+        return GraphDump(Dumper(Path(chosen.folder), chosen.mode, rank if is_each else None))
+    return GraphDump(Dumper(None, chosen.mode)) if is_traced() else None
 
 
 def _asked(options: Options) -> Dump:

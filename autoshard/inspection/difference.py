@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
-from autoshard.plans.values import Value
 from passes.ir.mesh import Mesh
 from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds

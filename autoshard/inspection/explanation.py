@@ -136,7 +136,7 @@ def _pins(plan: PlanRecord) -> dict[str, tuple[str, ...]]:
         match = re.match(r"%(\w+): .*? pinned\((.*)\)(?: recompute)? = (?:reshard\(%(\w+)\))?", line)
         if match is None:
             continue
-        where = " in front of its users" if match[3] else ""
+        where = " before its users" if match[3] else ""
         for axis, placement, reason in re.findall(r'(\w+):(\S+) ("(?:[^"\\]|\\.)*")', match[2]):
             found.setdefault(match[3] or match[1], []).append(f"{axis}:{placement}{where}: {json.loads(reason)}")
     return {name: tuple(dict.fromkeys(texts)) for name, texts in found.items()}
@@ -221,14 +221,14 @@ def _unlike(choices: tuple[Choice, ...]) -> list[Choice]:
 def _choice_lines(choice: Choice, one: Explanation) -> Iterator[str]:
     place = f"      # {choice.place}" if choice.place else ""
     yield f"{choice.name}: {choice.type} {choice.layout.format(one.mesh)}{place}"
-    yield from (f"  insisted: {text}" for text in choice.forced)
+    yield from (f"  constraint: {text}" for text in choice.forced)
     if not choice.alternatives and len(one.choices) > 1:
         return
     for axis, chain in zip(one.mesh.names, choice.chains, strict=True):
         if len(chain) > 1 or (chain and not choice.forced):
             yield f"  on {axis}: {_joined(chain)}"
     if not any(choice.chains) and not choice.forced and choice.alternatives:
-        yield "  nobody insisted; chosen by what the whole step costs"
+        yield "  no constraint; chosen by what the whole step costs"
     if choice.alternatives:
         yield from _alternative_lines(choice, one)
 

@@ -11,7 +11,7 @@ from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, in_chunks
 from autoshard.planner.problem import Problem
 from autoshard.planner.recipe_candidates import try_recipes
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.solver_candidate import ANY, Solved, ask, solve, solve_for_least
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
@@ -129,7 +129,7 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=lower))
         lowered = replace(task, problem=problem, effort=FULL)
-        answer = ask(lowered, Standings(lowered), prepared, room_for(problem, prepared).recomputation, gap=ANY)
+        answer = ask(lowered, Standings(lowered), prepared, memory_budget_of(problem, prepared).recomputation, gap=ANY)
         if answer is None or not lowered.fits(answer.evaluation):
             break
         least, cost = lower, answer.evaluation.cost

@@ -21,7 +21,7 @@ from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recomputation import Settling
 from autoshard.plans.collectives import collectives_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
-from autoshard.plans.values import inputs_of, layouts_by_name, results_by_name
+from autoshard.plans.plan_values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UnlikeLayersError
@@ -92,9 +92,9 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
     """Return the constraints on parameters as text; layers with different ones are not equal."""
-    constraints = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
+    constrained = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
-    return (*constraints, *stored)
+    return (*constrained, *stored)
 
 
 def _is_said_of_all(problem: Problem) -> bool:

@@ -13,7 +13,7 @@ from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
@@ -130,7 +130,7 @@ class Experts:
 
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
         """Return the seconds of a step, and whether it fits; 0 and True if the model cannot tell."""
-        budget = room_for(self.problem, prepared)
+        budget = memory_budget_of(self.problem, prepared)
         plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=budget)
         return (0.0, True) if plan is None else (plan.objective, budget.fits(plan.memory))
 

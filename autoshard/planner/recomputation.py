@@ -148,8 +148,8 @@ class Settling:
         return run_step(program, self.problem.options, self.worst, effort=self.effort)
 
 
-def room_for(problem: Problem, prepared: Prepared) -> MemoryBudget:
-    """Return the memory of a device, and how recomputation can extend it by `Options(recompute=...)`."""
+def memory_budget_of(problem: Problem, prepared: Prepared) -> MemoryBudget:
+    """Return the memory of a device, and how recomputation can extend it, by `Options(recompute=...)`."""
     how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
         return MemoryBudget(limit)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
@@ -85,7 +85,8 @@ def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> S
     """Enter the solver's plan with the least memory at any cost; `before` is its result that does not fit."""
     prepared = stated(task, single_axes(task.problem.mesh))
     assert prepared is not None
-    found = _taken(before, ask(task, standings, prepared, room_for(task.problem, prepared).recomputation, gap=ANY), prepared)
+    curve = memory_budget_of(task.problem, prepared).recomputation
+    found = _taken(before, ask(task, standings, prepared, curve, gap=ANY), prepared)
     if found.answer is None or not task.fits(found.answer.evaluation):
         for solution in prepared.smallest(keep_gathered=task.problem.options.keeps_gathered):
             found = replace(found, answer=_answer(task, standings, solution, prepared))
@@ -116,13 +117,13 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
     With `recompute="block"`, values are recomputed in any case.
     """
-    savings = room_for(task.problem, prepared).recomputation
+    curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
-        return _taken(Solved(), ask(task, standings, prepared, savings), prepared)
+        return _taken(Solved(), ask(task, standings, prepared, curve), prepared)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
     held = None if found.answer is None else found.answer.evaluation
-    if savings and (held is None or not task.fits(held) or held.recomputation is not None):
-        return _better(task, found, ask(task, standings, prepared, savings), prepared)
+    if curve and (held is None or not task.fits(held) or held.recomputation is not None):
+        return _better(task, found, ask(task, standings, prepared, curve), prepared)
     return found
 
 
@@ -135,14 +136,14 @@ def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways:
     if len(problems) > 1:
         steps = {id(prepared): _first_step(task, prepared, gap) for prepared in problems}
         problems.sort(key=lambda prepared: steps[id(prepared)])
-    answer = ask(task, standings, problems[0], room_for(task.problem, problems[0]).recomputation, gap=gap)
+    answer = ask(task, standings, problems[0], memory_budget_of(task.problem, problems[0]).recomputation, gap=gap)
     return replace(_better(task, before, answer, problems[0]), prepared=last)
 
 
 def _first_step(task: SearchTask, prepared: Prepared, gap: float) -> float:
     """Return the seconds of the first plan that the solver finds to fit."""
     try:
-        return next(prepared.solutions(_goal(task, room_for(task.problem, prepared).recomputation, gap=gap))).objective
+        return next(prepared.solutions(_goal(task, memory_budget_of(task.problem, prepared).recomputation, gap=gap))).objective
     except MemoryLimitError:
         return float("inf")
 
@@ -192,7 +193,7 @@ def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadli
     return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
 
 
-def _goal(task: SearchTask, savings: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:
+def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:
     """Return the goal of a solve; by default, to fit the limit within the effort's optimality gap."""
     left = task.left * SHARE
     return Goal(
@@ -200,12 +201,12 @@ def _goal(task: SearchTask, savings: RecomputationCurve, limit: float | None = N
         task.effort.gap if gap is None else gap,
         None if left == float("inf") else left,
         task.problem.options.keeps_gathered,
-        savings,
+        curve,
     )
 
 
 def ask(
-    task: SearchTask, standings: Standings, prepared: Prepared, savings: RecomputationCurve, *, gap: float | None = None
+    task: SearchTask, standings: Standings, prepared: Prepared, curve: RecomputationCurve, *, gap: float | None = None
 ) -> Answer | None:
     """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
@@ -213,12 +214,12 @@ def ask(
     that is higher. A plan that fits is then proven or improved. Returns None if the solver finds no plan at all, and
     the last plan if none fits.
     """
-    infeasible, feasible, limit = -sum(step.nbytes for step in savings), float(task.limit), float(task.limit)
+    infeasible, feasible, limit = -sum(step.nbytes for step in curve), float(task.limit), float(task.limit)
     answer: Answer | None = None
     for attempt in range(TRIES):
         if attempt > 0 and task.left <= 0:
             break
-        found = prepared.solutions(_goal(task, savings, limit, gap))
+        found = prepared.solutions(_goal(task, curve, limit, gap))
         try:
             solution = next(found)
         except MemoryLimitError:

@@ -8,7 +8,7 @@ from functools import cached_property
 from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, seeded
 from autoshard.planner.problem import Problem
-from autoshard.planner.recomputation import room_for
+from autoshard.planner.recomputation import memory_budget_of
 from passes.search.goal import Goal
 from passes.search.prepared import Prepared, Searched, prepare
 
@@ -32,6 +32,6 @@ class PlanningState:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
             prepared = prepare(gm, self.problem.mesh)
         options = self.problem.options
-        budget = room_for(self.problem, prepared)
-        goal = Goal(budget.limit, self.effort.gap, options.time_limit, options.keeps_gathered, budget.recomputation)
-        return prepared.explore(goal)
+        budget = memory_budget_of(self.problem, prepared)
+        keep, curve = options.keeps_gathered, budget.recomputation
+        return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))

@@ -33,9 +33,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the program (`plan.collectives`), and the line of the model that needs it: bytes per rank,
-    seconds.
-    """
+    """One collective of the program (`plan.collectives`), and the line of the model that needs it: bytes per rank, seconds."""
 
     id: str  # the name of its node
     kind: str  # "all_gather", "reduce_scatter", ...: a name in `passes.ir.collectives.KINDS`

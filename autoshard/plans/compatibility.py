@@ -12,8 +12,8 @@ from torch import nn
 from autoshard.config.options import Options
 from autoshard.config.settings import Settings, settings_of
 from autoshard.plans.names import fold_text
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord, structure
-from autoshard.plans.values import Value
 from passes.errors import PlanError
 from passes.ir.mesh import Mesh
 

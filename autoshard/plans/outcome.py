@@ -94,8 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """How a plan was chosen (`plan.search`), and how much better another could be. Times in seconds, memory in bytes.
-    """
+    """How a plan was chosen (`plan.search`), and how much better another could be. Times in seconds, memory in bytes."""
 
     chosen: str  # name of a candidate
     candidates: tuple[Candidate, ...]

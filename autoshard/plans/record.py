@@ -11,7 +11,7 @@ from autoshard.config.settings import Settings
 from autoshard.plans.codec import encode
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Recomputation, Search
-from autoshard.plans.values import Value
+from autoshard.plans.plan_values import Value
 from passes.base import Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UserError

@@ -48,7 +48,10 @@ CASES: dict[str, tuple[Callable[[], Case], str, str]] = {  # model, mesh, recipe
     ),
 }
 LOOSE = {"conv_net": 0.1, "experts": 0.03}  # what a convolution, or a batched product, takes for itself is estimated
-MEASURED = pytest.mark.parametrize("name", CASES)
+QUICK = ("conv_net", "gpt of one layer", "experts")
+MEASURED = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 
 
 @cache

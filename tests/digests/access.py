@@ -20,6 +20,9 @@ from autoshard.plans.record import PlanRecord
 from passes.ir.text import format_graph
 
 RENAMED: Mapping[str, str] = {
+    "no constraint; chosen": "nobody insisted; chosen",
+    "before its users": "in front of its users",
+    "constraint": "insisted",
     "rematerialize": "checkpoint",
     "plan.replan": "plan.with_",
     "sharded over": "is cut over",

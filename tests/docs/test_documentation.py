@@ -20,7 +20,7 @@ from autoshard.cli.main import _parser, main
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, hidden_code, links
 
 README, QUICKSTART = ROOT / "README.md", ROOT / "examples" / "quickstart.py"
-SLOW = ("reading_a_plan", "recipes")  # pages that plan for more than a few seconds
+SLOW = ("README", "checkpoints", "debugging", "reading_a_plan", "recipes", "search")  # pages that plan for seconds
 FOLDERS = ("autoshard", "passes", "tests", "examples", "benchmarks", "docs")
 
 

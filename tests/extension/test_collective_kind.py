@@ -81,7 +81,7 @@ mesh dp=2,cp=3
 stage COLLECTIVE
 %x: f32[4, 6] {dp:S(0), cp:S(1)} = input("x")
 %relu: f32[4, 6] {dp:S(0), cp:S(1)} = relu(%x)
-%send: f32[4, 6] {dp:S(0), cp:S(1)} = send(%relu, ["cp"], 2)
+%send: f32[4, 6] {dp:S(0), cp:S(1)} = send(%relu, ["cp"], 2)      # | ring_attention: keys of the next rank
 return output("0") %send
 """
 MESH = Mesh("dp=2,cp=3", hardware="h100")

@@ -57,6 +57,7 @@ def _split_all(gm: GraphModule, count: int) -> int:
     return len(sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "recipe", "counts"),
     [("llama", "dp=2,tp=2", "fsdp+megatron", (9, 24)), ("gpt", "tp=2", "megatron", (9, 9))],

@@ -156,6 +156,7 @@ def test_the_numbers_are_the_same(text: str) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_sums_of_activations_move_in_the_dtype_of_the_model_and_gradients_in_that_of_their_reduction() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, args = step_of(TINY, 2, TINY.seq)

@@ -126,7 +126,9 @@ class FusedProjection(nn.Module):
 
 
 @pytest.mark.parametrize("dim", [2, 6])
-@pytest.mark.parametrize("recipe", ["auto", {"a": "megatron", "b": "megatron", "c": "megatron"}])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("auto", marks=pytest.mark.slow), {"a": "megatron", "b": "megatron", "c": "megatron"}]
+)
 def test_recipes_take_only_layouts_that_can_be_lowered(dim: int, recipe: str | dict[str, str]) -> None:
     mesh = Axes("a=2,b=2,c=2", hardware="h100")
     made = plan(FusedProjection(dim), mesh, (torch.randn(8, dim),), options=Options(recipe=recipe))

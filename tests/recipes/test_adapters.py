@@ -53,9 +53,9 @@ class AdaptedBlock(nn.Module):
 @pytest.mark.parametrize(
     ("rank", "is_first", "fused", "mesh"),
     [
-        pytest.param(4, False, False, "dp=2,tp=2", id="q_k_v_apart"),
+        pytest.param(4, False, False, "dp=2,tp=2", id="q_k_v_apart", marks=pytest.mark.slow),
         pytest.param(4, True, True, "tp=2", id="q_k_v_fused_adapter_first"),
-        pytest.param(3, False, True, "tp=2", id="a_rank_that_does_not_divide"),
+        pytest.param(3, False, True, "tp=2", id="a_rank_that_does_not_divide", marks=pytest.mark.slow),
     ],
 )
 def test_a_base_and_its_adapter_are_sharded_alike(rank: int, is_first: bool, fused: bool, mesh: str) -> None:
@@ -75,6 +75,7 @@ def test_a_base_and_its_adapter_are_sharded_alike(rank: int, is_first: bool, fus
     assert list(placements(made, "down.base", "down.A", "down.B").values()) == ["S(1)", "S(1)", "R"]
 
 
+@pytest.mark.slow
 def test_adapters_leave_the_products_of_a_rank_few() -> None:
     """A rank does half of the base's products, and half or all of those with a factor of an adapter, which are few."""
     base, adapted = products(AdaptedBlock(0), "tp=2"), products(AdaptedBlock(4), "tp=2")

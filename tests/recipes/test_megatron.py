@@ -49,9 +49,12 @@ EMBEDDINGS: dict[str, Embed] = {
     "flat": lambda m, t, p: (torch.zeros(BATCH * SEQ, DIM) + m.tok(t.flatten())).view(BATCH, SEQ, DIM),
     "of its own order": lambda m, t, p: m.tok(t).transpose(0, 1).add(m.pos(p)[:, None]).transpose(0, 1),
 }
+QUICK = ("positions on the left", "three ways, as in BERT", "scaled", "joined")  # one of each kind, in `make test-fast`
 
 
-@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EMBEDDINGS]
+)
 def test_embeddings_are_combined_in_any_way(name: str) -> None:
     torch.manual_seed(0)
     model = Embedded(EMBEDDINGS[name]).double().eval()

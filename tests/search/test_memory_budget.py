@@ -64,6 +64,7 @@ def test_the_plan_is_the_best_of_all_with_what_they_recompute(seed: int, share: 
 CONFIG = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=512)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=8", "dp=2,tp=4", "dp=2,cp=2,tp=2"])
 def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
     with torch.device("meta"):
@@ -77,6 +78,7 @@ def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
     assert sum(step.nbytes * step.seconds for step in recomputation) == pytest.approx(again.compute, rel=0.5)
 
 
+@pytest.mark.slow
 def test_a_quick_answer_stops_at_the_first_program_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model, tokens = Llama(CONFIG), torch.empty(64, CONFIG.seq, dtype=torch.long)

@@ -62,6 +62,7 @@ def test_a_plan_that_does_not_fit_is_offered_with_layers_computed_again() -> Non
     assert notes[found.search.chosen] == "layers computed again in the backward"
 
 
+@pytest.mark.slow
 def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     roomy = searched(512, 4096, "dp=8")
     assert roomy.cost is not None

@@ -20,6 +20,7 @@ Counts = dict[tuple[str, str, str], int]  # kind, axes joined by ".", "forward" 
 DECODERS: dict[str, Callable[..., Case]] = {"gpt": gpt, "llama": llama}
 # One for each use of the vocabulary-parallel logits: the maximum, the sum of exponentials, the label's logit.
 LOSS_REDUCTIONS = 3
+EACH_DECODER = pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 UNREAD = ("pos.weight", "tok_embeddings.weight")  # embeddings whose weight is of no use in the backward
 
 
@@ -64,6 +65,7 @@ def _read_in_backward(name: str) -> int:
     return sum(not one.endswith("bias") and one not in UNREAD for one in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "axes"), [("tp=2", "tp"), ("tp=4", "tp"), ("t=2,u=2", "t.u")])
 @pytest.mark.parametrize(
     ("name", "whole"),
@@ -81,7 +83,7 @@ def test_megatron_has_two_gathers_and_two_scatters_per_block(name: str, whole: i
     assert counts == {("all_reduce", axes, "backward"): whole}
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@EACH_DECODER
 def test_megatron_around_the_blocks(name: str) -> None:
     """One scatter behind the embedding, one gather in front of the head, and their mirror."""
     counts = _counts(_plan(name, "tp=2", "megatron"))
@@ -92,7 +94,7 @@ def test_megatron_around_the_blocks(name: str) -> None:
     assert not any(kind == "all_to_all" for kind, _, _ in counts)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@EACH_DECODER
 def test_fsdp_gathers_each_parameter_in_each_direction_that_reads_it_and_scatters_its_gradient(name: str) -> None:
     assert _counts(_plan(name, "dp=4", "fsdp")) == {
         ("all_gather", "dp", "forward"): _parameters(name),
@@ -102,7 +104,7 @@ def test_fsdp_gathers_each_parameter_in_each_direction_that_reads_it_and_scatter
     }
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@EACH_DECODER
 def test_zero2_keeps_what_it_gathered(name: str) -> None:
     assert _counts(_plan(name, "dp=4", "zero2")) == {
         ("all_gather", "dp", "forward"): _parameters(name),
@@ -121,7 +123,7 @@ def test_reshard_after_forward_holds_for_recipes() -> None:
     assert _counts(freed) == _counts(fsdp) != _counts(kept)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@EACH_DECODER
 def test_ddp_reduces_each_gradient(name: str) -> None:
     assert _counts(_plan(name, "dp=4", "ddp")) == {
         ("all_reduce", "dp", "backward"): _parameters(name),
@@ -149,17 +151,23 @@ def test_fsdp_over_two_axes_is_one_gather_per_parameter() -> None:
     assert not {("all_gather", axis, "forward") for axis in "ab"} & counts.keys()
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
+@EACH_DECODER
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", pytest.param("tp=2,dp=2", marks=pytest.mark.slow)])
 def test_fsdp_times_megatron_is_the_sum_of_both(name: str, mesh: str) -> None:
     counts = _counts(_plan(name, mesh, {"dp": "fsdp", "tp": "megatron"}))
     fsdp, megatron = (_counts(_plan(name, *one)) for one in (("dp=2", "fsdp"), ("tp=2", "megatron")))
     assert counts == fsdp | megatron
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@EACH_DECODER
 @pytest.mark.parametrize(
-    ("mesh", "recipe"), [("tp=4", "megatron"), ("dp=2,tp=2", "fsdp+megatron"), ("dp=4", "fsdp")], ids=str
+    ("mesh", "recipe"),
+    [
+        ("dp=2,tp=2", "fsdp+megatron"),
+        pytest.param("tp=4", "megatron", marks=pytest.mark.slow),
+        pytest.param("dp=4", "fsdp", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_no_device_holds_more_than_its_part_of_the_logits(name: str, mesh: str, recipe: Recipe) -> None:
     """At these sizes the logits are the largest value of the program, buckets of parameters included."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,14 @@ DETERMINISTIC = [name for name in MODELS if name != "gpt_dropout"]
 OTHERS: dict[str, Callable[[], Case]] = {**DECODERS, **ODDITIES}
 
 
+QUICK = ("mlp", "mlp_uneven", "conv_net", "moe", "irregular", "structured")  # models that are planned in about a second
+
+
+def slow_but(quick: Iterable[str], names: Iterable[str]) -> list[Any]:
+    """Return parameters of which all but the `quick` ones are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
+
+
 def format_id(value: object) -> str:
     if isinstance(value, Mapping):
         return "+".join(str(recipe) for recipe in value.values())
@@ -116,14 +125,21 @@ def _in_threes(name: str) -> Reference:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize(("mesh", "recipe"), FAST, ids=format_id)
+@pytest.mark.parametrize(
+    ("mesh", "recipe"),
+    [*FAST[:3], *(pytest.param(*choice, marks=pytest.mark.slow) for choice in FAST[3:])],
+    ids=format_id,
+)
 def test_a_step_equals_one_device(name: str, mesh: str, recipe: Recipe) -> None:
     _check(name, mesh, recipe)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize(("mesh", "recipe"), SLOW, ids=format_id)
+@pytest.mark.parametrize(
+    ("name", "mesh", "recipe"),
+    [(("gpt", "llama")[number % 2], *choice) for number, choice in enumerate(SLOW)],
+    ids=format_id,
+)
 def test_a_step_equals_one_device_on_every_mesh(name: str, mesh: str, recipe: Recipe) -> None:
     _check(name, mesh, recipe)
 
@@ -137,12 +153,12 @@ def test_axes_of_three_ranks(name: str, mesh: str, recipe: Recipe) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize(("mesh", "recipe"), FAST, ids=format_id)
+@pytest.mark.parametrize(("mesh", "recipe"), FAST[1:3], ids=format_id)
 def test_a_step_in_float32(name: str, mesh: str, recipe: Recipe) -> None:
     reference(name, torch.float32).check(mesh, Options(recipe=recipe))
 
 
-@pytest.mark.parametrize("name", [name for name in DETERMINISTIC if name not in ("gpt", "llama")])
+@pytest.mark.parametrize("name", slow_but(QUICK, [name for name in DETERMINISTIC if name not in ("gpt", "llama")]))
 def test_every_model_of_the_zoo(name: str) -> None:
     _check(name, "dp=2,tp=2", "fsdp+megatron")
 
@@ -179,7 +195,7 @@ def test_odd_models_with_a_split_batch(name: str) -> None:
     _other(name).check("dp=4", Options(recipe="fsdp"))
 
 
-@pytest.mark.parametrize("name", ["gpt_dict", "llama", "conv_net"])
+@pytest.mark.parametrize("name", slow_but(["conv_net"], ["gpt_dict", "llama", "conv_net"]))
 def test_the_forward_alone(name: str) -> None:
     case = build(name)
     ranks = plan_ranks(case, "dp=2,tp=2", Options(recipe="fsdp+megatron"), training=False)
@@ -205,6 +221,7 @@ def test_placements_alone_make_a_tensor_parallel_mlp() -> None:
     assert ranks.planned.plan.count("all_gather", backward=False) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -234,7 +251,13 @@ def test_whatever_is_insisted_on_gives_the_same_numbers(options: Options) -> Non
 
 
 @pytest.mark.parametrize(
-    "placement", [{"dp": "S(0)", "tp": "S(2)"}, {"dp": "R", "tp": "R"}, {"dp": "S(1)"}, {"tp": "S(1)"}]
+    "placement",
+    [
+        {"dp": "S(0)", "tp": "S(2)"},
+        pytest.param({"dp": "R", "tp": "R"}, marks=pytest.mark.slow),
+        pytest.param({"dp": "S(1)"}, marks=pytest.mark.slow),
+        pytest.param({"tp": "S(1)"}, marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_are_laid_out_as_insisted(placement: Mapping[str, str]) -> None:
     options = Options(recipe="fsdp+megatron", outputs={"logits": placement})
@@ -251,7 +274,11 @@ def dropped() -> Step:
     return run_on_ranks(build("gpt_dropout"), "dp=1", Options(recipe="fsdp"))
 
 
-@pytest.mark.parametrize(("mesh", "recipe"), [*FAST[1:4], pytest.param(*FAST[4], marks=pytest.mark.slow)], ids=format_id)
+@pytest.mark.parametrize(
+    ("mesh", "recipe"),
+    [FAST[2], *(pytest.param(*choice, marks=pytest.mark.slow) for choice in (FAST[1], *FAST[3:5]))],
+    ids=format_id,
+)
 def test_dropout_is_the_same_on_every_mesh(mesh: str, recipe: Recipe, dropped: Step) -> None:
     step = run_on_ranks(build("gpt_dropout"), mesh, Options(recipe=recipe))
     compare(step, dropped, TOLERANCE[torch.float64])
@@ -298,7 +325,7 @@ def _train(ranks: Ranks, steps: int) -> list[float]:
     ("name", "mesh", "recipe"),
     [
         ("gpt", "dp=2,tp=2", "fsdp+megatron"),
-        ("llama", "tp=2,dp=2", {"tp": "megatron", "dp": "fsdp"}),
+        pytest.param("llama", "tp=2,dp=2", {"tp": "megatron", "dp": "fsdp"}, marks=pytest.mark.slow),
         ("conv_net", "dp=4", "fsdp"),
         ("mlp_uneven", "dp=4", "fsdp"),
         ("irregular", "dp=2,tp=2", "fsdp+megatron"),
@@ -336,7 +363,7 @@ def _cast(case: Case, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize(
     ("mesh", "recipe"), [("dp=4", "fsdp"), ("dp=2,tp=2", "fsdp+megatron"), ("dp=2", "ddp")], ids=format_id
 )
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("name", slow_but(["mlp"], ["gpt", "mlp"]))
 def test_mixed_precision_computes_in_the_lower_dtype(name: str, mesh: str, recipe: Recipe) -> None:
     """With float64 stored and float32 computed, the casts can be compared to seven digits."""
     case, policy = build(name), MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
@@ -365,6 +392,7 @@ def test_what_does_not_divide_is_cast_where_it_is_stored(reduce: torch.dtype | N
     assert gathers and not wide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
 def test_bfloat16_is_near_and_moves_half_the_bytes(reduce: torch.dtype | None) -> None:
     case = build("gpt", dtype=torch.float32)

@@ -24,8 +24,8 @@ from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
 from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names, pattern_of
 from autoshard.plans.outcome import Cost
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
-from autoshard.plans.values import Value
 from passes.cost.collective_time import link_of
 from passes.cost.program import STREAMS
 from passes.cost.simulate import Timeline

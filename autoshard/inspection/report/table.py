@@ -17,8 +17,8 @@ from autoshard.inspection.report.cost_table import candidates_table, cost_table,
 from autoshard.inspection.report.modules import ModuleRow, ModuleTable, module_table, read_placed
 from autoshard.inspection.report.timeline import is_timed
 from autoshard.plans.names import fold_text
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
-from autoshard.plans.values import Value
 from passes.errors import GraphTextError
 from passes.ir.units import format_bytes, format_seconds
 
