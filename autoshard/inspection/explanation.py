@@ -30,10 +30,10 @@ from passes.manager import PassManager
 from passes.search.alternatives import Alternative, alternatives
 from passes.search.model.axis_groups import format_axis_groups
 
-PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
+PRICED = 2  # values of a module or line whose alternatives are priced (each takes solves): parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
 WIDTH = 100  # characters of a line
-LISTED = 8  # alternatives of a value that are priced, beside the chosen one
+LISTED = 8  # alternatives of a value that are priced, beside the chosen one; more do not fit on a screen
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from passes.ir.text import format_target, format_type
 
 T = TypeVar("T")
 
-# Bytes above which a tensor is summed on its device rather than hashed on the CPU; also the block length in 8-byte words.
+# Bytes above which a tensor is summed on its device, as copying it to the CPU to hash it would be slow; also the length of
+# a block of the sum, in 8-byte words.
 HASHED_BYTES_MAX = 1 << 20
 
 

@@ -125,7 +125,7 @@ def profile(
 
 
 class _Watch:
-    """Times graphs call by call; before a collective all ranks synchronize, and it is awaited where it starts."""
+    """Timer of graphs call by call; all ranks synchronize before a collective, which is awaited at once."""
 
     def __init__(self, groups: MeshGroups, device: torch.device) -> None:
         self.groups, self.device = groups, device
