@@ -20,16 +20,19 @@ from autoshard.debug.checking import (
     check_values,
     comparison,
     differences,
-    is_random,
+    drawn_by,
     precision_of,
+    with_buffers,
 )
+from autoshard.debug.random_draws import ReplayError
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
+from autoshard.debug.unwritten_memory import filled
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.errors import UserError
-from passes.ir.graph import Stage, copy_graph
+from passes.ir.graph import Output, Stage, copy_graph
 from passes.ir.mesh import Mesh
 
 
@@ -83,8 +86,9 @@ def bisect(
 
     Until collectives are lowered, a program computes whole tensors and runs as such; after that it runs on simulated
     ranks. Differences no larger than those that rounding alone causes (`autoshard/debug/rounding.py`) are ignored.
+    The model gets the random numbers that the ranks draw.
     Raises InputError for a model on meta; UserError for one whose results cannot be compared: with mixed precision, or
-    with random numbers.
+    if it draws random numbers differently from the program.
     """
     call, options = Call(model, args, kwargs or {}), options or Options()
     check_values(call)
@@ -94,20 +98,29 @@ def bisect(
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
     request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
     planned = make_plan(request, observers=(keeper,))
-    whole = keeper.kept[0][2]
-    if any(map(is_random, whole.graph.nodes)):
-        raise UserError("the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check")
-    precision = precision_of(call, options)
-    expected, rounding = run_on_one_device(call, training=training), Rounding(call, precision, training)
+    explicit = next(gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE)
+    precision, ranks = precision_of(explicit), Ranks.of(call, planned)
     steps = []
-    for name, stage, gm in keeper.kept:
-        made = replace(planned, graph=gm)
-        got = Ranks.of(call, made).run().step if stage >= Stage.LOCAL else run_whole(gm, Ranks.of(call, planned))
-        found = differences(got, expected, TOLERANCE[precision], rounding)
-        steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
-    explicit = next((gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE), whole)
+    with filled():
+        drawn = drawn_by(ranks, explicit)
+        try:
+            expected = run_on_one_device(call, training=training, inside=drawn.replayed())
+        except ReplayError as error:
+            raise UserError(
+                f"the model's random numbers cannot be made those of a mesh: {error}; bisect model.eval()"
+            ) from error
+        rounding = Rounding(call, precision, training, drawn=drawn)
+        for name, stage, gm in keeper.kept:
+            apart: Mapping[Output, float] = {}
+            if stage >= Stage.LOCAL:
+                results = replace(ranks, planned=replace(planned, graph=gm)).run(same_copies=False)
+                got, apart = results.step, results.apart
+            else:
+                got = run_whole(gm, ranks, drawn.in_graph(gm))
+            found = differences(with_buffers(got, call), expected, TOLERANCE[precision], rounding, apart)
+            steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
     wrong = any(step.differs for step in steps)
-    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, precision) if wrong else None)
+    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call) if wrong else None)
 
 
 @dataclass

@@ -7,8 +7,9 @@ to see that what was captured is what it does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -21,8 +22,20 @@ from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
+from autoshard.debug.random_draws import RESULTS_OF_DRAWS, Draws, ReplayError, is_random
 from autoshard.debug.rounding import Rounding
-from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, relative_error, run_on_one_device
+from autoshard.debug.simulated_ranks import (
+    Call,
+    Ranks,
+    Step,
+    Whole,
+    copies_apart,
+    distance,
+    norm_of,
+    relative_error,
+    run_on_one_device,
+)
+from autoshard.debug.unwritten_memory import filled, is_unwritten
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import PlanRequest
@@ -32,8 +45,11 @@ from passes.errors import InputError, PlanError, UserError
 from passes.ir.collectives import is_step
 from passes.ir.graph import (
     Origin,
+    Output,
+    OutputRole,
     Stage,
     copy_graph,
+    draw_of,
     is_tensor,
     item_of,
     layout_given,
@@ -75,26 +91,32 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found; true where all is equal."""
+    """What a check found and what it saw; true where all that it compared is equal."""
 
     mesh: Mesh
     compared: int  # values of the program, beside its results
     first: Difference | None  # of the program's values, in the order of the program
-    results: tuple[Difference, ...]  # outputs, gradients and new buffers that differ from the model's
+    results: tuple[Difference, ...]  # outputs, gradients and buffers that differ from the model's
     tolerance: float
     not_compared: str = ""  # why results were not compared with the model's
     rounded: int = 0  # values and results that differ by no more than rounding moves them
+    left_out: Mapping[str, int] = field(default_factory=dict)  # values that were not compared: why, and how many
+    results_compared: int = 0  # with the model's
 
     def __bool__(self) -> bool:
         return self.first is None and not self.results
 
     def __str__(self) -> str:
         on = f"{self.mesh.size} simulated ranks ({self.mesh})"
-        if self:
-            own = f"the model's own were not compared: {self.not_compared}" if self.not_compared else "as are all results"
-            lines = [f"equal on {on}", f"{self.compared} values are within {self.tolerance:.0e} of one device's; {own}"]
-            moved = "off by more, but no further than a change in the last digit of parameters and inputs moves them"
-            return "\n".join([*lines, f"{moved}: {self.rounded}"] if self.rounded else lines)
+        return "\n".join([*(self._equal(on) if self else self._unequal(on)), *self._left_out()])
+
+    def _equal(self, on: str) -> list[str]:
+        within = f"{self.compared} values are within {self.tolerance:.0e} of one device's"
+        lines = [f"equal on {on}", within if self.not_compared else f"{within}, as are {self._count} of the model"]
+        moved = "off by more, but no further than a change in the last digit of numbers moves them"
+        return [*lines, f"{moved}: {self.rounded}"] if self.rounded else lines
+
+    def _unequal(self, on: str) -> list[str]:
         lines = [f"not equal on {on}, to within {self.tolerance:.0e}:"]
         if self.first is not None:
             lines.append(f"the first value that differs: {self.first}")
@@ -102,7 +124,21 @@ class Check:
             lines.append("the ranks do what was captured, but the model itself does something else")
         lines += [f"result {one.value} is off by {one.error:.1e}" for one in self.results[:SHOWN]]
         lines += [f"and {len(self.results) - SHOWN} more results"] if len(self.results) > SHOWN else []
-        return "\n".join(lines)
+        return lines
+
+    @property
+    def _count(self) -> str:
+        return f"{self.results_compared} result{'s' if self.results_compared != 1 else ''}"
+
+    def _left_out(self) -> list[str]:
+        """What was not seen."""
+        lines = []
+        if self.left_out:
+            counts = ", ".join(f"{count} {why}" for why, count in self.left_out.items())
+            lines.append(f"values not compared: {counts}")
+        if self.not_compared:
+            lines.append(f"results not compared with the model's: {self.not_compared}")
+        return lines
 
 
 def check(
@@ -118,8 +154,9 @@ def check(
 
     `args` and `kwargs` are those of one call with the global batch; they and the model hold values. `plan` is a plan to
     follow. Forward and backward are run where gradients are enabled. Every value of the program is compared, and every
-    output, gradient and new buffer with those of the model itself; with mixed precision, or where random numbers are
-    drawn, the latter cannot be equal and are left out. What rounding alone moves as far is equal, and counted (`rounded`).
+    output, gradient and buffer with those of the model itself, which is given the random numbers that the ranks drew.
+    With mixed precision results cannot be equal and are left out. What rounding alone moves as far is equal, and counted
+    (`rounded`). What was not compared is counted with the reason (`left_out`, `not_compared`).
     Takes the memory of all values of a step, whole, and their parts.
     Raises InputError for a model or arguments on meta.
     """
@@ -137,22 +174,25 @@ def check(
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
     request = PlanRequest(model, call.args, call.kwargs, wanted, options, training=training)
     planned = make_plan(request, plan=plan, observers=(keeper,))
-    precision = precision_of(call, options)
-    return comparison(keeper.graph, planned, call, precision, is_exact=options.mixed_precision is None)
+    return comparison(keeper.graph, planned, call, is_exact=options.mixed_precision is None)
 
 
-def comparison(
-    explicit: GraphModule, planned: Planned, call: Call, precision: torch.dtype, *, is_exact: bool = True
-) -> Check:
+def comparison(explicit: GraphModule, planned: Planned, call: Call, *, is_exact: bool = True) -> Check:
     """Check as `check` does, for a program that was planned; `explicit` is it with global shapes and collectives."""
+    precision = precision_of(explicit)
     ranks, training, tolerance = Ranks.of(call, planned), torch.is_grad_enabled(), TOLERANCE[precision]
     watch = _Comparison(explicit, ranks, tolerance)
-    results = ranks.run(watch=watch.compare)
-    rounding = Rounding(call, precision, training, ranks, watch.drawn)
-    values, found = watch.differences(rounding), tuple[Difference, ...]()
-    why = "it draws random numbers" if watch.drawn else "" if is_exact else "it computes in another precision"
-    if not why:
-        found = tuple(differences(results.step, run_on_one_device(call, training=training), tolerance, rounding))
+    with filled():
+        got = ranks.run(watch=watch.compare, same_copies=False)
+        rounding = Rounding(call, precision, training, explicit, ranks, watch.drawn)
+        values, found = watch.differences(rounding), tuple[Difference, ...]()
+        why = "" if is_exact else "it computes in another precision"
+        if is_exact:
+            try:
+                expected = run_on_one_device(call, training=training, inside=watch.drawn.replayed())
+                found = tuple(differences(with_buffers(got.step, call), expected, tolerance, rounding, got.apart))
+            except ReplayError as error:
+                why = f"random numbers cannot be made the same, {error}"
     return Check(
         planned.plan.mesh,
         watch.compared,
@@ -161,7 +201,17 @@ def comparison(
         tolerance,
         why,
         sum(one.is_rounding for one in (*values, *found)),
+        dict(watch.left_out),
+        0 if why else sum(map(len, (got.step.outputs, got.step.gradients, got.step.buffers))),
     )
+
+
+def drawn_by(ranks: Ranks, explicit: GraphModule) -> Draws:
+    """Return the random numbers that ranks draw in the program `explicit`."""
+    watch = _Comparison(explicit, ranks, tolerance=0.0)
+    if any(map(is_random, explicit.graph.nodes)):
+        ranks.run(watch=watch.draw, same_copies=False)
+    return watch.drawn
 
 
 def check_values(call: Call) -> None:
@@ -177,16 +227,18 @@ def check_values(call: Call) -> None:
             )
 
 
-def precision_of(call: Call, options: Options) -> torch.dtype:
-    """The dtype that is computed in, of several the one with the largest tolerance."""
-    return max(_dtypes(call, options), key=TOLERANCE.__getitem__, default=torch.float32)
+def precision_of(gm: GraphModule) -> torch.dtype:
+    """Return the dtype that a program computes in, of several the one with the largest tolerance."""
+    dtypes = [tensor.dtype for node in gm.graph.nodes if _computes(node) for tensor in results_of(node)]
+    found = [dtype for dtype in dict.fromkeys(dtypes) if dtype in TOLERANCE]
+    return max(found, key=TOLERANCE.__getitem__, default=torch.float64)
 
 
-def _dtypes(call: Call, options: Options) -> list[torch.dtype]:
-    dtypes = [p.dtype for p in call.model.parameters()]
-    policy = options.mixed_precision
-    dtypes += [dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype] if policy else []
-    return [dtype for dtype in dict.fromkeys(dtypes) if dtype in TOLERANCE]
+def _computes(node: Node) -> bool:
+    """Return whether a call gives numbers that are rounded: it has some to compute with."""
+    if node.op != "call_function":
+        return False
+    return any(tensor.is_floating_point() for value in operands(node) for tensor in results_of(value))
 
 
 @dataclass
@@ -211,7 +263,7 @@ class Keeper(Observer):
 class _Comparison:
     """Runs the program on whole tensors, and compares what ranks give with it.
 
-    What the ranks draw at random is taken from them.
+    What the ranks draw at random is taken from them; copies of a draw are compared with it.
     """
 
     def __init__(self, gm: GraphModule, ranks: Ranks, tolerance: float) -> None:
@@ -221,22 +273,44 @@ class _Comparison:
         self.whole = Whole(ranks)
         self.wrong: dict[Node, tuple[float, float]] = {}  # distance, and in parts of the value
         self.compared = 0
-
-    @property
-    def drawn(self) -> dict[Node, Any]:
-        """Return what the ranks drew at random."""
-        return {node: value for node, value in self.whole.values.items() if is_random(node)}
+        self.left_out = Counter[str]()
+        self.drawn = Draws()
 
     def compare(self, local: Node, parts: Sequence[Any]) -> None:
         for name in stands_for(local):
             node = self.nodes[name]
-            if is_random(node):
-                self.whole.values[node] = self._assembled(node, parts)
+            if is_random(node) and self._draw(node, parts):
+                self.left_out["drawn at random"] += 1
+            elif is_unwritten(node):
+                self.left_out["never written to"] += 1
+            elif is_tensor(node) and _is_state(node):
+                self.left_out["internal to a kernel"] += 1
             elif is_tensor(node):
-                self.compared += 1
-                got, want = self._assembled(node, parts), self.whole.value(node)
-                if not is_equal(got, want, self.tolerance):
-                    self.wrong[node] = distance(got, want), relative_error(got, want)
+                self._compare(node, parts)
+
+    def draw(self, local: Node, parts: Sequence[Any]) -> None:
+        """Take what is drawn, and compare nothing."""
+        for node in (self.nodes[name] for name in stands_for(local)):
+            if is_random(node):
+                self._draw(node, parts)
+
+    def _draw(self, node: Node, parts: Sequence[Any]) -> bool:
+        """Take a value from the ranks; false for a copy of a draw, which has its value already."""
+        number = draw_of(node)
+        assert number is not None, f"%{node.name} has no number"
+        is_new = number not in self.drawn.values
+        if is_new:
+            self.drawn.add(number, node, self._assembled(node, parts))
+        self.whole.values[node] = self.drawn.values[number]
+        return is_new or not is_tensor(node)
+
+    def _compare(self, node: Node, parts: Sequence[Tensor]) -> None:
+        self.compared += 1
+        got, want = self._assembled(node, parts), self.whole.value(node)
+        apart = copies_apart(parts, layout_of(node), self.mesh)
+        if not is_equal(got, want, self.tolerance) or apart > self.tolerance:
+            error = max(relative_error(got, want), apart)
+            self.wrong[node] = max(distance(got, want), apart * norm_of(want)), error
 
     def differences(self, rounding: Rounding) -> tuple[Difference, ...]:
         """In the order of the program: what the first is made of is not wrong."""
@@ -247,27 +321,35 @@ class _Comparison:
             shapes = [tuple(tensor.shape) for tensor in results_of(node)]
             each = [_tensors(part) for part in parts]
             whole = [
-                assemble([part[i] for part in each], shape, layouts_of(node)[i], self.mesh) for i, shape in enumerate(shapes)
+                assemble([part[i] for part in each], shape, layouts_of(node)[i], self.mesh)
+                for i, shape in enumerate(shapes)
             ]
             return tuple(whole)
         return assemble(list(parts), tuple(tensor_of(node).shape), layout_of(node), self.mesh)
 
     def _difference(self, node: Node, rounding: Rounding) -> Difference:
         far, error = self.wrong[node]
-        rows = [f"on {name}: {_row(node, axis)}" for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1]
-        what = f"the collective {format_target(node.target)}" if is_step(node) else f"the rule of {format_target(node.target)}"
+        rows = [
+            f"on {name}: {_row(node, axis)}" for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1
+        ]
+        item = item_of(node)
+        op = format_target(item[0].target if item is not None else node.target)
+        what = f"the {'collective' if is_step(node) else 'rule of'} {op}"
         row = f"{what} {'; '.join(rows)}"
         is_rounding = far <= rounding.of_value(node, self.whole.value(node))
-        return Difference(node.name, error, format_target(node.target), row, origin_of(node), is_rounding)
+        return Difference(node.name, error, op, row, origin_of(node), is_rounding)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [one for one in value if isinstance(one, Tensor)] if isinstance(value, tuple | list) else [value]
 
 
-def is_random(node: Node) -> bool:
-    """Return whether a call draws random numbers."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+def _is_state(node: Node) -> bool:
+    """Return whether a value is what a kernel keeps for its backward, such as the state of a generator."""
+    if (item := item_of(node)) is None or not isinstance(item[0].target, OpOverload):
+        return False
+    returns = item[0].target._schema.returns
+    return item[1] < len(returns) and returns[item[1]].name in RESULTS_OF_DRAWS
 
 
 def is_equal(got: Tensor, want: Tensor, tolerance: float) -> bool:
@@ -280,23 +362,35 @@ def _row(node: Node, axis: int) -> str:
     """`S(0), R -> S(0)`: the placements on one axis of what a call is given and of what it gives."""
     if (item := item_of(node)) is not None:
         node = item[0]
-    given: list[Layout] = [layout_given(node, value) for value in operands(node)] if is_step(node) else list(needs_of(node))
-    return f"{', '.join(str(one.on(axis)) for one in given)} -> {', '.join(str(one.on(axis)) for one in layouts_of(node))}"
-
-
-def differences(got: Step, want: Step, tolerance: float, rounding: Rounding) -> Iterator[Difference]:
-    """The results of a step that are not those of another."""
-    changed = {name: want.buffers[name] for name in got.buffers}
-    kinds = (
-        ("outputs", got.outputs, want.outputs),
-        ("gradients", got.gradients, want.gradients),
-        ("buffers", got.buffers, changed),
+    given: list[Layout] = (
+        [layout_given(node, value) for value in operands(node)] if is_step(node) else list(needs_of(node))
     )
-    for kind, mine, theirs in kinds:
+    return (
+        f"{', '.join(str(one.on(axis)) for one in given)} -> {', '.join(str(one.on(axis)) for one in layouts_of(node))}"
+    )
+
+
+def with_buffers(got: Step, call: Call) -> Step:
+    """Return a step with the buffers that it left as they were: the model may have changed them."""
+    return replace(got, buffers={**dict(call.model.named_buffers()), **got.buffers})
+
+
+def differences(
+    got: Step, want: Step, tolerance: float, rounding: Rounding, apart: Mapping[Output, float] | None = None
+) -> Iterator[Difference]:
+    """Return the results of a step that are not those of another; `apart` are errors of copies that ranks hold."""
+    kinds = (
+        (OutputRole.OUTPUT, "outputs", got.outputs, want.outputs),
+        (OutputRole.GRADIENT, "gradients", got.gradients, want.gradients),
+        (OutputRole.BUFFER, "buffers", got.buffers, want.buffers),
+    )
+    for role, kind, mine, theirs in kinds:
         what = kind.removesuffix("s")
         yield from (Difference(f"{what} {name}", float("inf")) for name in sorted(mine.keys() ^ theirs.keys()))
         for name in (name for name in mine if name in theirs):
             one, other = mine[name], theirs[name]
-            if not is_equal(one, other, tolerance):
-                is_rounding = distance(one, other) <= rounding.of_result(kind, name, other)
-                yield Difference(f"{what} {name}", relative_error(one, other), is_rounding=is_rounding)
+            copies = (apart or {}).get(Output(role, name), 0.0)
+            if not is_equal(one, other, tolerance) or copies > tolerance:
+                far = max(distance(one, other), copies * norm_of(other))
+                is_rounding = far <= rounding.of_result(kind, name, other)
+                yield Difference(f"{what} {name}", max(relative_error(one, other), copies), is_rounding=is_rounding)

@@ -1,8 +1,8 @@
-"""How far rounding moves what a model computes: by how much it is another when inputs change in their last digit.
+"""How far rounding moves what a model computes: by how much it is another when numbers change in their last digit.
 
 Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias before a
 normalization is, shares no digit between them, and no tolerance relative to it can tell; but it moves as far when
-inputs and parameters are nudged.
+inputs, parameters and what ops compute of them are nudged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from autoshard.debug.random_draws import Draws
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, run_on_one_device
-from passes._torch import flatten_pytree
+from passes._torch import OpOverload, flatten_pytree, intercepted, unflatten_pytree
 
 RUNS = 3  # with other nudges: a single number may come out as before by chance
 LIKELY = 8.0  # times as far as in these runs, rounding may move a value
@@ -26,20 +27,25 @@ LIKELY = 8.0  # times as far as in these runs, rounding may move a value
 
 @dataclass(frozen=True)
 class Rounding:
-    """Of a call, how far rounding moves its results, and with `ranks` that run it, the values of their program.
+    """Of a call, how far rounding moves its results, and with `ranks` that run it, the values of their `program`.
 
-    `drawn` are values of nodes that draw random numbers: they are the same in each run. All is computed when it is asked for.
+    Random numbers are the same in each run. All is computed when it is asked for.
     """
 
     call: Call
     precision: torch.dtype  # that is computed in
     training: bool
+    program: GraphModule | None = None
     ranks: Ranks | None = None
-    drawn: Mapping[Node, Any] = field(default_factory=dict)
+    drawn: Draws = field(default_factory=Draws)
 
     def of_value(self, node: Node, value: Tensor) -> float:
-        """Norm of the difference that rounding may make to a value of the program."""
-        return LIKELY * max(distance(whole.value(node), value) for whole in self._wholes)
+        """Return the norm of the difference that rounding may make to a value of the program."""
+        found = []
+        for seed, whole in enumerate(self._wholes):
+            with intercepted(_Nudge(self.precision, seed)):
+                found.append(distance(whole.value(node), value))
+        return LIKELY * max(found)
 
     def of_result(self, kind: str, name: str, value: Tensor) -> float:
         """Return the same for a result of the model; `kind` is a field of `Step`."""
@@ -51,26 +57,70 @@ class Rounding:
 
     @cached_property
     def _wholes(self) -> tuple[Whole, ...]:
-        assert self.ranks is not None, "values are of a program that ranks run"
+        assert self.ranks is not None and self.program is not None, "values are of a program that ranks run"
         wholes = tuple(Whole(replace(self.ranks, call=call)) for call in self._calls)
         for whole in wholes:
-            whole.values.update(self.drawn)
+            whole.values.update(self.drawn.in_graph(self.program))
         return wholes
 
     @cached_property
     def _steps(self) -> tuple[Step, ...]:
-        return tuple(run_on_one_device(call, training=self.training) for call in self._calls)
+        return tuple(self._step(call, seed) for seed, call in enumerate(self._calls))
+
+    def _step(self, call: Call, seed: int) -> Step:
+        with intercepted(_Nudge(self.precision, seed)):
+            return run_on_one_device(call, training=self.training, inside=self.drawn.replayed())
+
+
+class _Nudge:
+    """Makes a call, and nudges the numbers that it rounds: no whole ones, and none that it was given."""
+
+    def __init__(self, precision: torch.dtype, seed: int) -> None:
+        self.precision, self.generator = precision, torch.Generator("cpu").manual_seed(RUNS + seed)
+
+    def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        given = _numbers((args, kwargs))
+        if not given or any(one.alias_info is not None for one in op._schema.returns):  # a view, or written in place
+            return result
+        leaves, spec = flatten_pytree(result)
+        known = torch.cat(given)
+        return unflatten_pytree([self._moved(leaf, known) if _has_digits(leaf) else leaf for _, leaf in leaves], spec)
+
+    def _moved(self, value: Tensor, known: Tensor) -> Tensor:
+        numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        is_rounded = (numbers != numbers.round()) & ~torch.isin(numbers.double(), known)
+        moved = torch.where(is_rounded, nudged(numbers, self.precision, self.generator), numbers)
+        # The strides of the result are those that its op gave it:
+        return value.copy_(torch.view_as_complex(moved) if value.is_complex() else moved)
+
+
+def _numbers(values: Any) -> list[Tensor]:
+    """Return the numbers with digits among the arguments of a call."""
+    leaves = [leaf for _, leaf in flatten_pytree(values)[0] if _has_digits(leaf)]
+    return [
+        (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).double().flatten() for leaf in leaves
+    ]
+
+
+def _has_digits(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def nudged(value: Tensor, precision: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return a tensor in which each number is as it was, or nearer to zero by one digit of its own precision or of
+    `precision`: what has to be within bounds, such as a probability, stays so."""
+    moved = torch.randint(2, value.shape, generator=generator, device="cpu").to(value.device, torch.bool)
+    digit = max(torch.finfo(value.dtype).eps, torch.finfo(precision).eps)
+    return torch.where(moved, value * (1 - digit), value)
 
 
 def _nudged(call: Call, precision: torch.dtype, seed: int) -> Call:
-    """A copy in which each number of a parameter, buffer or argument is as it was, or nearer to zero by one digit of its own
-    precision or of what is computed in: what has to be within bounds, such as a probability, stays so."""
+    """Return a copy in which the numbers of parameters, buffers and arguments are nudged."""
     model, args, kwargs = copy.deepcopy(call)
     generator = torch.Generator("cpu").manual_seed(seed)
     leaves, _ = flatten_pytree((args, dict(kwargs)))
-    for tensor in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves if isinstance(leaf, Tensor))):
-        if tensor.is_floating_point() or tensor.is_complex():
-            moved = torch.randint(2, tensor.shape, generator=generator, device="cpu").to(tensor.device, torch.bool)
-            digit = max(torch.finfo(tensor.dtype).eps, torch.finfo(precision).eps)
-            tensor.data = torch.where(moved, tensor.data * (1 - digit), tensor.data)
+    for tensor in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves)):
+        if _has_digits(tensor):
+            tensor.data = nudged(tensor.data, precision, generator)
     return Call(model, args, kwargs)

@@ -124,6 +124,7 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
 
     The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Smaller
     limits are given to the solver one after another.
+    `shrink` would end at the first plan that fits; this goes on from each one to a lower limit.
     """
     least = cost.peak_memory
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:

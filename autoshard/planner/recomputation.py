@@ -12,6 +12,7 @@ from autoshard.phases import Phases
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
+from autoshard.planner.shrink import Tried, shrink
 from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.cost.build_program import program_of
@@ -27,7 +28,6 @@ from passes.search.prepared import Prepared
 from passes.search.selective_recomputation import SelectiveRecomputation
 
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is recomputed
-TRIES = 4  # simulations of what to keep, until a step fits; each takes about as long as the first
 FAR = 1.05  # times the memory limit: a better order cannot be expected to save more than this
 FOLD = 3  # times all values of a step on one device: bound for gradients, AdamW's states, gathers and buckets
 
@@ -87,6 +87,9 @@ class Settling:
     def _fits(self, trial: Trial) -> bool:
         return trial.timeline.peak_memory <= self.limit
 
+    def _excess(self, trial: Trial) -> int:
+        return trial.timeline.peak_memory - self.limit
+
     def _fitted(self, usual: Trial) -> Trial:
         """Return the fastest trial that fits, else the smallest.
 
@@ -97,15 +100,16 @@ class Settling:
         keep = SelectiveRecomputation.of(self.graph.graph, self.repeats, _prices(usual.program))
         if not keep.seconds:  # no blocks, or none that keep more than their inputs
             return replace(usual, timeline=self._ordered(usual.program)) if self.effort.takes_first else usual
-        budget, tried = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0), {usual.kept: usual}
-        last = usual
-        for _ in range(TRIES):
-            budget -= last.timeline.peak_memory - self.limit
+        tried = {usual.kept: usual}
+
+        def attempt(budget: float) -> Tried[Trial]:
             kept = keep.within(budget)
-            last = tried[kept] = self.trial(kept)
-            if self._fits(last) or not kept:
-                break
-            budget = keep.size(kept)
+            trial = tried[kept] = self.trial(kept)
+            return Tried(trial, None if self._fits(trial) or not kept else keep.size(kept) - self._excess(trial))
+
+        saved = self._saved(usual.split) - (keep.block if self.effort.takes_first else 0)
+        last = shrink(saved - self._excess(usual), attempt)
+        assert last is not None
         others = () if self.effort.takes_first and self._fits(last) else (keep.within(keep.size(last.kept or ()) / 2), ())
         for kept in dict.fromkeys(others):
             if kept not in tried:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
 from autoshard.planner.recomputation import memory_budget_of
+from autoshard.planner.shrink import Tried, shrink
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
@@ -24,7 +25,6 @@ from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
-TRIES = 4  # solves with less and less memory, while the simulated peak is higher than estimated
 SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulating solutions and recipes
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
 OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
@@ -210,31 +210,27 @@ def ask(
 ) -> Answer | None:
     """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
-    Each attempt reduces the limit by the error of the estimate, or to halfway between it and an infeasible limit if
-    that is higher. A plan that fits is then proven or improved. Returns None if the solver finds no plan at all, and
-    the last plan if none fits.
+    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Returns
+    None if the solver finds no plan at all, and the last plan if none fits.
     """
-    infeasible, feasible, limit = -sum(step.nbytes for step in curve), float(task.limit), float(task.limit)
-    answer: Answer | None = None
-    for attempt in range(TRIES):
-        if attempt > 0 and task.left <= 0:
-            break
+
+    def attempt(limit: float) -> Tried[Answer] | None:
         found = prepared.solutions(_goal(task, curve, limit, gap))
         try:
             solution = next(found)
         except MemoryLimitError:
-            if attempt == 0:
-                break
-            infeasible, limit = limit, (limit + feasible) / 2
-            continue
+            return None
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
             is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
-            return _improved(task, standings, answer, found) if is_whole and not task.effort.takes_first else answer
-        feasible, peak = limit, answer.evaluation.cost.peak_memory
+            improves = is_whole and not task.effort.takes_first
+            return Tried(_improved(task, standings, answer, found) if improves else answer, None)
+        peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory
-        limit = max(min(limit - (peak - task.limit), task.limit - missed), (infeasible + limit) / 2)
-    return answer
+        return Tried(answer, min(limit - (peak - task.limit), task.limit - missed))
+
+    infeasible = -sum(step.nbytes for step in curve)
+    return shrink(float(task.limit), attempt, none=infeasible, is_over=lambda: task.left <= 0)
 
 
 def _answer(task: SearchTask, standings: Standings, solution: Solution, source: Prepared) -> Answer:

@@ -1,7 +1,7 @@
-"""The only package that imports private parts of torch; a module per subsystem, one function per borrowed thing.
+"""The only package that imports private parts of torch: one module per subsystem, one function per borrowed feature.
 
-Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. What
-is replaced in torch stands in `patches`; what is imported at its first call, because it takes long, in `deferred`.
+Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. `patches`
+lists what is replaced in torch; `deferred` imports what is slow to import, at its first call.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ try:
         register_group,
         unregister_group,
     )
+    from passes._torch.interception import Calls, intercepted
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import InductorCode, JointGraph, SideEffect, TracedModule, TraceFailure
@@ -59,6 +60,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "ALL_GATHER_MATMUL",
     "Box",
+    "Calls",
     "DTensorSpec",
     "FakeTensorMode",
     "InductorCode",
@@ -81,6 +83,7 @@ __all__ = [
     "flatten_pytree",
     "group_timeout",
     "inductor_compile",
+    "intercepted",
     "is_fake",
     "is_group_registered",
     "is_traced",

@@ -1,0 +1,244 @@
+"""A fault that a pass plants is found: by `check` with the value that it spoils, by `bisect` with the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autoshard import Options, check
+from autoshard.debug.bisection import bisect
+from autoshard.phases import Phases, inserted
+from passes.base import Pass, PassContext
+from passes.ir.graph import (
+    InputRole,
+    OutputRole,
+    Stage,
+    input_of,
+    output_node,
+    outputs_of,
+    placeholders,
+    set_value,
+    value_of,
+)
+from passes.seed import Seed
+
+aten = torch.ops.aten
+
+Edit = Callable[[Graph], None]
+
+
+class Model(nn.Module):
+    """Attention, dropout, biases, a mean and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(12, 8)
+        self.qkv, self.proj, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        q, k, v = (one.unflatten(-1, (4, 2)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (self.norm((x + F.dropout(self.proj(mixed), 0.25)).flatten(0, 1)) * weights).mean()
+
+
+def case() -> tuple[Model, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Model().double(), (torch.randint(12, (4, 6)), torch.randn(24, 8, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Plant(Pass):
+    """Edit the program of one device."""
+
+    edit: Edit
+    name: ClassVar[str] = "plant"
+    takes: ClassVar[Stage] = Stage.CAPTURED
+    gives: ClassVar[Stage] = Stage.CAPTURED
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        self.edit(gm.graph)
+        return True
+
+
+@dataclass(frozen=True)
+class PlantLocal(Plant):
+    """Edit the program of a rank."""
+
+    name: ClassVar[str] = "plant_local"
+    takes: ClassVar[Stage] = Stage.LOCAL
+    gives: ClassVar[Stage] = Stage.LOCAL
+
+
+def planted(edit: Edit, *, local: bool) -> Options:
+    passes = Phases(Seed(("fsdp", "megatron"))).passes
+    fault = PlantLocal(edit) if local else Plant(edit)
+    return Options(passes=inserted(passes, fault, before="decompose" if local else "seed"))
+
+
+# --- faults
+
+
+def attention_is_doubled(graph: Graph) -> None:
+    scale_argument(first(graph, aten._scaled_dot_product_flash_attention_for_cpu.default), 2, 2.0)
+
+
+def a_bias_gradient_is_dropped(graph: Graph) -> None:
+    """That of the projection."""
+    results = list(output_node(graph).args[0])
+    at = next(i for i, output in enumerate(outputs_of(graph)) if output.name == "proj.bias")
+    scale_argument(source(results[at], aten.sum.dim_IntList), 0, 0.0)
+
+
+def a_division_is_missing(graph: Graph) -> None:
+    """That of the mean."""
+    result = output_node(graph).args[0][0]  # type: ignore[index]
+    div = source(result, aten.div.Tensor)
+    div.args = (div.args[0], 1)
+
+
+def a_buffer_is_stale(graph: Graph) -> None:
+    results = list(output_node(graph).args[0])
+    old = {input_of(node).name: node for node in placeholders(graph, InputRole.BUFFER)}
+    for at, output in enumerate(outputs_of(graph)):
+        if output.role is OutputRole.BUFFER and output.name == "norm.running_var":
+            results[at] = old[output.name]
+    output_node(graph).args = (tuple(results),)
+
+
+def dropout_is_scaled_wrongly(graph: Graph) -> None:
+    """As if a value were kept with 0.8, not 0.75; in the forward."""
+    mul = next(node for node in graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 1 / 0.75)
+    mul.args = (mul.args[0], 1 / 0.8)
+
+
+FAULTS = [
+    (attention_is_doubled, "output output", "_scaled_dot_product_flash_attention_for_cpu"),
+    (a_bias_gradient_is_dropped, "gradient proj.bias", "sum"),
+    (a_division_is_missing, "output output", "div.Tensor"),
+    (dropout_is_scaled_wrongly, "gradient tok.weight", "mul.Tensor"),
+]
+
+
+def scale_argument(node: Node, position: int, factor: float) -> None:
+    """Multiply an argument of a call."""
+    argument = node.args[position]
+    assert isinstance(argument, Node)
+    with node.graph.inserting_before(node):
+        scaled = node.graph.call_function(aten.mul.Tensor, (argument, factor))
+    set_value(scaled, value_of(argument))
+    node.update_arg(position, scaled)
+
+
+def first(graph: Graph, target: Any) -> Node:
+    return next(node for node in graph.nodes if node.target is target)
+
+
+def source(node: Node, target: Any) -> Node:
+    """The first call of `target` that a value is made of, by first operands."""
+    while node.target is not target:
+        node = node.all_input_nodes[0]
+    return node
+
+
+# --- what finds them
+
+
+def test_without_a_fault_it_is_equal() -> None:
+    model, args = case()
+    options = Options(passes=Phases(Seed(("fsdp", "megatron"))).passes)
+    assert_expected_inline(
+        str(check(model, "dp=2,tp=2", args, options=options)),
+        """\
+equal on 4 simulated ranks (dp=2,tp=2)
+137 values are within 1e-09 of one device's, as are 11 results of the model
+values not compared: 1 drawn at random""",
+    )
+    assert bisect(model, "dp=2,tp=2", args, options=options)
+
+
+@pytest.mark.parametrize(("edit", "result", "op"), FAULTS)
+def test_a_wrong_program_is_found(edit: Edit, result: str, op: str) -> None:
+    model, args = case()
+    options = planted(edit, local=False)
+    found = bisect(model, "dp=2,tp=2", args, options=options)
+    assert found.first is not None and found.first.pass_name == "plant"
+    assert result in {one.value for one in found.first.differs}
+    assert found.check is not None and found.check.first is None
+    assert result in {one.value for one in found.check.results}
+
+
+@pytest.mark.parametrize(("edit", "result", "op"), FAULTS)
+def test_a_wrong_program_of_a_rank_is_found(edit: Edit, result: str, op: str) -> None:
+    model, args = case()
+    options = planted(edit, local=True)
+    found = bisect(model, "dp=2,tp=2", args, options=options)
+    assert found.first is not None and found.first.pass_name == "plant_local"
+    assert result in {one.value for one in found.first.differs}
+    assert found.check is not None and found.check.first is not None
+    assert found.check.first.op.startswith(op), str(found.check)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_stale_buffer_is_found(local: bool) -> None:
+    model, args = case()
+    options = planted(a_buffer_is_stale, local=local)
+    assert [one.value for one in check(model, "dp=2,tp=2", args, options=options).results] == [
+        "buffer norm.running_var"
+    ]
+    found = bisect(model, "dp=2,tp=2", args, options=options)
+    assert found.first is not None and found.first.pass_name == ("plant_local" if local else "plant")
+
+
+def a_slice_is_off_by_one(graph: Graph) -> None:
+    """That of the vocabulary: its part of 6 begins one row too early."""
+    mul = next(
+        n for n in graph.nodes if n.target is aten.mul.Tensor and "coordinate_tp" in str(n.args[0]) and n.args[1] == 6
+    )
+    mul.args = (mul.args[0], 5)
+
+
+def ranks_are_off_by_their_place(graph: Graph) -> None:
+    """What all ranks hold a copy of is right on those that are first on `tp`, and on no others."""
+    place = next(n for n in placeholders(graph, InputRole.COORDINATE) if input_of(n).name == "tp")
+    rsqrt = first(graph, aten.rsqrt.default)
+    argument = rsqrt.args[0]
+    assert isinstance(argument, Node)
+    with graph.inserting_before(rsqrt):
+        moved = graph.call_function(aten.add.Tensor, (argument, place))
+    set_value(moved, value_of(argument))
+    rsqrt.args = (moved,)
+
+
+def a_collective_is_missing(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is torch.ops._c10d_functional.all_reduce.default:
+            wait = next(iter(node.users))
+            wait.args = (node.args[0],)
+            graph.erase_node(node)
+            return
+
+
+@pytest.mark.parametrize(
+    ("edit", "op"),
+    [
+        (a_slice_is_off_by_one, "embedding"),
+        (ranks_are_off_by_their_place, "rsqrt"),
+        (a_collective_is_missing, "all_reduce"),
+    ],
+)
+def test_a_fault_between_ranks_is_found(edit: Edit, op: str) -> None:
+    model, args = case()
+    options = planted(edit, local=True)
+    found = bisect(model, "dp=2,tp=2", args, options=options)
+    assert found.first is not None and found.first.pass_name == "plant_local"
+    assert found.check is not None and found.check.first is not None
+    assert found.check.first.op.startswith(op), str(found.check)
