@@ -11,7 +11,7 @@ import numpy as np
 from passes.cost.kernel_time import Product
 from passes.hardware.hardware import Group, Hardware, Link
 
-# Thresholds on noisy times; tests/test_figures.py recovers known figures from times that the formulas predict.
+# Thresholds on noisy times; tests/measure/test_figures.py recovers known figures from times that the formulas predict.
 TILES = (4, 8, 16, 32, 64, 128, 256)  # edges to try: powers of two, from a CPU register block to a large GPU thread block
 BOUND_BY_MEMORY = 0.7  # part of a product's time: if its bytes take more, the time says little about arithmetic
 LONG = 4  # launches: a product that takes less says little about the rate
