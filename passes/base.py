@@ -1,4 +1,4 @@
-"""What a pass is, what it is given, and what it says about what it did."""
+"""Base classes of passes and observers, and the context and remarks that passes share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOMINAL = "h100"  # whose figures stand for those of devices that are not known
 
 @dataclass(frozen=True)
 class Pass(abc.ABC):
-    """One rewrite of a graph, in place.
+    """A rewrite of a graph, in place.
 
-    `run` is given a graph that is valid at `takes`, leaves one that is valid at `gives`, and returns True iff
-    it changed the graph. The same graph in gives the same graph out, on every rank.
+    `run` gets a graph that is valid at `takes`, leaves one that is valid at `gives`, and returns True iff it changed
+    the graph. The same input gives the same output, on every rank.
     """
 
     name: ClassVar[str]  # the name of its file
@@ -31,12 +31,12 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        """Rewrite `gm`; True iff it changed."""
+        """Rewrite `gm`; return True iff it changed."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """What a pass decided or declined, and for which node."""
+    """A decision of a pass, or the reason why it left a node alone."""
 
     pass_name: str
     text: str
@@ -51,12 +51,12 @@ class Remark:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What all passes of one run share. `remarks` and `edges` grow; the run owns them."""
+    """The state that all passes of one run share; passes append to `remarks` and `edges`."""
 
     mesh: Mesh
     unknown_ops: Literal["replicate", "error"] = "replicate"
     remarks: list[Remark] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)  # how placements travelled, in the order in which they did
+    edges: list[Edge] = field(default_factory=list)  # the propagation steps of placements, in order
     programs: ProgramMemo = field(default_factory=ProgramMemo)
 
     def remark(self, pass_: Pass, node: Node, text: str, *, routine: bool = False) -> None:
@@ -64,7 +64,8 @@ class PassContext:
         self.remarks.append(Remark(pass_.name, text, origin_of(node), node.name, routine))
 
     def priced(self, pass_: Pass, gm: GraphModule) -> Mesh:
-        """The mesh with figures of its devices; those of `NOMINAL`, with a remark, where they are not known."""
+        """Return the mesh with its hardware's figures; if they are unknown, with those of `NOMINAL`, and add a
+        remark."""
         if self.mesh.hardware is not None:
             return self.mesh
         first = next(iter(gm.graph.nodes))
@@ -73,12 +74,12 @@ class PassContext:
 
 
 class Observer(abc.ABC):
-    """Looks at the graph around every pass; it does not change it."""
+    """A read-only callback around every pass."""
 
     @abc.abstractmethod
     def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
-        """Called in front of each pass."""
+        """Look at the graph before each pass."""
 
     @abc.abstractmethod
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
-        """Called behind each pass, at the stage that it gives."""
+        """Look at the graph after each pass, at the stage that it gives."""

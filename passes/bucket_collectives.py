@@ -1,4 +1,4 @@
-"""Join collectives of parameters and of gradients: each message costs latency, whatever its size."""
+"""Join collectives of parameters and of gradients, as each message costs latency, whatever its size."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class BucketCollectives(Pass):
 
 
 def _is_worse(again: Program, best: Schedule, program: Program, cap: int) -> str:
-    """Return what is worse in the bucketed graph, `again`, than in `program`; "" if nothing is.
+    """Return in what respect the bucketed graph, `again`, is worse than `program`; "" if in none.
 
     `best` was found with predicted copies, `again` has those of the graph.
     """

@@ -1,4 +1,4 @@
-"""Remove, merge and move reshards, for the same layouts."""
+"""Remove, merge and move reshards without changing the layouts of their users."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MOVES = (aten.view.default, aten.permute.default, aten.unsqueeze.default, aten.
 class CancelReshards(Pass):
     """Remove, merge and move reshards until nothing changes.
 
-    1. To the layout that the operand has: gone.
-    2. Of a reshard that nobody else uses: one reshard.
-    3. Of a view or permute: moved before it, so that equal ones meet.
-    4. Equal ones are one.
+    1. A reshard to the layout that its operand has is removed.
+    2. A reshard of a reshard that nobody else uses becomes one reshard.
+    3. A reshard of a view or permute moves before it, so that equal reshards can be merged.
+    4. Equal reshards of one value are merged.
     5. A replicated value that every user takes in parts (`R -> S`) is computed in parts, if its operands
-       are replicated as well; a factory is made in parts.
+       are replicated as well; so is the result of a factory.
 
     Before:
 
@@ -118,7 +118,7 @@ def _joined(node: Node) -> bool:
     node.replace_input_with(source, _source(source))
     set_needs(node, (layout_of(_source(source)),))
     set_recompute(node, is_recompute(source) or is_recompute(node))
-    return True  # the source has no users left and goes when its turn comes
+    return True  # the source has no users left, and is removed when its turn comes
 
 
 def _above_move(node: Node, mesh: Mesh) -> bool:

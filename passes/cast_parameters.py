@@ -43,9 +43,9 @@ _convert = torch.ops.prims.convert_element_type.default
 class CastParameters(Pass):
     """Make a graph captured in the compute dtype store parameters, and take inputs, in their own.
 
-    1. A parameter (or input) is cast where it comes in: in front of its gather, so that fewer bytes move.
-    2. Its gradient is cast to `reduce` in front of the reduction, and to the stored dtype behind it.
-    3. Floating-point outputs are cast to `outputs`, and their tangents come in as that.
+    1. A parameter (or input) is cast where it enters the graph, before its gather, so that fewer bytes move.
+    2. Its gradient is cast to `reduce` before the reduction, and to the stored dtype after it.
+    3. Floating-point outputs are cast to `outputs`, and their tangents have that dtype.
 
     This is what FSDP2's `MixedPrecisionPolicy` means by `param_dtype`, `reduce_dtype` and `output_dtype`.
 
@@ -124,7 +124,7 @@ class CastParameters(Pass):
 
     @staticmethod
     def _behind_forward(tangent: Node) -> None:
-        """The backward begins where the tangent is first used, not where it comes in."""
+        """Move the cast to the first use of the tangent, where the backward begins."""
         cast = next(iter(tangent.users))
         if cast.users:
             min(cast.users).prepend(cast)
@@ -144,7 +144,7 @@ class CastParameters(Pass):
         return True
 
     def _reduced(self, gm: GraphModule, ctx: PassContext, value: Node, name: str) -> Node:
-        """`value` in the layout that its parameter is stored in."""
+        """Reduce `value` to the layout that its parameter is stored in."""
         owner = next(n for n in placeholders(gm.graph) if input_of(n).name == name.removeprefix("input:"))
         pinned = {pin.axis: pin.placement for pin in pins_of(owner)}
         new = add_reshard(value, f"{self.name}: reduced in {_name(tensor_of(value).dtype)}")

@@ -1,4 +1,4 @@
-"""Break up the calls that the backend has no kernel for."""
+"""Replace the calls that the backend has no kernel for by their decompositions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from passes.ir.graph import (
 
 @dataclass(frozen=True)
 class Decompose(Pass):
-    """Replace calls that have a decomposition by it.
+    """Replace calls by their decompositions, for which Inductor has kernels.
 
-    Ops are captured whole where a sharding rule for the whole is simpler (`embedding_dense_backward`), and local
-    forms emit what reads best (`masked_fill`); Inductor has kernels for the pieces. What capture keeps whole stays so.
+    Capture keeps some ops whole because their sharding rule is simpler (`embedding_dense_backward`), and local forms use
+    ops that read best (`masked_fill`). Ops that capture keeps whole for the backend stay whole.
 
     Before:
 
@@ -66,7 +66,7 @@ class Decompose(Pass):
                 continue
             if _decompose(node, table):
                 changed = True
-            else:  # stays whole: what capture kept, it keeps here
+            else:  # stays whole, as in capture
                 del table[node.target]
         return changed
 

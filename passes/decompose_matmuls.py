@@ -1,4 +1,4 @@
-"""Split tensor parallelism's messages into chunks that overlap with the matrix products that read or write them."""
+"""Split collectives of tensor parallelism into chunks that overlap with the matrix products that read or write them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from passes.ir.units import format_bytes, format_seconds
 
 COUNTS = (2, 4, 8)  # numbers of chunks to try: each doubling halves what stays exposed and doubles launches and latency
 WHOLE, ONE = 1, 0  # the other ways: unchanged, or one operator of collective and products
-REACH = 16  # sites to either side of one that it is scheduled with: about those of a transformer layer
-WORTH = 0.002  # part of the time that splitting one form of products must save: less is finer than the model
+REACH = 16  # sites on either side that a site is scheduled with: about as many as a transformer layer has
+WORTH = 0.002  # fraction of the time that splitting one form of products must save: less is within the model's error
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class DecomposeMatmuls(Pass):
         return _Choice(best if saved >= WORTH * whole else None, reason + self._why_not_one(site, mesh))
 
     def _ways(self, site: Site, mesh: Mesh) -> tuple[tuple[int, ...], str]:
-        """Return the fastest number of chunks for a site by itself and `ONE`, each if faster than the whole, and the reason
-        to give if neither is."""
+        """Return the fastest number of chunks for a site alone, and `ONE`, each if faster than the whole, and the
+        reason to give if neither is."""
         cuts = [count for count in COUNTS if site.cut(count) is not None]
         why_not = self._why_not_one(site, mesh)
         ones = [ONE] if self.symmetric_memory and not why_not else []
@@ -162,7 +162,7 @@ class DecomposeMatmuls(Pass):
         return tuple(way for way in tried if times[way] < times[WHOLE]), reason
 
     def _why_not_one(self, site: Site, mesh: Mesh) -> str:
-        """Return why a site cannot be one operator on these ranks; empty if it can, or if that is not wanted."""
+        """Return why a site cannot be one operator on these ranks; empty if it can, or if `symmetric_memory` is off."""
         assert mesh.hardware is not None
         group = mesh.group_shape(mesh.axes_of_group(str(site.collective.args[-1])))
         why = why_not_one(site)
@@ -172,7 +172,8 @@ class DecomposeMatmuls(Pass):
         return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
     def _apply(self, gm: GraphModule, chosen: dict[object, _Choice], before: Timeline, cap: int, mesh: Mesh) -> str:
-        """Change what is chosen; or undo it, if that is no faster than `before` or takes too much memory, and return why."""
+        """Apply the choices; undo them and return the reason if the result is no faster than `before` or takes too much
+        memory."""
         whole = copy_graph(gm)
         self._change(gm, chosen)
         after = self._scheduled(gm, mesh, cap)
@@ -190,7 +191,7 @@ class DecomposeMatmuls(Pass):
         return schedule(self._program(gm, mesh), memory_limit=cap).timeline
 
     def _program(self, gm: GraphModule, mesh: Mesh) -> Program:
-        """Return the program of all layers, if `gm` leaves some out."""
+        """Return the program of all layers, also if `gm` is folded."""
         return unroll(program_of_graph(gm, mesh, fused=self.fused), repeats_of(gm))
 
     def _tried(self, calls: list[Node], chosen: Mapping[object, _Choice]) -> GraphModule:
@@ -209,8 +210,8 @@ class DecomposeMatmuls(Pass):
 def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]) -> dict[object, float]:
     """Return, by form, the `exposed` seconds of a step's tasks that chunks could hide.
 
-    Of the messages that nothing waits for, only the one that is exposed longest counts: the others queue for their link,
-    and would do so in chunks.
+    Of the messages that nothing waits for, only the one with the longest exposed time counts: the others queue for
+    their link, and would do so in chunks.
     """
     forms: dict[str, object] = {site.collective.name: site.form for site in sites}
     found, late = dict.fromkeys(forms.values(), 0.0), list[tuple[float, object]]()
@@ -228,7 +229,7 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
 
 @dataclass(frozen=True)
 class _Choice:
-    """Hold what to do with the sites of a form, and why."""
+    """What to do with the sites of a form, and why."""
 
     way: int | None  # a number of chunks, or `ONE`; None: whole
     reason: str
@@ -256,7 +257,7 @@ def _by_form(sites: list[Site]) -> dict[object, list[int]]:
 
 
 def _count(gm: GraphModule, site: Site) -> int:
-    """Return how many sites it stands for, if `gm` leaves out layers."""
+    """Return the number of sites that one stands for if `gm` is folded."""
     return repeats_of(gm).count(origin_of(site.collective).fqn)
 
 

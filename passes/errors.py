@@ -1,4 +1,4 @@
-"""Everything autoshard raises on purpose, and whose fault it is.
+"""The errors that autoshard raises on purpose, divided into the user's mistakes and its own.
 
     AutoshardError
     ├── UserError                  the input cannot work; the message says what to change
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """The base class of all errors that autoshard raises on purpose."""
 
 
 class UserError(AutoshardError, ValueError):
-    """What was given cannot work; the message says why and what to change."""
+    """An input that cannot work; the message says why and what to change."""
 
 
 class MeshError(UserError):
@@ -42,7 +42,7 @@ class ConstraintError(UserError):
 
 
 class MemoryLimitError(UserError):
-    """No plan fits in the memory limit."""
+    """A memory limit in which no plan fits."""
 
 
 class CaptureError(UserError):
@@ -58,7 +58,7 @@ class UnknownOpError(UserError):
 
 
 class PlanError(UserError):
-    """A plan file that cannot be read, or a plan that does not fit what it is to run; then `differences` says how."""
+    """A plan file that cannot be read, or a plan for another model, mesh or options, listed in `differences`."""
 
     def __init__(self, message: str, *, differences: str = "") -> None:
         super().__init__(message)
@@ -70,11 +70,11 @@ class GraphTextError(UserError):
 
 
 class DistributedError(UserError):
-    """Another rank failed, or the ranks of a group disagree."""
+    """A failure of another rank, or a disagreement of the ranks of a group."""
 
 
 class CompilerError(AutoshardError):
-    """autoshard itself is wrong: please report it with the dump."""
+    """A bug in autoshard: please report it with the dump."""
 
 
 class VerifyError(CompilerError):

@@ -1,8 +1,8 @@
-"""A model of many equal layers becomes one of a few, so that planning does not grow with depth.
+"""Fold a model of many equal layers into one of a few, so that planning time does not grow with depth.
 
-A layer is what the graph holds of `layers.7`: parameters, forward and backward calls, gradients. Two layers are
-equal iff they are the same sequence of calls, with operands at the same relative place: in the same layer, in a
-neighbour, or the same value outside.
+A layer is the part of the graph that belongs to `layers.7`, say: parameters, forward and backward calls, gradients.
+Two layers are equal iff they are the same sequence of calls, with operands at the same relative place: in the same
+layer, in a neighbour, or the same value outside.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from passes.ir.graph import (
     set_repeats,
 )
 
-MAX_PERIOD = 4  # layers; sliding and global attention, or dense and MoE, alternate with 2 to 4 in most models
+MAX_PERIOD = 4  # layers; most models alternate sliding and global attention, or dense and MoE, with a period of 2 to 4
 
 
 @dataclass(frozen=True)
 class Fold(Pass):
     """Remove all but a few of the equal layers of a model, and remember them as `Repeats` of the graph.
 
-    1. Layers are the modules of a list, `layers.0`, `layers.1`, ...; of nested lists those that save most. A call
-       without a module in it, such as the sum of two gradients, is of the layer of its latest operand. What depends
-       on no layer and is used by several is of none.
+    1. Layers are the modules of a list, `layers.0`, `layers.1`, ...; of nested lists, the one that removes most nodes
+       is folded. A call without a module, such as the sum of two gradients, belongs to the layer of its latest operand.
+       A value that depends on no layer and is used by several belongs to none.
     2. Of a run of equal layers the first and the last are kept. Layers that alternate with a period of up to
        `MAX_PERIOD` are equal to those a period away, and a period is kept on both sides. `margin` more are kept
        outside of these: a fused kernel or a saved value at the end of a run may reach into the next layer.
     3. The layers around the removed ones become neighbours: the next layer's forward takes the values of the layer
        kept below, the backward of the layer below those of the next layer.
-    4. Layers with a value that is used outside of their neighbours are all kept.
+    4. If a value of a layer is used beyond its neighbours, all layers are kept.
 
     `distinct` are parameters, by FQN, that options single out, each with a tag: layers are equal only if the tags
     of their parameters are.
@@ -86,7 +86,7 @@ class Fold(Pass):
     gives: ClassVar[Stage] = Stage.CAPTURED
 
     distinct: tuple[tuple[str, str], ...] = ()  # FQN of a parameter or buffer, tag
-    margin: int = 0  # equal layers that are kept on either side beside: their neighbours' oddities do not reach further
+    margin: int = 0  # equal layers kept in addition on either side, next to layers that differ; effects of these reach no further
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         graph = Indexed.of(gm.graph, dict(self.distinct))
@@ -107,21 +107,21 @@ class Fold(Pass):
 
 @dataclass(frozen=True)
 class _Folding:
-    """What folding one list would do. Nodes are places in the graph."""
+    """The changes that fold one list. Nodes are given by their place in the graph."""
 
     prefix: str
     runs: tuple[Run, ...] = ()
     removed: tuple[tuple[int, int], ...] = ()  # node, representative
-    rewired: tuple[tuple[int, int, int], ...] = ()  # a kept user, what it used, what it uses then
-    declined: tuple[tuple[Node, str], ...] = ()  # why runs of equal layers stay
+    rewired: tuple[tuple[int, int, int], ...] = ()  # a kept user, its old operand, its new operand
+    declined: tuple[tuple[Node, str], ...] = ()  # the reasons why runs of equal layers are not folded
 
 
 def _folding(layers: Layers, prefix: str, indices: tuple[int, ...], margin: int) -> _Folding:
-    """The best folding of a list: that which removes most nodes."""
+    """Return the folding of a list that removes most nodes."""
     best = _Folding(prefix)
     for period in range(1, MAX_PERIOD + 1):
         kept = len(indices) - sum(len(run.removed) for run in best.runs)
-        if kept <= 2 * period + 2:  # what a longer period would keep at least
+        if kept <= 2 * period + 2:  # the fewest layers that a longer period would keep
             break
         found = _Folding(prefix)
         for run in _runs(prefix, indices, layers.signatures(prefix, indices, period), period, margin):
@@ -134,10 +134,11 @@ def _folding(layers: Layers, prefix: str, indices: tuple[int, ...], margin: int)
 def _runs(
     prefix: str, indices: tuple[int, ...], signatures: list[int], period: int, margin: int
 ) -> Iterator[Run]:
-    """The longest stretches of layers that equal the one a period away, from which a period or more can go."""
+    """Yield the longest runs of layers that equal the one a period away, if at least a period of them can be
+    removed."""
     start = 0
     while start + 2 * period < len(indices):
-        end = start + period  # behind the last layer
+        end = start + period  # one past the last layer
         while end < len(indices) and signatures[end] == signatures[end - period]:
             end += 1
         first = start + margin
@@ -152,7 +153,7 @@ def _runs(
 
 
 def _one_run(layers: Layers, run: Run) -> _Folding:
-    """Its removed nodes with their representatives, and their users rewired; declined where that cannot be."""
+    """Return the folding of one run, or the reason to decline it."""
     graph = layers.graph
     origin = {}  # removed node -> its layer's number among the removed ones, its own number in the layer
     for number, index in enumerate(run.removed):
@@ -178,7 +179,7 @@ def _one_run(layers: Layers, run: Run) -> _Folding:
 
 
 def _substitute(run: Run, number: int, user: Layer | None) -> Layer | None:
-    """The layer from which `user` takes what it took from removed layer `number`; None where there is none."""
+    """Return the layer whose value replaces that of removed layer `number` in `user`, None if there is none."""
     if user is None or user[0] != run.prefix:
         return None
     if user[1] in run.above and len(run.removed) + run.above.index(user[1]) - number <= run.period:
@@ -189,7 +190,7 @@ def _substitute(run: Run, number: int, user: Layer | None) -> Layer | None:
 
 
 def _is_removed(run: Run, output: Output) -> bool:
-    """Whether a result goes with its layer."""
+    """Return whether a result is removed with its layer."""
     return output.role is not OutputRole.OUTPUT and index_in(run.prefix, output.name) in run.removed
 
 
@@ -209,7 +210,7 @@ def _joined(one: _Folding, other: _Folding) -> _Folding:
 
 
 def _chosen(foldings: list[_Folding]) -> list[_Folding]:
-    """Of a list and those inside of its layers, what removes more."""
+    """Return the foldings that remove most: of a list, or of the lists inside of its layers."""
     chosen: list[_Folding] = []
     for folding in reversed([folding for folding in foldings if folding.runs]):  # innermost first
         inside = [one for one in chosen if index_in(folding.prefix, one.prefix) is not None]

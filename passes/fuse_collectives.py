@@ -1,4 +1,4 @@
-"""Send fewer and smaller messages for the same values: sums before their reduction, casts on the cheaper side."""
+"""Send fewer and smaller messages for the same values: add before reducing, and cast on the cheaper side."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _convert = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True)
 class FuseCollectives(Pass):
-    """Let reshards move less: what is added is added before it is reduced, what is cast moves in its narrower dtype.
+    """Let reshards move fewer bytes: add values before they are reduced, and move them in the narrower dtype.
 
-    1. `reshard(a) + reshard(b)`, partial alike and reduced alike, is `reshard(a + b)`.
-    2. `(x + reshard(a)) + reshard(b)` is `x + reshard(a + b)`, where nothing else uses the inner sum.
-    3. `cast(reshard(a))` to a narrower dtype is `reshard(cast(a))`, where nothing is reduced: the same bits.
-    4. So is a sum's, `reshard(cast(reshard(a)))`, where it is faster to reduce it in parts, and to gather these when they
-       are cast, than to reduce it as a whole: an all-reduce becomes a reduce-scatter and a smaller all-gather.
-    5. `reshard(cast(a))` from a narrower dtype is `cast(reshard(a))`. A sum is then reduced in the dtype in which the
-       model computes it, as that of a row-parallel linear is; on one device it is rounded to that dtype too. What is
-       widened for its reduction, as `reduce_dtype` asks for, stays wide.
+    1. `reshard(a) + reshard(b)`, with the same source and target layouts, becomes `reshard(a + b)`.
+    2. `(x + reshard(a)) + reshard(b)` becomes `x + reshard(a + b)` if nothing else uses the inner sum.
+    3. `cast(reshard(a))` to a narrower dtype becomes `reshard(cast(a))` if nothing is reduced: the bits are the same.
+    4. If `a` is reduced, it becomes `reshard(cast(reshard(a)))` where that is faster: an all-reduce becomes a
+       reduce-scatter, a cast of the parts, and a smaller all-gather.
+    5. `reshard(cast(a))` from a narrower dtype becomes `cast(reshard(a))`. A sum is then reduced in the dtype in which
+       the model computes it, such as that of a row-parallel linear; on one device it is rounded to that dtype too. A
+       value that is widened for its reduction, as `reduce_dtype` demands, stays wide.
 
     The gradient of a value that several column-parallel linears use is a sum as in 1, and widened as in 5 by a norm
-    that computes in float32. Equal gathers, and a reduction that is cut into parts (a reduce-scatter), are
-    `cancel_reshards`' part; several axes in one message are `lower_reshards`'.
+    that computes in float32. `cancel_reshards` merges equal gathers and turns reductions that are cut into parts into
+    reduce-scatters; `lower_reshards` joins several axes in one message.
 
     Before:
 
@@ -108,7 +108,7 @@ class FuseCollectives(Pass):
         return changed
 
     def _narrowed(self, node: Node, ctx: PassContext) -> bool:
-        """Turn `cast(reshard(a))` into `reshard(cast(a))`, or of a sum to `reshard(cast(reshard(a)))`."""
+        """Turn `cast(reshard(a))` into `reshard(cast(a))`, or `reshard(cast(reshard(a)))` if `a` is reduced."""
         source, before = operands(node)[0], needs_of(node)[0]
         if not _sends(node) or not _is_read_narrow(node):
             return False
@@ -131,7 +131,8 @@ class FuseCollectives(Pass):
         return True
 
     def _parted(self, node: Node, ctx: PassContext) -> Layout | None:
-        """Return the layout to cast an all-reduce's result in, where it is faster to reduce and to gather by themselves."""
+        """Return the layout in which to cast an all-reduce's result, if a reduce-scatter and an all-gather are
+        faster."""
         mesh, shape, before, whole = ctx.mesh, tensor_of(node).shape, needs_of(node)[0], layout_of(node)
         axes = [axis for axis in range(mesh.ndim) if before.on(axis) != whole.on(axis)]
         if len(axes) != 1 or whole.on(axes[0]) != R or before.on(axes[0]) != Partial("sum") or mesh.hardware is None:
@@ -174,7 +175,7 @@ class FuseCollectives(Pass):
 
 
 def _is_read_narrow(node: Node) -> bool:
-    """Return whether all that reads a value casts it to one narrower dtype."""
+    """Return whether all readers of a value cast it to one narrower dtype."""
     casts = [user for user in node.users if user.target is _convert and _is_narrower(tensor_of(user), tensor_of(node))]
     return len(casts) == len(node.users) and len({tensor_of(cast).dtype for cast in casts}) == 1
 
@@ -186,7 +187,8 @@ def _sends(node: Node) -> bool:
 
 
 def _is_narrower(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether a cast from `one` to `other` loses nothing, or the cast back rounds: floating point of fewer bytes."""
+    """Return whether a cast from `one` to `other` only rounds: floating point of fewer bytes, so that the cast back is
+    exact."""
     return one.is_floating_point() and other.is_floating_point() and one.dtype.itemsize < other.dtype.itemsize
 
 
@@ -225,7 +227,7 @@ def _merge(node: Node) -> bool:
 
 
 def _inner_terms(node: Node) -> list[tuple[Node, Node]]:
-    """Yield the ways to see a sum that only one call uses as rest and term."""
+    """Yield the ways to split a sum that only one call uses into a rest and a term."""
     if node.target is not _add or node.kwargs or len(node.users) > 1 or len(operands(node)) != 2:
         return []
     left, right = operands(node)
@@ -245,7 +247,7 @@ def _are_alike(first: Node, second: Node) -> bool:
 
 
 def _replace(node: Node, terms: list[Node], rest: Node | None) -> None:
-    """Replace `node`, a sum of the reduced `terms` and `rest`, with the terms added before they are reduced."""
+    """Replace `node`, the sum of `rest` and the reduced `terms`, by one that adds the terms before they are reduced."""
     graph, (first, second) = node.graph, terms
     partial, reduced = needs_of(first)[0], layout_of(first)
     sources = tuple(operands(term)[0] for term in terms)

@@ -1,4 +1,4 @@
-"""Make every disagreement between a producer and a consumer a node of its own."""
+"""Insert a reshard wherever a consumer needs another layout than the producer gives."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from passes.ir.layout import Layout
 
 @dataclass(frozen=True)
 class InsertReshards(Pass):
-    """Put a `reshard` before every operand whose layout is not the one needed.
+    """Insert a `reshard` before every operand whose layout is not the one needed.
 
-    Operands of one value that need the same layout share one reshard.
+    Consumers of one value that need the same layout share one reshard.
 
     Before:
 
@@ -94,7 +94,7 @@ def _name(user: Node, value: Node) -> str:
 
 
 def _replace_operands(node: Node, news: list[Node]) -> None:
-    """Give `node` these tensor operands, in order of appearance."""
+    """Replace the tensor operands of `node`, in order of appearance."""
     if tuple(news) == operands(node):
         return
     queue = list(news)

@@ -1,4 +1,4 @@
-"""Rewrite the program of the whole mesh into the program of one device, the same text for every rank."""
+"""Rewrite the program of the whole mesh into the program of one device, which is the same on every rank."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Localize(Pass):
 
     1. Placeholders get the shape of one rank's part.
     2. A step of a reshard becomes a functional collective and its wait, between views.
-    3. An op whose rule has a local form (shape arguments, masked lookups, random numbers) becomes that;
+    3. An op whose rule has a local form (shape arguments, masked lookups, random numbers) is replaced by it;
        every other op stays as it is.
 
-    What depends on the rank comes in as `coordinate` placeholders, so the graph is equal on all ranks.
+    The rank's coordinates are placeholders, so that the graph is equal on all ranks.
 
     Before:
 
@@ -96,7 +96,7 @@ class Localize(Pass):
 
 
 class _Emitter:
-    """Adds per-device calls before the node at hand, and finds their values on fake tensors."""
+    """Adds per-device calls before the current node, and computes their fake values."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.graph, self.mesh = gm.graph, mesh
@@ -231,7 +231,7 @@ class _Emitter:
 
 
 class _LocalCall(LocalCall):
-    """What the local form of a rule sees of the node at hand."""
+    """The node at hand, as the local form of a rule sees it."""
 
     def __init__(self, emitter: _Emitter, node: Node) -> None:
         self._emitter, self._node = emitter, node

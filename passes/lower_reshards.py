@@ -33,14 +33,14 @@ from passes.recipes.weights import weights_of
 
 @dataclass(frozen=True)
 class LowerReshards(Pass):
-    """Replace each reshard by steps, each a collective over one or more axes or a local one.
+    """Replace each reshard by steps, each a local one or a collective over one or more axes.
 
-    The sequence is the one that receives the fewest bytes, then has the fewest collectives: found over all
-    layouts between source and target (every axis at its source, its target or `R`). Several axes that
-    gather, or reduce, or scatter next to each other move in one collective.
+    The sequence is the one that receives the fewest bytes, and among those has the fewest collectives. All layouts
+    between source and target are tried (every axis at its source, its target or `R`). Consecutive gathers over several
+    axes are joined in one collective, and so are reductions and scatters.
 
-    A step stands before its first user if it grows the value, after its producer if it shrinks it. Moves and casts of
-    a parameter stand before their first users too, so that nothing is gathered long before its use.
+    The steps stand before the first user if they grow the value, after its producer if they shrink it. Views and casts
+    of a parameter stand before their first users too, so that nothing is gathered long before its use.
 
     Before:
 

@@ -1,4 +1,4 @@
-"""Runs passes in order, holds them to the stages they state, and says where one failed."""
+"""The pass manager: runs passes in order, checks their stages, and reports which one failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.ir.graph import Stage, origin_of, set_stage, stage_of
 
 @dataclass(frozen=True)
 class PassManager:
-    """A pipeline: `PassManager((Normalize(), Propagate()), (Verifier(),)).run(gm, ctx)`."""
+    """A pipeline of passes: `PassManager((Normalize(), Propagate()), (Verifier(),)).run(gm, ctx)`."""
 
     passes: tuple[Pass, ...]
     observers: tuple[Observer, ...] = ()
@@ -23,8 +23,8 @@ class PassManager:
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         """Run all passes on `gm`, in place.
 
-        Raises UserError for a pipeline in the wrong order, before anything runs. A pass's own UserError goes
-        through; any other exception of a pass becomes a PassError.
+        Raises UserError for a pipeline in the wrong order, before anything runs. A pass's own UserError is passed on;
+        any other exception of a pass becomes a PassError.
         """
         check_order(self.passes, stage_of(gm))
         rewritten = False
@@ -42,11 +42,11 @@ class PassManager:
             for observer in self.observers:
                 observer.after(pass_, gm, ctx, changed)
         if rewritten:
-            gm.recompile()  # once: code is for running, and takes as long as a pass
+            gm.recompile()  # once at the end: generating code takes as long as a pass
 
 
 def check_order(passes: Sequence[Pass], stage: Stage) -> None:
-    """Refuse a pipeline in which a pass does not get the stage that it takes. Raises UserError."""
+    """Raise UserError for a pipeline in which a pass does not get the stage that it takes."""
     before = "at the start of the pipeline"
     for pass_ in passes:
         if pass_.takes is not stage:
@@ -70,7 +70,8 @@ def _failure(pass_: Pass, error: Exception, gm: GraphModule, ran: Sequence[Pass]
 
 
 def _node_in_hand(error: Exception) -> Node | None:
-    """What the innermost frame with a variable `node` was working on: no pass has to keep track of it."""
+    """Return the variable `node` of the innermost frame that has one, so that no pass has to record its current
+    node."""
     held = [frame.f_locals.get("node") for frame, _ in traceback.walk_tb(error.__traceback__)]
     nodes = [node for node in held if isinstance(node, Node)]
     return nodes[-1] if nodes else None

@@ -1,4 +1,4 @@
-"""Give one form to each meaning, so that later passes and rules have less to know."""
+"""Rewrite equivalent calls to one form, so that later passes and rules have fewer cases."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from passes.normal_forms import REWRITES, At
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Rewrite to one form per meaning, merge equal values, drop dead ones.
+    """Rewrite equivalent calls to one form, merge equal values, remove unused ones.
 
     The rewrites stand in `passes/normal_forms`, under the same numbers.
 
-    1. `alias`, `detach`, conversions to the same dtype, views to the same shape: gone.
-    2. `reshape`, `_unsafe_view`: `view`. `t`, `transpose`: `permute`. A view of a view (a permute of a
-       permute) is one.
-    3. `addmm` is `mm` and `add`: a partial product can be reduced before the bias is added.
-    4. `mean` is `sum` and `div` by the global count: linear, so that it can be partial.
-    5. `split` and `unbind` are slices and selects. Filled tensors are `full`.
-    6. `var_mean` over dim 0 (batch statistics) is sums, so that the batch can be sharded.
-    7. The sum of rows that have one entry each is the entries: with it, the gradient of a cross-entropy never
-       needs a whole row of the vocabulary.
-    8. Equal calls without side effects and random numbers are one; calls that nobody uses are gone.
+    1. `alias`, `detach`, conversions to the same dtype and views to the same shape are removed.
+    2. `reshape` and `_unsafe_view` become `view`; `t` and `transpose` become `permute`. A view of a view (a permute of
+       a permute) becomes one.
+    3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added.
+    4. `mean` becomes `sum` and `div` by the global count, which are linear, so that it can be partial.
+    5. `split` and `unbind` become slices and selects. Filled tensors become `full`.
+    6. `var_mean` over dim 0 (batch statistics) becomes sums, so that the batch can be sharded.
+    7. The sum of a row with one nonzero entry becomes that entry, so that the gradient of a cross-entropy never needs
+       a whole row of the vocabulary.
+    8. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -74,7 +74,7 @@ class Normalize(Pass):
         return changed
 
 
-# --- 8: equal calls are one, unused ones are gone
+# --- 8: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:
@@ -104,7 +104,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _number_draws(graph: Graph) -> None:
-    """Number the random calls before passes copy or move them: copies must draw the same numbers."""
+    """Number the random calls before passes copy or move them, as copies must draw the same numbers."""
     for draw, node in enumerate(filter(_is_random, graph.nodes)):
         set_draw(node, draw)
 

@@ -1,4 +1,4 @@
-"""What looks at graphs around passes: verification, dumps, times, op counts. No pass knows of them."""
+"""Observers of a pipeline: verification, dumps, times, op counts and logs. No pass depends on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.verify import verify
 
 @dataclass(frozen=True)
 class Verifier(Observer):
-    """Checks the graph in front of the first pass and behind every one."""
+    """Checks the graph before the first pass and after every one."""
 
     ran: list[str] = field(default_factory=list)
 
@@ -43,10 +43,10 @@ class Verifier(Observer):
 class Dumper(Observer):
     """Writes the graph as text: `00_capture.txt`, then `01_normalize.txt`, ... for each pass that changed it.
 
-    The number is the pass's place in the pipeline, so a missing one is a pass that changed nothing. With
-    `mode="diff"`, files behind the first hold what changed since the last one. With `rank`, files go into the
-    folder `rank<n>`. The same text goes to PyTorch's structured trace. `folder=None` writes to that alone. `header` stands in
-    front of every graph that is written whole.
+    The number is the pass's place in the pipeline; if one is missing, that pass changed nothing. With `mode="diff"`,
+    files after the first hold the changes since the last one. With `rank`, files go into the folder `rank<n>`. The same
+    text goes to PyTorch's structured trace, and with `folder=None` only there. Every graph that is written in full
+    starts with `header`.
     """
 
     folder: Path | None
@@ -57,7 +57,7 @@ class Dumper(Observer):
 
     @property
     def place(self) -> Path | None:
-        """The folder of this rank's files."""
+        """Return the folder of this rank's files."""
         return self.folder if self.folder is None or self.rank is None else self.folder / f"rank{self.rank}"
 
     def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
@@ -89,7 +89,7 @@ def _diff(old: str, new: str) -> str:
 
 @dataclass(frozen=True)
 class Timer(Observer):
-    """Seconds that each pass took, in the order of the pipeline; a pass that runs twice is added up."""
+    """Records the seconds that each pass takes, in pipeline order; those of a pass that runs twice are added up."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     started: list[float] = field(default_factory=list)
@@ -103,8 +103,10 @@ class Timer(Observer):
 
 @dataclass(frozen=True)
 class Logger(Observer):
-    """Tells the log of each pass as it ends: what it took, and which calls it added and removed. `TORCH_LOGS="+autoshard"`
-    shows it, as of any module that torch finds by name; so does Python's `logging`."""
+    """Logs after each pass its time, and the calls that it added and removed.
+
+    `TORCH_LOGS="+autoshard"` shows the log, as for any module that torch finds by name; so does Python's `logging`.
+    """
 
     name: str = "autoshard.passes"
     counted: list[Counter[str]] = field(default_factory=list)
@@ -129,7 +131,7 @@ class Logger(Observer):
 
 @dataclass(frozen=True)
 class OpDiff(Observer):
-    """How many calls of each op every pass added (+) and removed (-)."""
+    """Counts the calls of each op that every pass adds (+) and removes (-)."""
 
     changes: dict[str, Mapping[str, int]] = field(default_factory=dict)
     counted: list[Counter[str]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Follow the rules along the data flow from what is pinned; fast, explainable, no cost model."""
+"""Propagate layouts from pinned values along the data flow, by the sharding rules and without a cost model."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from passes.propagation.returned import output_needs, output_of_tangent, output_
 class Propagate(Pass):
     """Give every value a layout and every operand a needed layout, one axis after the other.
 
-    On each axis, in program order, a node takes a row of its rule:
+    On each axis, in program order, a node takes the first of these rows of its rule:
 
-    1. A gradient is made with the sharding that its parameter is computed with.
-    2. A row that every operand already has: no communication.
-    3. A row that operands reach without communication: a replicated one takes its part.
-    4. Otherwise the operands conflict: a sharded parameter stays where it is; then the fewest bytes move;
-       then the first operand keeps its placement. A remark says what moved.
-    5. No rule, or no row: the op runs replicated, with a remark.
+    1. For a gradient: the row that gives the sharding with which its parameter is used.
+    2. A row whose placements the operands already have.
+    3. A row that the operands reach without communication, as a replicated one takes its part.
+    4. If operands conflict: the row that keeps a sharded parameter in place, then moves the fewest bytes, then keeps
+       the placement of the first operand. A remark says what moved.
+    5. Without a rule or a row: replicated, with a remark.
 
-    A partial value stays partial through ops that only move it and sums of partial values. One that
-    several users take is reduced once, before them: to the sharding that they want, else to `R`.
+    A partial value stays partial through ops that only move it and sums of partial values. If it has several users, it
+    is reduced once, before them: to the sharding that they need, else to `R`.
 
     Before:
 
@@ -79,7 +79,7 @@ class Propagate(Pass):
 
 
 def _propagate(axis: Axis) -> None:
-    """Place every node on one axis, in program order; reshards that this adds are placed as they are added."""
+    """Place every node on one axis, in program order, including the reshards that are added on the way."""
     wanted = wanted_shardings(axis)
     for node in list(axis.gm.graph.nodes):
         if node.op == "placeholder":
@@ -100,7 +100,7 @@ def _place_input(axis: Axis, node: Node) -> None:
 
 
 def _place_tangents(axis: Axis, values: tuple[Node, ...]) -> None:
-    """Place gradients of outputs where they are first used: their outputs are placed by then."""
+    """Place gradients of outputs at their first use, when their outputs have been placed."""
     for value in values:
         if value not in axis.at:
             assert input_of(value).role is InputRole.TANGENT, value
@@ -135,7 +135,7 @@ def _place_call(axis: Axis, node: Node, wanted: Placement | None) -> None:
 
 
 def _reduce(axis: Axis, node: Node) -> None:
-    """Reduce a partial result once, where more than one user would have to."""
+    """Reduce a partial result once if several users would have to."""
     placement = reduction(axis, node)
     if placement is None:
         return

@@ -1,6 +1,6 @@
-"""Choose what the forward of each block saves for the backward, and what the backward computes again.
+"""Choose which values of each block the forward saves for the backward, and which the backward recomputes.
 
-This is rematerialization, or activation checkpointing; the partitioner carries it out by the marks that this pass sets.
+This is also called activation checkpointing. This pass only marks the values; the partitioner does the rest.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from passes.ir.recompute_blocks import Blocks
 
 @dataclass(frozen=True)
 class Rematerialize(Pass):
-    """Save what leaves each block of a model (`passes/ir/recompute_blocks.py`), and compute the rest again in the backward.
+    """Save the results of each block of a model (`passes/ir/recompute_blocks.py`), and recompute the rest in the backward.
 
-    1. What leaves a block is `saved`. If it was gathered for its users, what was gathered is saved instead.
-    2. What the backward needs of a block, and what that is computed from, is `remade`, collectives included, from values
-       that are saved: by this block, by earlier ones, or outside of all blocks, where the partitioner decides.
+    1. Results of a block are marked `saved`. If a result was gathered for its users, the value before the gather is
+       saved instead.
+    2. Values of a block that the backward needs, and their operands, are marked `remade`, collectives included. They
+       are recomputed from saved values: of this block, of earlier ones, or outside of all blocks, where the partitioner
+       decides.
     3. Values whose kinds are in `kept` are saved as well, and so are results of kernels that draw their own random
-       numbers (attention with dropout): computed again, they would draw others.
+       numbers (attention with dropout), which would draw others.
 
     With `kept=None`, blocks are the calls of `torch.utils.checkpoint` in the user's program; everywhere else the
-    partitioner keeps what is expensive to compute.
+    partitioner saves what is expensive to compute.
 
     Before:
 
@@ -70,7 +72,7 @@ class Rematerialize(Pass):
     takes: ClassVar[Stage] = Stage.LOCAL
     gives: ClassVar[Stage] = Stage.LOCAL
 
-    kept: tuple[str, ...] | None = None  # kinds of values inside of blocks
+    kept: tuple[str, ...] | None = None  # kinds of values that are saved inside of blocks
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         blocks = Blocks.of_regions(gm.graph) if self.kept is None else Blocks.of(gm.graph)

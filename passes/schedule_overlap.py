@@ -26,8 +26,8 @@ class ScheduleOverlap(Pass):
        in memory until its wait, so that wait stands at the first place where it is predicted to cost nothing.
     3. Views stand before the first call that reads them.
 
-    An order that is not predicted to be faster is not taken, but waits still move late. `fused` says whether Inductor
-    joins kernels, or each call runs by itself.
+    An order that is not predicted to be faster is not used, but waits still move late. `fused` says whether Inductor
+    fuses kernels, or each call runs by itself.
 
     Before:
 
@@ -90,7 +90,7 @@ class ScheduleOverlap(Pass):
 
 
 def _put(gm: GraphModule, order: list[Node]) -> None:
-    """Move the nodes of a graph into this order."""
+    """Move the nodes of a graph into the given order."""
     end = gm.graph.output_node()
     for node in order:
         if node is not end:
@@ -98,7 +98,8 @@ def _put(gm: GraphModule, order: list[Node]) -> None:
 
 
 def _issue_order(gm: GraphModule, timeline: Timeline) -> list[Node]:
-    """Return the graph's nodes in the order of a program's tasks, each after those that it reads and that no task runs."""
+    """Return the graph's nodes in the order of a program's tasks, each after its operands and the calls without a
+    task."""
     nodes = {node.name: node for node in gm.graph.nodes}
     due = _due(timeline)
     placed = dict.fromkeys(gm.graph.find_nodes(op="placeholder"))
@@ -113,7 +114,8 @@ def _issue_order(gm: GraphModule, timeline: Timeline) -> list[Node]:
 
 
 def _due(timeline: Timeline) -> dict[int, list[str]]:
-    """Return the reductions by the turn before which they are awaited: that of the first kernel after their end."""
+    """Return the reductions to await, by the number of the task before which each wait stands: the first kernel after
+    its end."""
     tasks = timeline.program.tasks
     kernels = [turn for turn, task in enumerate(tasks) if not task.is_collective]
     starts = [timeline.starts[turn] for turn in kernels]
@@ -127,7 +129,7 @@ def _due(timeline: Timeline) -> dict[int, list[str]]:
 
 
 def _place(node: Node, placed: dict[Node, None]) -> None:
-    """Place `node` after what it reads."""
+    """Append `node` after its operands."""
     stack = [node]
     while stack:
         waiting = [source for source in stack[-1].all_input_nodes if source not in placed]

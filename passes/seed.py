@@ -1,4 +1,4 @@
-"""Write the user's constraints and what recipes decide into the graph, as pins."""
+"""Write the user's constraints and the decisions of recipes into the graph, as pins."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from passes.recipes.storage import reshard_for_use
 
 @dataclass(frozen=True)
 class Constraint:
-    """A placement that the user wants on one axis: of a parameter (FQN), an input or an output (path)."""
+    """A placement that the user demands on one axis, of a parameter (FQN), an input or an output (path)."""
 
     name: str
     axis: str
@@ -43,12 +43,12 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Seed(Pass):
-    """Pin parameters, inputs, outputs and values as constraints and recipes ask.
+    """Pin parameters, inputs, outputs and values by the user's constraints and the recipes.
 
-    1. Parameters that an earlier program stored stay as they are; then come the user's constraints. No recipe
+    1. Parameters that an earlier program stored keep their layouts; then come the user's constraints. No recipe
        overrides either.
-    2. What a recipe decides for its axis (`Recipe.decide`) is pinned: `megatron` shards linears and embeddings,
-       and what lies between blocks.
+    2. The decisions of a recipe for its axis (`Recipe.decide`) are pinned: `megatron` shards linears, embeddings and
+       the values between blocks.
     3. An axis whose recipe carries the batch splits dim 0 of every input whose dim 0 is as long as that of the
        first input.
     4. An axis whose recipe has a `store` keeps its part of each parameter (and so of its gradient), and gathers
@@ -85,7 +85,7 @@ class Seed(Pass):
     params: tuple[Constraint, ...] = ()
     inputs: tuple[Constraint, ...] = ()
     outputs: tuple[Constraint, ...] = ()
-    stored: tuple[tuple[str, Layout], ...] = ()  # parameters that are stored already, by FQN
+    stored: tuple[tuple[str, Layout], ...] = ()  # layouts of parameters that an earlier program stored, by FQN
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         seeds = _Seeds(self, gm, ctx)
@@ -98,7 +98,7 @@ class Seed(Pass):
 
 
 class _Seeds:
-    """The layouts that placeholders are pinned to, while they grow axis by axis. The first pin on an axis stays."""
+    """The layouts that placeholders are pinned to, built axis by axis. The first pin on an axis wins."""
 
     def __init__(self, seed: Seed, gm: GraphModule, ctx: PassContext) -> None:
         self.seed, self.gm, self.ctx, self.mesh = seed, gm, ctx, ctx.mesh
@@ -117,7 +117,7 @@ class _Seeds:
         if node in self.layouts:
             self.layouts[node] = self.layouts[node].with_on(axis, placement)
 
-    # --- 1: what is stored already, and the user's constraints
+    # --- 1: stored parameters, and the user's constraints
 
     def keep(self) -> None:
         stored = dict(self.seed.stored)
@@ -153,14 +153,14 @@ class _Seeds:
             add_pin(new, Pin(self.mesh.index(one.axis), one.placement, "options"))
         return new
 
-    # --- 2: what recipes decide
+    # --- 2: decisions of recipes
 
     def decide(self) -> None:
         batch_parts = math.prod(self.mesh.sizes[axis] for axis, recipe in self.recipes.items() if recipe.carries_batch)
         for axis, recipe in self.recipes.items():
             self._apply(recipe.decide(Site(self.gm, self.mesh, axis, batch_parts)), axis)
             if not recipe.carries_batch:
-                batch_parts *= self.mesh.sizes[axis]  # what lies between blocks may be sharded on the batch
+                batch_parts *= self.mesh.sizes[axis]  # values between blocks may be sharded on the batch
 
     def _apply(self, decisions: Decisions, axis: int) -> None:
         nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, InputRole.PARAMETER)}
@@ -214,7 +214,7 @@ class _Seeds:
                 self._gather(node, gathered)
 
     def _store(self, node: Node, axis: int) -> bool:
-        """Pin where `axis` stores its part of a parameter; False where the parameter stays whole."""
+        """Pin the placement of a parameter's stored part on `axis`; return False if the parameter stays whole."""
         recipe = self.recipes[axis]
         if _is_pinned(node, axis):
             return True

@@ -1,4 +1,4 @@
-"""Choose all layouts at once: the least predicted step that fits the memory."""
+"""Choose all layouts at once, for the shortest predicted step that fits in memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from passes.search.solution import Placed, Solution, keys_of
 class Solve(Pass):
     """Give every value a layout and every operand a needed layout, by cost.
 
-    1. `solution` says the layouts by name; where it is not given, it is searched for.
+    1. `solution` gives the layouts by name; without it, they are searched for.
     2. A call that no rule can shard runs replicated, with a remark.
     3. A parameter that the forward or the backward needs in another layout than it is stored in is gathered after the
        last cast or reshard that the search chose; again in the backward, unless the search keeps it. Other values whose
@@ -89,7 +89,7 @@ class Solve(Pass):
 
 
 def _has_no_space(node: Node) -> bool:
-    """Tell whether no rule says how to shard the call."""
+    """Return whether no rule says how to shard the call."""
     if not isinstance(node.target, OpOverload) or not results_of(node):
         return False
     return space_of(node) is None
@@ -136,7 +136,7 @@ def _place_output(gm: GraphModule, solution: Solution) -> None:
 
 
 def _gather(gm: GraphModule, solution: Solution) -> None:
-    """Add one reshard per layout that users need, for parameters and for values that are resharded again in the backward."""
+    """Add one reshard per needed layout, for parameters and for values that are resharded again in the backward."""
     keys, weights, repeated = keys_of(gm), weights_of(gm.graph), set(solution.repeated)
     for node in [node for node in gm.graph.nodes if node in weights or keys[node] in repeated]:
         for need, users in _by_need(node).items():
@@ -149,7 +149,7 @@ def _gather(gm: GraphModule, solution: Solution) -> None:
 
 
 def _by_need(node: Node) -> dict[Layout, list[Node]]:
-    """Return the users of a value by the layout that they need, where that is not the value's own."""
+    """Return the users of a value by the layout that they need, if it is not the value's own."""
     found: dict[Layout, list[Node]] = {}
     for user in node.users:
         if user.op == "output" or is_reshard(user):

@@ -1,8 +1,7 @@
-"""Check what must hold of a graph at its stage: one function per law; `_LAWS` says from which stage to which each holds.
+"""The verifier: laws that a graph must obey, one function each; `_LAWS` lists the stages between which each holds.
 
-A pass that breaks a law is named in the error, with the node.
-
-This stands above `passes/ir`, because from EXPLICIT on a graph is held against the sharding rules.
+The error for a broken law names the pass and the node. This module stands above `passes/ir`, because from EXPLICIT on a
+graph is checked against the sharding rules.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def verify(gm: GraphModule, mesh: Mesh) -> None:
-    """Check all that must hold of `gm` at its stage. Raises VerifyError, which names the node and the stage."""
+    """Check the laws of the stage that `gm` is at. Raises VerifyError, which names the node and the stage."""
     stage = stage_of(gm)
     checked = _Checked(gm.graph, mesh, stage)
     for first, last, law in _LAWS:
@@ -68,14 +67,14 @@ def verify(gm: GraphModule, mesh: Mesh) -> None:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A graph that is verified, and how an error about it is raised."""
+    """A graph that is verified, and the errors about it."""
 
     graph: Graph
     mesh: Mesh
     stage: Stage
 
     def fail(self, node: Node, what: str, *, is_readable: bool = True) -> NoReturn:
-        """Raise VerifyError about `node`, with its line of text where the node can be written."""
+        """Raise VerifyError about `node`, with its line of text if the node can be formatted."""
         origin = origin_of(node)
         lines = [f"at stage {self.stage.name}, %{node.name} is not valid: {what}"]
         lines += [f"    {format_node(node, self.mesh)}"] if is_readable else []
@@ -90,7 +89,7 @@ class _Checked:
 
 
 def _structure(checked: _Checked) -> None:
-    """Check that the graph is flat and in order, and that every node has what its kind has."""
+    """Check that the graph is flat and in order, and that every node has what its kind requires."""
     try:
         checked.graph.lint()
     except RuntimeError as error:
@@ -133,7 +132,7 @@ def _call(checked: _Checked, node: Node) -> None:
 
 
 def _ends(checked: _Checked) -> None:
-    """Check that outputs are described, in order, and have the type of the input that they belong to."""
+    """Check that outputs are described, in order, and have the type of their input (a gradient's parameter, say)."""
     if not has_outputs(checked.graph):
         checked.fail_ends("they are not described")
     values, outputs = returned(checked.graph), outputs_of(checked.graph)
@@ -154,7 +153,7 @@ def _ends(checked: _Checked) -> None:
 
 
 def _partners(graph: Graph) -> Iterator[tuple[Node, Output, Node]]:
-    """Yield each returned value with the input that it belongs to, where there is one."""
+    """Yield each returned value that corresponds to an input, with that input."""
     inputs = {input_of(node): node for node in placeholders(graph)}
     for value, output in zip(returned(graph), outputs_of(graph), strict=True):
         partner = inputs.get(_partner(output))
@@ -248,7 +247,7 @@ def _op(checked: _Checked, node: Node) -> None:
         gives = tuple(layout.on(axis) for layout in layouts_of(node))
         if all(placement == R for placement in (*needs, *gives)):
             continue
-        parts = 1 if _keeps_padding(node) else size  # that a dim has to be cut into
+        parts = 1 if _keeps_padding(node) else size  # the number of parts that a dim must be divisible by
         if not any((row.operands, row.results) == (needs, gives) for row in _rows(space, needs, gives, parts)):
             row = f"{', '.join(map(str, needs))} -> {', '.join(map(str, gives))}"
             why = "its rule has no such row" if space is not None else "no rule shards this call"
@@ -273,8 +272,8 @@ def _no_reshards(checked: _Checked) -> None:
 
 
 def _values(checked: _Checked) -> None:
-    """Check that every value is what its call gives on per-device operands."""
-    made: dict[str, str] = {}  # what a call gives, by the call: layers repeat
+    """Check that every node's value has the type that its call gives on per-device operands."""
+    made: dict[str, str] = {}  # the types of a call's results, by the call, as layers repeat
     with fake_mode_of([value_of(node) for node in checked.graph.nodes if has_value(node)]):
         for node in checked.graph.nodes:
             if node.op == "call_function":
@@ -303,7 +302,7 @@ def _collectives(checked: _Checked) -> None:
 
 
 def _group(checked: _Checked, node: Node) -> None:
-    """Check that all ranks of a collective's group run this program: it is one of the mesh's, as large as the call says."""
+    """Check that a collective's group is one of the mesh, with the number of ranks that the call states."""
     transfer, kind = transfer_of(node), kind_of_op(node.target)
     if transfer is None:
         checked.fail(node, "it sends between ranks, but nothing says over which axes of the mesh")
@@ -316,7 +315,7 @@ def _group(checked: _Checked, node: Node) -> None:
         checked.fail(node, f"it is a collective of {node.args[-2]} ranks in a group of {ranks}")
 
 
-_LAWS: tuple[tuple[Stage, Stage, Callable[[_Checked], None]], ...] = (  # from a stage to another
+_LAWS: tuple[tuple[Stage, Stage, Callable[[_Checked], None]], ...] = (  # first stage, last stage, law
     (Stage.CAPTURED, Stage.SCHEDULED, _structure),
     (Stage.CAPTURED, Stage.SCHEDULED, _ends),
     (Stage.PLACED, Stage.COLLECTIVE, _layouts),
@@ -329,7 +328,8 @@ _LAWS: tuple[tuple[Stage, Stage, Callable[[_Checked], None]], ...] = (  # from a
 
 
 def _keeps_padding(node: Node) -> bool:
-    """Return whether a value may be padded with zeros as parameters are stored: no result of a call but a cast."""
+    """Return whether a value may be padded with zeros like stored parameters: anything but the result of a call, or a
+    cast."""
     return not isinstance(node.target, OpOverload) or node.target is torch.ops.prims.convert_element_type.default
 
 
@@ -370,7 +370,7 @@ def _held(value: Any) -> Any:
 
 
 def _types(value: Any, *, strides: bool = False) -> str:
-    """Return shapes and dtypes as text; what strides a call gives is the implementation's choice."""
+    """Return shapes and dtypes as text, strides only on demand: those of a result depend on the kernel."""
     if isinstance(value, torch.Tensor):
         type_ = f"{DTYPE_NAMES[value.dtype]}{list(value.shape)}"
         return f"{type_}{value.stride()}@{value.device}" if strides else type_

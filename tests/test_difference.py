@@ -62,6 +62,7 @@ def test_a_search_made_again_is_the_search_that_is_asked_for() -> None:
     assert made(recipe="ddp").replan(recipe="auto", memory_limit="1MB", prove=True) == made(memory_limit="1MB")
 
 
+@pytest.mark.slow
 def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     wide = planned(mesh="dp=4,tp=1", hardware="a100")
     quick, again, proven = (wide.replan(mesh="dp=2,tp=4", hardware="h100", prove=prove) for prove in (False, False, True))

@@ -1,7 +1,7 @@
-"""The only package that imports private parts of torch; a module per subsystem, one function per borrowed thing.
+"""The only package that imports private parts of torch: one module per subsystem, one function per borrowed feature.
 
-Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. What
-is replaced in torch stands in `patches`; what is imported at its first call, because it takes long, in `deferred`.
+Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. `patches`
+lists what is replaced in torch; `deferred` imports what is slow to import, at its first call.
 """
 
 from __future__ import annotations

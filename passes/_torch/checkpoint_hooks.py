@@ -1,4 +1,5 @@
-"""Checkpoints of DTensors whose local part is several boxes of the global tensor."""
+"""Hooks with which `torch.distributed.checkpoint` saves and loads DTensors that hold several boxes of a global
+tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from passes._torch.patches import once
 def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
     """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes.
 
-    torch takes every local part for one box, and would write one of blocks (a sharded fused projection, say) to
-    wrong places without a word. There is no hook that reaches the state of an optimizer, so DTensor's own are
-    replaced, once a module is sharded; a tensor for which `boxes_of` gives None goes the way it always went.
+    torch takes every local part for one box, and would write one of several blocks (a sharded fused projection, say) to
+    wrong places without an error. No hook reaches the state of an optimizer, so the methods of DTensor are replaced,
+    once a module is sharded. Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
     """
     once("DTensor's checkpoints", lambda: _put_in_hooks(boxes_of))
 

@@ -1,7 +1,7 @@
-"""The lazy border: what needs dynamo, AOTAutograd, Inductor or checkpoints, which are imported at the first call.
+"""Functions that need dynamo, AOTAutograd, Inductor or checkpoints, which are imported at the first call.
 
-They take longer to import than torch itself, and reading a plan or a `--help` needs none of them. This is the only
-module that imports inside of functions; a name that torch lacks is an ImportError at the first call, which says so.
+These take longer to import than torch itself, and reading a plan or a `--help` needs none of them. This is the only
+module that imports inside of functions; if torch lacks a name, the first call raises an ImportError that says so.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ def _module(name: str) -> Any:
 
 
 def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """Trace a call with dynamo: static shapes, numbers as constants. Raises what `trace_failure` reads."""
+    """Trace a call with dynamo: static shapes, numbers as constants. Raises exceptions that `trace_failure`
+    describes."""
     traced: TracedModule = _module("dynamo").trace_module(module, args, kwargs)
     return traced
 
 
 def trace_failure(error: Exception) -> TraceFailure:
-    """Return what an exception of `trace_module` or `trace_joint` says."""
+    """Return why `trace_module` or `trace_joint` raised `error`."""
     failure: TraceFailure = _module("dynamo").trace_failure(error)
     return failure
 
 
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
-    """Trace forward and backward of `flat`; the forward alone where no output needs a gradient."""
+    """Trace forward and backward of `flat`, or the forward alone if no output needs a gradient."""
     joint: JointGraph = _module("joint").trace_joint(flat, args, decompositions)
     return joint
 
@@ -58,13 +59,15 @@ def min_cut_partition(
 
 
 def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> None:
-    """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes, those that
-    `boxes_of` gives; a tensor for which it gives None goes the way it always went."""
+    """Let `torch.distributed.checkpoint` save and load DTensors whose local part is several boxes.
+
+    Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
+    """
     _module("checkpoint_hooks").teach_checkpoints(boxes_of)
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
-    """Do what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    """Run the passes that Inductor runs before the partition: constant folding, attention patterns, no-ops."""
     _module("inductor.compilation").run_joint_graph_passes(gm)
 
 
@@ -80,8 +83,8 @@ def inductor_compile(
 ) -> InductorCode:
     """Compile a flat ATen graph on fake `inputs`.
 
-    `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
-    where the graph has them: by default Inductor moves each wait after its collective.
+    `visible_outputs` keep the strides of the graph. With `keep_order`, collectives and waits stay where the graph has
+    them; by default Inductor moves each wait after its collective.
     """
     code: InductorCode = _module("inductor.compilation").inductor_compile(
         gm,

@@ -1,4 +1,4 @@
-"""DTensor: placements, specs, and tensors made without checks."""
+"""DTensor: placements, specs, and DTensors made without checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def strided_shard(dim: int, factor: int) -> DPlacement:
-    """DTensor's shard of a digit: each of `factor` blocks of the dim is sharded by itself."""
+    """Return the placement that shards each of `factor` blocks of the dim separately."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def shard_of(placement: DPlacement) -> tuple[int, int] | None:
-    """Dim and number of blocks of a shard, 1 block for a contiguous one; None for what is no shard."""
+    """Return dim and number of blocks of a shard (1 block if it is contiguous), None for other placements."""
     if isinstance(placement, _StridedShard):
         return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, DShard) else None
@@ -29,9 +29,9 @@ def shard_of(placement: DPlacement) -> tuple[int, int] | None:
 def dtensor_spec(
     device_mesh: DeviceMesh, placements: tuple[DPlacement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Return where a contiguous tensor of global `shape` lives."""
+    """Return the spec of a contiguous tensor of global `shape`."""
     stride = torch.empty(shape, device="meta").stride()
-    # A shard of blocks can also say that another axis comes first; say so where it does not.
+    # torch can read a `_StridedShard` as an order of axes; the flag says where it is none.
     is_order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, device_mesh) is not None
     return DTensorSpec(
         device_mesh,
@@ -43,7 +43,7 @@ def dtensor_spec(
 
 def dtensor_of_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor around this rank's part, without communication, checks or autograd."""
-    # Without __init__, which does nothing and costs as much as the rest: once per gradient and step.
+    # Without __init__, which does nothing but doubles the time: this runs once per gradient and step.
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
 
@@ -53,14 +53,14 @@ def local_of_dtensor(tensor: DTensor) -> torch.Tensor:
 
 
 def relay_dtensor(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Give the same object another part and placements; optimizers that hold it keep working."""
+    """Replace the local part and the placements of `tensor` in place, so that optimizers that hold it keep working."""
     tensor._local_tensor = local
     tensor._spec = spec
 
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a global tensor, and where it stands in a rank's part."""
+    """A box of a global tensor, and its place in a rank's part."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Dynamo: a call of a module as a graph of what it does to tensors, or why there is none."""
+"""Dynamo: a module's call traced to a graph, or the reason why that failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from passes._torch.side_effects import source_name, watch_side_effects
 
 
 def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """Trace a call with dynamo: static shapes, numbers as constants. Raises what `trace_failure` reads."""
+    """Trace a call with dynamo: static shapes, numbers as constants. Raises exceptions that `trace_failure`
+    describes."""
     config = torch._dynamo.config.patch(
         allow_rnn=True,
         assume_static_by_default=True,
@@ -39,7 +40,8 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
-    """Return what writes to a log, methods that libraries add to loggers included: no part of a program of tensors."""
+    """Return the methods of all loggers, including those that libraries add: dynamo leaves their calls out of the
+    graph."""
     loggers = (logging.getLogger(), *(logging.getLogger(name) for name in sorted(logging.root.manager.loggerDict)))
     kinds = dict.fromkeys(kind for logger in loggers for kind in type(logger).__mro__[:-1])
     methods = (value for kind in kinds for name, value in vars(kind).items() if not name.startswith("_"))
@@ -47,7 +49,7 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 
 def trace_failure(error: Exception) -> TraceFailure:
-    """Return what an exception of `trace_module` or `trace_joint` says."""
+    """Return why `trace_module` or `trace_joint` raised `error`."""
     detail = str(error)
     if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
         kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__

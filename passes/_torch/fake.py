@@ -1,4 +1,4 @@
-"""Fake tensors: shapes and shared memory without data."""
+"""Fake tensors, which have shapes and shared memory but no data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 
 def fake_mode() -> Any:
-    """Return a mode in which tensors have no data; static shapes only. A context manager."""
+    """Return a context manager in which tensors have static shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -21,7 +21,7 @@ def is_fake(value: object) -> bool:
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
-    """Return the fake mode that fake tensors were made in; a new one where there are none."""
+    """Return the fake mode of fake tensors, a new one if there are none."""
     return detect_fake_mode(list(values)) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -32,7 +32,7 @@ def fake_empty(
     device: torch.device,
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return a fake tensor, contiguous without `stride`, made without a call that the mode would look into."""
+    """Return a fake tensor, contiguous without `stride`, without the cost of a dispatched call."""
     if stride is None:
         return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
@@ -41,7 +41,7 @@ def fake_empty(
 def fake_view(
     mode: FakeTensorMode, base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """Return a fake tensor on the memory of fake tensor `base`, made without a call that the mode would look into."""
+    """Return a fake tensor on the memory of fake tensor `base`, without the cost of a dispatched call."""
     with in_kernel_invocation_manager(mode):
         view = base.as_strided(shape, stride, offset)
     return FakeTensor(mode, view, base.device)

@@ -1,4 +1,4 @@
-"""torch.fx: graphs that write no code before they are called, and the graph of one call."""
+"""torch.fx: graph modules without generated code, and the graph of one call."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from passes._torch.patches import replaced
 
 
 def lazy_code() -> AbstractContextManager[None]:
-    """Graph modules that torch makes inside write their Python code when they are called first, if ever."""
+    """Let graph modules that torch makes in this block generate their Python code at their first call."""
     return _use_lazy_graph_module(True)
 
 
 @contextmanager
 def no_code() -> Iterator[None]:
-    """Graph modules that torch makes inside have no Python code; `module_of` makes of each one that can be called."""
+    """Let graph modules that torch makes in this block have no Python code; `module_of` turns them into callable ones."""
     with lazy_code(), replaced(GraphModule, "recompile", _not_compiled):
         yield
 
 
 def _not_compiled(gm: GraphModule) -> None:
-    """Nothing: no code is written."""
+    """Do nothing, in place of `GraphModule.recompile`."""
 
 
 def module_of(graph: Graph, root: torch.nn.Module) -> GraphModule:
-    """Return a graph module that writes its Python code when it is called first, if ever: it takes as long as a pass."""
+    """Return a graph module that generates its Python code at its first call, as that takes as long as a pass."""
     return _LazyGraphModule(root, graph)
 
 
 def box(gm: GraphModule) -> GraphModule:
-    """Let `gm` take its inputs as one list, which it empties: an input can die before the graph ends."""
+    """Let `gm` take its inputs as one list, which it empties, so that an input can be freed before the graph ends."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     return gm
@@ -48,7 +48,7 @@ def box(gm: GraphModule) -> GraphModule:
 def trace_call(
     target: Any, args: Any, kwargs: Any, values: dict[Node, torch.Tensor], decomposition_table: dict[Any, Any]
 ) -> GraphModule:
-    """Return one call as the graph that it decomposes to; `values` are the fake tensors of its operands, by node."""
+    """Return the graph that one call decomposes to; `values` are the fake tensors of its operands, by node."""
     nodes = list(values)
 
     def call(*tensors: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Process groups: what functional collectives find under a name, and gloo's gathers."""
+"""Process groups: their names for functional collectives, and a workaround for gloo's all-gather."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from passes._torch.patches import once, replaced
 
 _LIBRARIES: Any = torch.library  # not typed
-_KEPT: list[Any] = []  # libraries: what one put in ends with it
+_KEPT: list[Any] = []  # libraries: an implementation is removed with its library
 _MADE: Counter[tuple[int, ...]] = Counter()  # groups that this process has made, by their ranks
 
 
@@ -37,10 +37,11 @@ def is_group_registered(name: str) -> bool:
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a group that its own ranks make, and no others have to.
+    """Return a group that only its own ranks have to create.
 
-    Torch names such a group by how many groups the process is in. Where one rank is in others besides, the names differ,
-    and the ranks wait for each other until the timeout. Here it is how many groups of these very ranks were made.
+    Torch names such a group by the number of groups that the process is in. If one rank is in more groups than another,
+    the names differ, and the ranks wait for each other until the timeout. Here the name counts the groups of these
+    ranks only.
     """
     ordered = tuple(sorted(ranks))
     number = _MADE[ordered]
@@ -54,16 +55,16 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None =
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return how long an operation of `group` may take."""
+    """Return the timeout of the operations of `group`."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
 
 
 def mend_gathers(device_type: str) -> None:
-    """On CPU, let gathers go by gloo's gather of one tensor; called once groups on gloo are opened.
+    """Replace the all-gather on CPU by gloo's gather of one tensor; called when groups on gloo are opened.
 
-    Torch 2.13 takes that of several, which corrupts memory as soon as another collective is under way: malloc ends the
-    process (without this project, too), and nothing says that numbers are spared. No release is known to be without this.
+    Torch 2.13 uses gloo's gather of several tensors, which corrupts memory as soon as another collective is under way
+    (without this project, too): malloc aborts the process, and results may be wrong. No release is known to fix it.
     """
     if device_type == "cpu":
         once("gloo's gather", _put_in_gather)

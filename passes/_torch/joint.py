@@ -1,4 +1,4 @@
-"""AOTAutograd: forward and backward as one graph."""
+"""AOTAutograd: forward and backward traced as one graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from passes._torch.results import JointGraph
 
 
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
-    """Forward and backward of `flat`; the forward alone where no output needs a gradient."""
+    """Trace forward and backward of `flat`, or the forward alone if no output needs a gradient."""
     with ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
         graph_module = joint.graph_module

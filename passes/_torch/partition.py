@@ -15,7 +15,7 @@ from passes._torch.patches import replaced
 def min_cut_partition(
     joint: GraphModule, *, num_forward_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
+    """Return forward and backward of a joint graph with placeholders `primals_*` and `tangents_*`."""
     with no_code(), replaced(partitioners, "has_recomputable_rng_ops", _draws_again):
         forward, backward = min_cut_rematerialization_partition(
             joint,
@@ -27,5 +27,6 @@ def min_cut_partition(
 
 
 def _draws_again(joint: GraphModule) -> bool:
-    """Return False: generators' states need not be kept. For the partitioner attention draws, with dropout or without."""
+    """Return False, so that no generator states are saved: the partitioner counts attention without dropout as
+    random."""
     return False

@@ -1,4 +1,4 @@
-"""Pytrees: leaves with their paths, and back."""
+"""Pytrees: flattened to leaves with their paths, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 
 
 def flatten_pytree(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Leaves of `tree` with their paths (`"batch.labels"`, `"0"`, `""` for a bare leaf), and its structure."""
+    """Return the leaves of `tree` with their paths (`"batch.labels"`, `"0"`, `""` for a bare leaf), and its
+    structure."""
     leaves, spec = tree_flatten(tree)
     return list(zip(_leaf_paths(tree, ""), leaves, strict=True)), spec
 

@@ -1,15 +1,15 @@
-"""The tags of a node that tell the partitioner what is kept between forward and backward."""
+"""Node tags that decide what the partitioner saves between forward and backward."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-_REGION = 0  # one for all that is tagged, as the partitioner saves what a higher region reads
+_REGION = 0  # one region for all tags, as the partitioner saves values that a higher region reads
 
 
 def checkpoint_of(node: Node) -> tuple[int, bool] | None:
-    """Return the number of the `torch.utils.checkpoint` call that a node is captured in, and whether its policy keeps it."""
+    """Return the number of the `torch.utils.checkpoint` call around a node, and whether its policy saves the node."""
     if "recompute" not in node.meta or "ac_graph_id" not in node.meta:
         return None
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -17,12 +17,12 @@ def checkpoint_of(node: Node) -> tuple[int, bool] | None:
 
 
 def clear_checkpoint(node: Node) -> None:
-    """Take away what `checkpoint_of` reads, so that the partitioner does not."""
+    """Remove the tags that `checkpoint_of` reads, so that the partitioner ignores them."""
     del node.meta["recompute"], node.meta["ac_graph_id"]
 
 
 def tag_recompute(node: Node) -> None:
-    """Keep the partitioner from saving `node` for the backward: it is computed there again."""
+    """Keep the partitioner from saving `node` for the backward, which recomputes it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _REGION
 

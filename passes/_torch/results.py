@@ -1,4 +1,4 @@
-"""What the functions of `deferred` take and give: records that can be named without importing dynamo or Inductor."""
+"""Results of the functions of `deferred`, as dataclasses that need no import of dynamo or Inductor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 @dataclass(frozen=True)
 class SideEffect:
-    """A Python object that a traced call changed: where the call got it from, and the stack of a change.
+    """A Python object that a traced call changed, its source, and the stack of a change.
 
-    `constants` are the attributes that it was given, by name, where they are constants and there is no other change.
+    `constants` are the attributes that it was given, by name, if they are constants and there is no other change.
     """
 
     source: str
@@ -25,10 +25,10 @@ class SideEffect:
 
 @dataclass(frozen=True)
 class TracedModule:
-    """A call of a module as dynamo saw it: no Python, no structure, every tensor it reads a placeholder.
+    """A module's call as a flat graph: no Python, no structure, every tensor that it reads is a placeholder.
 
-    `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` where the
-    call got them from; `rebuild` turns values of the graph's outputs into what the module returns.
+    `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` say where they
+    came from; `rebuild` turns values of the graph's outputs into what the module returns.
     """
 
     graph_module: GraphModule
@@ -40,7 +40,7 @@ class TracedModule:
 
 @dataclass(frozen=True)
 class TraceFailure:
-    """Why a trace failed: torch's name for the reason, its words, and the stack of the user's code."""
+    """The reason why a trace failed: torch's name for it, its message, and the stack of the user's code."""
 
     kind: str
     detail: str
@@ -49,11 +49,11 @@ class TraceFailure:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A functional ATen graph of forward and backward, and what its ends are.
+    """A functional ATen graph of forward and backward, with a description of its inputs and outputs.
 
-    An end is (kind, index). Inputs: `("input", i)`, then `("tangent", i)` of output i, or `("mutation", i)`
-    for the tangent of input i's new value. Outputs: `("mutation", i)`, `("output", i)`, `("gradient", i)`
-    of input i, in the order of the graph; None for an input without gradient.
+    Each is (kind, index). Inputs: `("input", i)`, then `("tangent", i)` of output i, or `("mutation", i)` for the
+    tangent of input i's new value. Outputs: `("mutation", i)`, `("output", i)`, `("gradient", i)` of input i, in the
+    order of the graph; None for an input without gradient.
     """
 
     graph_module: GraphModule
@@ -63,7 +63,7 @@ class JointGraph:
 
 @dataclass(frozen=True)
 class InductorCode:
-    """A compiled graph: a list of tensors, which it empties, to a sequence of tensors."""
+    """A compiled graph, a function from a list of tensors, which it empties, to a sequence of tensors."""
 
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
     output_strides: tuple[tuple[int, ...] | None, ...]  # as the code returns them; None or () where as in the graph

@@ -1,4 +1,4 @@
-"""What a call that dynamo traces does besides its result: changes of Python objects."""
+"""Side effects of a call that dynamo traces: changes of Python objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDE_EFFECTS = "While compiling, we found certain side effects"  # how dynamo's
 def watch_side_effects() -> Iterator[list[SideEffect]]:
     """Collect the changes of Python objects that dynamo warns of when it traces for export.
 
-    The warning names the objects only; the lines are read from the tracer, which is on the stack then.
+    The warning only names the objects; their source lines are read from the tracer, which is on the stack at that time.
     """
     effects: list[SideEffect] = []
 
@@ -62,7 +62,7 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
 
 
 def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:
-    """Return whether all attributes that a call sets are constants that they were before: a flag set and reset."""
+    """Return whether a call leaves all attributes that it sets as they were, such as a flag that is set and reset."""
     if not stored or "value" not in vars(variable):
         return False
     held = vars(variable.value) if "__dict__" in dir(variable.value) else {}

@@ -11,5 +11,5 @@ def trace_artifact(name: str, text: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether anybody reads PyTorch's structured trace; known once it was written to, as a capture does."""
+    """Return whether PyTorch's structured trace is enabled, which is known after the first artifact."""
     return bool(trace_log.handlers)

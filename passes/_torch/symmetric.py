@@ -1,8 +1,9 @@
-"""Symmetric memory: a gather or a reduce-scatter and the products beside it as one operator, pipelined inside.
+"""Symmetric memory: an all-gather or a reduce-scatter and its matrix products as one operator, which overlaps them.
 
-The operators are torch's, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`. Theirs ask a
-process group for its size already when fake tensors are given, and run on CUDA alone; ours, which call them there, take
-the number of ranks, as `_c10d_functional` is, so that a plan needs no group; on CPU they run torch's fallback.
+The operators are torch's `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`. Those need a
+process group even for fake tensors, and run on CUDA only. The ops defined here take the number of ranks instead, as
+those of `_c10d_functional` do, so that a plan needs no group; they call torch's operators on CUDA, and its fallback on
+CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LIBRARY.define(
 def _all_gather_matmul(
     part: torch.Tensor, others: Sequence[torch.Tensor], dim: int, keep: bool, ranks: int, group: str
 ) -> list[torch.Tensor]:
-    """Return products of what is gathered along `dim`, and with `keep`, after them, what is gathered."""
+    """Return the products of the value gathered along `dim`, and with `keep`, after them, that value."""
     op: Callable[..., Any] = torch.ops.symm_mem.fused_all_gather_matmul
     return _kept(*op(part, list(others), dim, group, return_A=keep))
 
@@ -47,7 +48,7 @@ def _kept(gathered: torch.Tensor | None, products: Sequence[torch.Tensor]) -> li
 def _all_gather_matmul_meta(
     part: torch.Tensor, others: Sequence[torch.Tensor], dim: int, keep: bool, ranks: int, group: str
 ) -> list[torch.Tensor]:
-    """Rows are computed rank by rank: in memory `dim` is the outermost."""
+    """Return empty results with `dim` outermost in memory, as the operator computes rows rank by rank."""
     first, *rest = part.movedim(dim, 0).shape[:-1]
     widths = [*(other.shape[1] for other in others), *([part.shape[-1]] if keep else [])]
     return [part.new_empty(first * ranks, *rest, width).movedim(0, dim) for width in widths]
@@ -87,8 +88,8 @@ MATMUL_REDUCE_SCATTER = torch.ops.autoshard.matmul_reduce_scatter.default
 
 
 def reserve_symmetric_memory(group: str, nbytes: int) -> None:
-    """Memory of each rank of a group on CUDA that all of them read and write; its ranks call this together.
+    """Allocate memory on each rank of a CUDA group that all of them can access; all its ranks must call this.
 
-    Raises RuntimeError where their devices do not reach each other's memory.
+    Raises RuntimeError if the devices cannot access each other's memory.
     """
     symmetric_memory.get_symm_mem_workspace(group, min_size=nbytes)  # type: ignore[arg-type]

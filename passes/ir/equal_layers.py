@@ -1,7 +1,7 @@
 """The layers of a CAPTURED graph: which nodes belong to which, and which layers are equal.
 
-A layer is what the graph holds of one module of a list, `layers.7`: parameters, forward and backward calls,
-gradients. Nodes are known by their place in the graph, as there are many.
+A layer is the part of the graph that belongs to one module of a list, `layers.7`: parameters, forward and backward
+calls, gradients. Nodes are given by their place in the graph, which is faster, as there are many.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Layer = tuple[str, int]  # FQN of the list, index in it
 
 @dataclass(frozen=True)
 class Indexed:
-    """A graph by places: what layers are read from. The output node is not in it."""
+    """A graph with nodes by place, without the output node."""
 
     nodes: tuple[Node, ...]
     place: Mapping[Node, int]
     inputs: tuple[tuple[int, ...], ...]  # operands in order, per node; one used twice appears twice
     users: tuple[tuple[int, ...], ...]  # calls, in order
-    fqns: tuple[str, ...]  # of a parameter or buffer its own, of a call its module
-    kinds: tuple[int, ...]  # equal for nodes that are equal but for their operands and FQN
+    fqns: tuple[str, ...]  # a parameter's or buffer's own, a call's module
+    kinds: tuple[int, ...]  # equal for nodes that only differ in operands and FQN
     outputs: tuple[tuple[Output, int | None], ...]  # and the place of each value
 
     @staticmethod
     def of(graph: Graph, tags: Mapping[str, str]) -> Indexed:
-        """Find the layers of a graph; `tags` tell parameters apart that look the same."""
+        """Index a graph; `tags` distinguish parameters that otherwise look the same."""
         nodes = tuple(node for node in graph.nodes if node.op != "output")
         place = {node: i for i, node in enumerate(nodes)}
         operands: list[tuple[int, ...]] = []
@@ -109,14 +109,14 @@ class Layers:
     layer: tuple[Layer | None, ...]  # of each node
     members: Mapping[Layer, tuple[int, ...]]  # places, in order
     results: Mapping[Layer, tuple[tuple[OutputRole, str, int | None], ...]]  # gradients and buffers: rest of FQN, place
-    named: tuple[int, ...]  # of each node: what it is and where in its layer it is called
+    named: tuple[int, ...]  # per node: its form, and its module inside of the layer
 
     @staticmethod
     def of(graph: Indexed, level: int) -> Layers:
         """Find the layer of each node.
 
-        A call without a module in the list, such as the sum of two gradients, is of the layer of its latest operand. What
-        depends on no layer and is used by several is of none.
+        A call without a module in the list, such as the sum of two gradients, belongs to the layer of its latest
+        operand. A value that depends on no layer and is used by several belongs to none.
         """
         split = {fqn: _split(fqn, level) for fqn in dict.fromkeys(graph.fqns)}
         layer: list[Layer | None] = []
@@ -151,7 +151,8 @@ class Layers:
             yield prefix, tuple(sorted(indices))
 
     def signatures(self, prefix: str, indices: tuple[int, ...], reach: int) -> list[int]:
-        """Return equal numbers for layers that are equal, neighbours up to `reach` layers away counted as relative."""
+        """Return numbers that are equal for equal layers; values of neighbours up to `reach` layers away count by
+        distance."""
         rank = {(prefix, index): number for number, index in enumerate(indices)}
         numbers: dict[Any, int] = {}
         return [
@@ -180,7 +181,7 @@ class Layers:
 
 
 def depth_of(graph: Indexed) -> int:
-    """Return how deep lists are nested."""
+    """Return the nesting depth of lists."""
     return max((sum(map(str.isdecimal, fqn.split("."))) for fqn in dict.fromkeys(graph.fqns)), default=0)
 
 
@@ -202,7 +203,8 @@ def _inherited(graph: Indexed, layer: list[Layer | None], i: int) -> Layer | Non
 
 
 def _free_invariants(graph: Indexed, layer: list[Layer | None]) -> None:
-    """Take out of all layers parameters that several use, and what is computed from no layer and used by several."""
+    """Remove from all layers the parameters that several use, and values that depend on no layer and are used by
+    several."""
     inputs = [i for i, node in enumerate(graph.nodes) if node.op == "placeholder"]
     for i in inputs:
         if any(layer[user] != layer[i] for user in graph.users[i]):

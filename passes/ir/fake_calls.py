@@ -1,7 +1,7 @@
-"""Compute fake values of calls, once for each form of operands.
+"""Fake values of calls, computed once for each form of operands.
 
-Equal layers, and the candidates of a search, make the same calls again and again; to run one on fake tensors takes
-longer than all else that a pass does about it.
+Equal layers, and the candidates of a search, repeat the same calls, and running one on fake tensors takes longer than
+everything else that a pass does with it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.fx import Node
 from passes._torch import FakeTensorMode, OpOverload, fake_empty, fake_view, shares_memory
 from passes.ir.graph import value_of, values_in
 
-KNOWN = 1 << 16  # forms of calls that are remembered; a model has some hundreds
+KNOWN = 1 << 16  # cached forms of calls; a model has some hundreds
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor but for its memory."""
+    """All of a tensor but its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,7 +40,7 @@ _known: dict[Any, _Form] = {}
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call gives on fake tensors; `args` and `kwargs` hold nodes, which have values."""
+    """Return the result of a call on fake tensors; `args` and `kwargs` hold nodes, which have values."""
     key = _key(target, args, kwargs)
     if key is None:
         return _run(mode, target, args, kwargs)
@@ -57,7 +57,8 @@ def fake_call(mode: FakeTensorMode, target: Any, args: Sequence[Any], kwargs: Ma
 
 
 def _viewed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Form | None:
-    """Return what a view gives, found without the fake mode: it is the same on every device. None for what is no view."""
+    """Return the result of a view, computed without the fake mode because it is the same on every device; None for
+    other ops."""
     given = value_of(_first(args))
     memory = torch.empty(given.untyped_storage().nbytes() // given.itemsize, dtype=given.dtype, device="meta")
     base = memory.as_strided(given.shape, given.stride(), given.storage_offset())
@@ -108,7 +109,7 @@ def _first(args: Sequence[Any]) -> Node:
 
 
 def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the call with operands by form; None where it does not give one tensor, new or a view of its operand."""
+    """Return the call with operands by form; None unless it gives one tensor, new or a view of its operand."""
     if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
         return None
     result = target._schema.returns[0]
@@ -121,7 +122,7 @@ def _key(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def described(value: Any, *, placed: bool = True) -> Any:
     """Return arguments as a key that is equal for calls of one form.
 
-    Operands are in it by all but their memory and, unless `placed`, where they stand in it.
+    It holds all of an operand but its memory and, unless `placed`, its storage offset.
     """
     if isinstance(value, Node):
         held = value_of(value)

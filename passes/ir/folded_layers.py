@@ -1,7 +1,7 @@
-"""Layers that a folded graph leaves out: what was removed, and which kept layer stands for it.
+"""The layers that a folded graph leaves out, and which kept layer represents each.
 
-A model of many equal layers is planned on a graph of a few: `passes/fold.py` removes the others and says so here;
-what is found for the kept ones holds for those that they stand for.
+A model of many equal layers is planned on a graph of a few: `passes/fold.py` removes the others and records them here.
+Decisions for a kept layer also hold for the layers that it represents.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """What was removed from a graph. `nodes` maps each name of the whole graph to the one that stands for it, `parameters`
-    (buffers too) each removed one."""
+    """What was removed from a graph.
+
+    `nodes` maps each name of the whole graph to its representative, `parameters` (buffers too) each removed one.
+    """
 
     runs: tuple[Run, ...] = ()
     nodes: Mapping[str, str] = field(default_factory=dict)
@@ -67,16 +69,16 @@ def index_in(prefix: str, fqn: str) -> int | None:
 
 
 def moved_to(prefix: str, index: int, fqn: str) -> str:
-    """Return the FQN that `fqn`, part of a layer of list `prefix`, has in layer `index`."""
+    """Return the FQN in layer `index` that corresponds to `fqn`, which is part of a layer of list `prefix`."""
     rest = fqn[len(prefix) + 1 :].partition(".")[2]
     return f"{prefix}.{index}.{rest}" if rest else f"{prefix}.{index}"
 
 
 def expand_names(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
-    """Return what holds for the kept layers, for the whole graph too: by node name, or by FQN of parameter or buffer.
+    """Extend a mapping of the kept layers to the whole graph, by node name, or by FQN of parameter or buffer.
 
-    A name of the whole graph gets what its representative has, and none where that has none. Names of nodes hold no
-    dot (`mm_3@layers.7` aside), and those of removed parameters do, so that both can stand in one mapping.
+    A name of the whole graph gets the entry of its representative, if there is one. Names of nodes hold no dot
+    (`mm_3@layers.7` aside), and those of removed parameters do, so that both can stand in one mapping.
     """
     own = set(repeats.nodes.values())
     found = {name: value for name, value in kept.items() if name not in own}

@@ -1,9 +1,9 @@
-"""How a value lives on a mesh: one placement per axis.
+"""Layouts: how a value is distributed over a mesh, one placement per axis.
 
-A sharded tensor dim is a digit of its index. Write the index `i` of a dim of size N in mixed radix as
-`i = (o * n + c) * m + r` with `o < outer`, `c < n`, `r < m` and `outer * n * m = N`: the axis of size
-`n` holds the elements whose digit `c` is its coordinate. `outer = 1` is the usual contiguous shard.
-One number therefore says what needs three concepts elsewhere:
+A sharded tensor dim is a digit of its index. Write the index `i` of a dim of size N in mixed radix as `i = (o * n + c)
+* m + r` with `o < outer`, `c < n`, `r < m` and `outer * n * m = N`: the axis of size `n` holds the elements whose digit
+`c` is its coordinate. `outer = 1` is the usual contiguous shard. So one number covers three cases that otherwise need a
+concept each:
 
 - the order of two axes on one dim: `{tp:S(0), dp:S(0/2)}` with `tp=2` is tp outside, dp inside;
 - a shard of an inner factor of a merged dim (a strided shard): the sequence of a flattened
@@ -28,11 +28,11 @@ from passes.errors import GraphTextError
 from passes.ir.mesh import Mesh
 
 PARTIAL_OPS = ("sum", "max", "min", "product", "avg")
-IDENTITIES = {"sum": 0, "product": 1}  # terms that change nothing; for the others, equal terms reduce to themselves
+IDENTITIES = {"sum": 0, "product": 1}  # neutral terms; for the other ops, equal terms reduce to themselves
 
 
 class _Interned(type):
-    """Equal values are one object: a search compares and hashes them millions of times, which then takes no call."""
+    """Base of values of which equal ones are one object, since a search compares and hashes them millions of times."""
 
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)
@@ -53,7 +53,7 @@ def _values(value: Any) -> tuple[Any, ...]:
 
 
 class _Single(metaclass=_Interned):
-    """What is pickled or copied is made again, so that it stays one object."""
+    """Base of placements and layouts: pickling and copying rebuild the value, so that it stays one object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), _values(self)
@@ -137,7 +137,7 @@ def replicated(mesh: Mesh) -> Layout:
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of `str(placement)`."""
+    """Return the placement that `str(placement)` wrote."""
     text = text.strip()
     if text == "R":
         return R
@@ -149,7 +149,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """Inverse of `Layout.format`; an axis that is not named is replicated."""
+    """Return the layout that `Layout.format` wrote; an axis that is not named is replicated."""
     placements: list[Placement] = [R] * mesh.ndim
     for part in text.strip().removeprefix("{").removesuffix("}").split(","):
         axis, _, placement = part.partition(":")
@@ -193,10 +193,9 @@ def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
 
 
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Return whether a value of `shape` can have `layout` at all: no other one can be stored, moved or lowered.
+    """Return whether a value of `shape` can have `layout`: otherwise it cannot be stored, moved or lowered.
 
-    As `is_even`, but the innermost digit of a dim may be padded, as that of a parameter is. What a call computes on is
-    even besides.
+    Like `is_even`, but the innermost digit of a dim may be padded, as parameters are. Operands of calls must be even.
     """
     return _is_storable(layout, tuple(shape), mesh.sizes)
 
@@ -259,8 +258,11 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
 
 
 def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Return one rank's part of a global tensor. A partial value stands whole on coordinate 0 and is the
-    reduction's identity elsewhere (for max, min and avg: the value itself everywhere)."""
+    """Return one rank's part of a global tensor.
+
+    Of a partial value, coordinate 0 gets the whole and the others the reduction's identity (for max, min and avg, all
+    get the value itself).
+    """
     for dim in range(tensor.dim()):
         for axis in reversed(layout.axes_on(dim)):
             placement = layout.on(axis)
@@ -273,7 +275,7 @@ def local_part(tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: tup
 
 
 def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
-    """Return the elements of `tensor` whose digit is `coordinate`; a dim that does not divide is padded with zeros.
+    """Return the elements of `tensor` whose digit is `coordinate`, padding a dim that does not divide with zeros.
 
     Digits outside this one must still be whole in `tensor`: take inner digits first.
     """

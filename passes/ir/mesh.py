@@ -20,8 +20,8 @@ from passes.hardware.hardware import Group, Hardware, hardware_named
 class Mesh:
     """Named axes and their sizes: `Mesh("dp=2,tp=4")` or `Mesh.of(dp=2, tp=4)`.
 
-    `ranks` are the global ranks in row-major order, `0 .. size-1` where not given. `hardware` is what a rank is and
-    how ranks are linked: a preset's name (`"h100"`), the path of a calibrated file, or `Hardware`; None: unknown.
+    `ranks` are the global ranks in row-major order, by default `0 .. size-1`. `hardware` describes the devices and
+    their links: a preset's name (`"h100"`), the path of a calibrated file, or `Hardware`; None: unknown.
     """
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class Mesh:
         return len(self.names)
 
     def index(self, axis: str) -> int:
-        """Return the position of `axis`. Raises MeshError where the mesh has no such axis."""
+        """Return the position of `axis`. Raises MeshError if the mesh has no such axis."""
         if axis not in self.names:
             raise MeshError(f"unknown mesh axis {axis!r}; this mesh has {self}: name one of these")
         return self.names.index(axis)
@@ -91,7 +91,7 @@ class Mesh:
         return self.sizes[self.index(axis)]
 
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
-        """Return the coordinates of every place, in the order of `ranks`."""
+        """Return the coordinates of all ranks, in the order of `ranks`."""
         return tuple(product(*(range(size) for size in self.sizes)))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -107,9 +107,9 @@ class Mesh:
         return tuple(tuple(group) for group in groups.values())
 
     def group_shape(self, axes: tuple[str, ...]) -> Group:
-        """Return how many ranks a group over `axes` has, on how many nodes, and on the node with fewest.
+        """Return the number of ranks of a group over `axes`, of its nodes, and of its ranks on the node with fewest.
 
-        Where groups differ, that of the group on most nodes. All on one node where the hardware is unknown.
+        If groups differ, these are of the group on most nodes. If the hardware is unknown, all ranks are on one node.
         """
         shapes: dict[tuple[str, ...], Group] = self._shapes  # type: ignore[attr-defined]
         if axes not in shapes:
@@ -128,10 +128,10 @@ class Mesh:
         return Group(ranks, worst[0], -worst[1])
 
     def group_name(self, axes: tuple[str, ...]) -> str:
-        """Return the name a group over `axes` has on every rank, whichever group the rank is in.
+        """Return the name of groups over `axes`, the same on all ranks.
 
-        It is the same on all ranks, so that graphs are; it names the mesh, so that two meshes
-        in one process do not share groups.
+        Equal names keep graphs equal on all ranks; the name contains the mesh, so that two meshes in one process do not
+        share groups.
         """
         where = f"{self}"
         if self.ranks != tuple(range(self.size)):
@@ -139,7 +139,7 @@ class Mesh:
         return f"autoshard:{where}:{'.'.join(axes)}"
 
     def axes_of_group(self, name: str) -> tuple[str, ...]:
-        """Inverse of `group_name`."""
+        """Return the axes of a group from its `group_name`."""
         axes = tuple(name.rsplit(":", 1)[-1].split("."))
         for axis in axes:
             self.index(axis)

@@ -1,4 +1,4 @@
-"""Name and number the calls of a graph anew, so that they do not depend on what was left out of it."""
+"""Renumber the calls of a folded graph, so that names do not depend on the layers that were left out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from passes.ir.graph import region_of, repeats_of, set_region, set_repeats
 
 
 def numbered(gm: GraphModule) -> GraphModule:
-    """Return a copy of a folded graph whose calls are numbered anew: `mm_297` of 300 is `mm_14` of 15.
+    """Return a copy of a folded graph with renumbered calls: `mm_297` of 300 becomes `mm_14` of 15.
 
-    A folded graph thus has the same names, whether the layers were left out before they were traced or after.
+    So the names are the same whether layers were left out before or after tracing.
     """
     graph, repeats = Graph(), repeats_of(gm)
     copies: dict[Node, Node] = {}
@@ -37,7 +37,7 @@ def numbered(gm: GraphModule) -> GraphModule:
 
 
 def number_regions(graph: Graph) -> None:
-    """Let numbers of regions be in the order of the graph, from 0."""
+    """Renumber regions in the order of the graph, from 0."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         region = region_of(node)

@@ -1,4 +1,4 @@
-"""Record how placements travelled: for each value and axis, what it took its placement from, and why."""
+"""The record of propagation: for each value and axis, the source of its placement, and the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edge:
-    """`value` has `placement` on `axis` because `source` has what it has; `source` is "" where it was a constraint."""
+    """A step of propagation: `value` takes `placement` on `axis` from `source`, which is "" for a constraint."""
 
     value: str  # name of a node
     axis: str
@@ -18,7 +18,7 @@ class Edge:
 
 
 def chain_of(edges: Sequence[Edge], value: str, axis: str) -> Iterator[Edge]:
-    """Return the edges that brought `value` its placement on `axis`, the last one first."""
+    """Return the edges that led to the placement of `value` on `axis`, the last one first."""
     known = {edge.value: edge for edge in edges if edge.axis == axis}
     seen: set[str] = set()
     while value in known and value not in seen:

@@ -1,7 +1,7 @@
-"""The blocks of a program, such as `layers.7`: what each computes in the forward, and what leaves it.
+"""The blocks of a program, such as `layers.7`: the values that each computes in the forward, and its results.
 
-A block is a module of a list; in a model without lists, a child of the model. Values of equal blocks have one name,
-`layers.*.attention.wq mm`, so that what is decided for one block holds for all.
+A block is a module of a list; in a model without lists, a child of the model. Values of equal blocks share a name,
+`layers.*.attention.wq mm`, so that a decision for one block holds for all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from passes.ir.text import format_target
 
 @dataclass(frozen=True)
 class Blocks:
-    """`block` and `kind` are of the calls of the forward that are in blocks, but for what parameters alone give."""
+    """The `block` and the `kind` of each forward call in a block, without those that depend on parameters alone."""
 
     block: Mapping[Node, str]  # `layers.7`
     kind: Mapping[Node, str]  # equal in equal blocks
@@ -26,7 +26,7 @@ class Blocks:
 
     @staticmethod
     def of_regions(graph: Graph) -> Blocks:
-        """Read the blocks off the user's program: a block is a call of `torch.utils.checkpoint`."""
+        """Read the blocks from the user's program: each call of `torch.utils.checkpoint` is one."""
         forward, static = _forward(graph)
         regions = {node: region_of(node) for node in graph.nodes if node in forward and node not in static}
         block = {node: f"region {region}" for node, region in regions.items() if region is not None}
@@ -55,7 +55,7 @@ class Blocks:
         return Blocks(block, kind, frozenset(forward))
 
     def leaving(self) -> list[Node]:
-        """Return the values that another block, or what is in none, computes with in the forward."""
+        """Return the values that the forward uses in another block, or outside of all."""
         return [
             node
             for node, own in self.block.items()
@@ -68,7 +68,8 @@ def _numbers(fqn: str) -> list[int]:
 
 
 def _forward(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """Return what all results but gradients are made of, and of that what parameters alone give."""
+    """Return the calls that results other than gradients depend on, and among them those that depend on parameters
+    alone."""
     ends = zip(returned(graph), outputs_of(graph), strict=True)
     waiting = [value for value, output in ends if isinstance(value, Node) and output.role is not OutputRole.GRADIENT]
     forward: set[Node] = set()

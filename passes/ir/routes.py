@@ -1,6 +1,6 @@
-"""Find the cheapest way from one layout to another, as collectives and local steps.
+"""Find the cheapest sequence of collectives and local steps from one layout to another.
 
-Shared by the pass that lowers reshards and by the search, which prices them: what is priced is what is emitted.
+The pass that lowers reshards and the search that prices them share it, so that prices match the emitted steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Step:
 def plan_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> tuple[Step, ...]:
     """Return the cheapest steps from `source` to `target` for a tensor of global `shape`.
 
-    Cheapest: fewest elements received per rank, then fewest collectives, then first found (Dijkstra). There is a way
+    Cheapest: fewest elements received per rank, then fewest collectives, then first found (Dijkstra). Steps exist
     between any two layouts that `is_storable` allows: reduce what is partial, gather all axes, take parts and terms.
-    Raises CompilerError for a layout that it does not allow.
+    Raises CompilerError for other layouts.
     """
     for layout in (source, target):
         if not is_storable(layout, shape, mesh):

@@ -1,4 +1,4 @@
-"""Write bytes and seconds as people read them."""
+"""Formatting of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return three digits: `"12.3 ms"` for `0.01234`."""
+    """Return seconds with three digits: `"12.3 ms"` for `0.01234`."""
     for scale, unit in _SECONDS:
         if abs(seconds) >= 0.9995 * scale:
             return f"{_three_digits(seconds / scale)} {unit}"

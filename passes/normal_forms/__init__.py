@@ -1,4 +1,4 @@
-"""The rewrites of `normalize`, a file per family; `REWRITES` says which op each is for."""
+"""The rewrites of `normalize`, a file per family; `REWRITES` maps each op to its rewrite."""
 
 from __future__ import annotations
 

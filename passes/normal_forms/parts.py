@@ -1,4 +1,4 @@
-"""Parts of a tensor are slices and selects; filled tensors are `full`."""
+"""Rewrites of parts of tensors to slices and selects, and of filled tensors to `full`."""
 
 from __future__ import annotations
 

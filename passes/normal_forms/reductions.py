@@ -1,4 +1,4 @@
-"""Write what reduces as sums and products, which may be partial on an axis."""
+"""Rewrites of reductions to sums and products, which may be partial on an axis."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def _var_mean(at: At) -> bool:
     return True
 
 
-# --- 7: a sum of rows that have one entry each
+# --- 7: a sum of rows that have one nonzero entry each
 
 
 def _sum(at: At) -> bool:
-    """`sum(scatter(0, dim, index, value) * factor, dim)` is `value * factor`."""
+    """Turn `sum(scatter(0, dim, index, value) * factor, dim)` into `value * factor`."""
     rows, dims = at.operand, at.node.args[1]
     if rows.target is not aten.mul.Tensor or len(rows.all_input_nodes) != 2 or not at.arg(2, "keepdim", False):
         return False

@@ -15,7 +15,7 @@ from passes.ir.graph import add_call, copy_facts, set_value
 
 @dataclass(frozen=True)
 class At:
-    """A node to be replaced. Calls are added before it, in its place in the user's program."""
+    """A node that is being replaced. New calls are added before it and take over its origin."""
 
     graph: Graph
     node: Node

@@ -1,4 +1,4 @@
-"""Drop calls that change nothing; one `view` or one `permute` for a chain of them."""
+"""Rewrites that drop calls without effect, and merge chains of views or permutes into one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-# --- 1: what changes nothing
+# --- 1: calls without effect
 
 
 def _identity(at: At) -> bool:

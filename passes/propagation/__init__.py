@@ -1,1 +1,1 @@
-"""The parts of `propagate`: what is decided so far, and how one axis decides."""
+"""The parts of `propagate`: the placements so far, and the decisions on one axis."""

@@ -1,4 +1,4 @@
-"""Hold the state of propagation on one mesh axis."""
+"""The state of propagation on one mesh axis."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Axis:
         return next((pin.placement for pin in pins_of(node) if pin.axis == self.number), None)
 
     def pinned_by(self, node: Node) -> str:
-        """Return who pins `node`; empty where nobody does."""
+        """Return the reason of the pin of `node`; empty if it has none."""
         return next((pin.reason for pin in pins_of(node) if pin.axis == self.number), "")
 
     def fits(self, node: Node, placement: Placement) -> bool:
-        """Tell whether `placement` can join those of `node` on earlier axes."""
+        """Return whether `placement` can join those of `node` on earlier axes."""
         layout = self.placed.so_far(node).with_on(self.number, placement)
         return is_even(layout, tuple(tensor_of(node).shape), self.ctx.mesh)
 
     def fitted(self, node: Node, pinned: Placement) -> Placement:
-        """Return `pinned`, or the digit of its dim inside those that other axes already shard; `R` where neither fits."""
+        """Return `pinned`, or the digit of its dim inside those that other axes already shard; `R` if neither fits."""
         if not isinstance(pinned, Shard) or self.fits(node, pinned):
             return pinned
         inside = next_digit(self.placed.so_far(node), pinned.dim, self.ctx.mesh)
@@ -56,7 +56,7 @@ class Axis:
         self.ctx.remark(self.owner, node, f"on {self.name}: {text}", routine=routine)
 
     def log(self, node: Node, source: Node | None, why: str) -> None:
-        """Record where a placement comes from; `R` by default is not worth an entry."""
+        """Record the source of a placement, unless it is `R` by default."""
         pinned_by = self.pinned_by(node)
         for placement in self.at[node][:1]:
             if why and (placement != R or pinned_by):

@@ -19,7 +19,7 @@ AS_PARAMETER = "a gradient is sharded as its parameter"
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its operands as they are placed."""
+    """A call with the placements of its operands."""
 
     node: Node
     inputs: tuple[Node, ...]
@@ -27,7 +27,7 @@ class Call:
 
 
 def choose(axis: Axis, call: Call, wanted: Placement | None) -> tuple[Row, str]:
-    """Return a row, and why it is that one; `wanted` is the placement that a parameter gives its gradient."""
+    """Return a row and the reason for it; `wanted` is the sharding that a parameter gives its gradient."""
     replicated = replicated_row(len(call.inputs), len(results_of(call.node)))
     space = axis.placed.space_of(call.node)
     if space is None:
@@ -55,7 +55,7 @@ def _least_moved(axis: Axis, call: Call, rows: tuple[Row, ...]) -> tuple[Row, st
 
 
 def _rows(axis: Axis, call: Call, space: Space, wanted: Placement | None) -> list[Row]:
-    """Return the rows that follow an operand, stay partial, or give what users or a parameter want, in this order."""
+    """Return the rows that follow an operand, stay partial, or give what users or a parameter need, in this order."""
     placed = list(enumerate(call.have))
     found = [row_sharding(space, i, p, axis.size) for i, p in placed if isinstance(p, Shard)]
     found += _partial_rows(call, space)
@@ -68,7 +68,7 @@ def _rows(axis: Axis, call: Call, space: Space, wanted: Placement | None) -> lis
 
 
 def _partial_rows(call: Call, space: Space) -> list[Row | None]:
-    """Return rows that leave a value partial: all that is not partial is a number, an index, or zero."""
+    """Return rows that keep a value partial, if all other operands are numbers, indices or zero."""
     inputs, have = call.inputs, call.have
     found: list[Row | None] = []
     for linear in space.linear:
@@ -83,7 +83,7 @@ def _partial_rows(call: Call, space: Space) -> list[Row | None]:
 
 
 def _is_free(call: Call, row: Row) -> bool:
-    """Tell whether a rank gets all that `row` needs from what it has."""
+    """Return whether a rank holds everything that `row` needs."""
     for value, placement, need in zip(call.inputs, call.have, row.operands, strict=True):
         if placement != need and not (placement == R and (isinstance(need, Shard) or is_zero(value))):
             return False
@@ -91,7 +91,7 @@ def _is_free(call: Call, row: Row) -> bool:
 
 
 def _moved(axis: Axis, call: Call, row: Row) -> tuple[bool, int]:
-    """Return whether a sharded parameter moves, and the bytes that do."""
+    """Return whether a sharded parameter moves, and the number of moved bytes."""
     moves_weight, nbytes = False, 0
     for value, placement, need in zip(call.inputs, call.have, row.operands, strict=True):
         if placement in (need, R):

@@ -9,11 +9,14 @@ from passes.ir.layout import Partial, Placement, R, Shard
 from passes.propagation.axis import Axis
 from passes.rules.rule import row_giving, row_sharding
 
-LOOKAHEAD = 8  # ops that a partial value looks ahead for a sharding: from a row-parallel linear past a residual and a norm
+LOOKAHEAD = 8  # ops to look ahead for a sharding of a partial value: from a row-parallel linear past a residual and a norm
 
 
 def reduction(axis: Axis, node: Node) -> Placement | None:
-    """Return what a partial value is reduced to before its users; None where each user reduces it or keeps it partial."""
+    """Return the placement to which a partial value is reduced before its users.
+
+    None if each user reduces it or keeps it partial.
+    """
     if not is_tensor(node) or axis.of(node) != Partial("sum") or tensor_of(node).numel() == 1:
         return None
     users = [user for user in node.users if not is_reshard(user)]
@@ -24,7 +27,7 @@ def reduction(axis: Axis, node: Node) -> Placement | None:
 
 
 def _passes_on(axis: Axis, user: Node, value: Node) -> bool:
-    """Tell whether `user` keeps a partial operand partial, as far as can be seen from here."""
+    """Return whether `user` keeps a partial operand partial, as far as can be seen from its operands."""
     if user.op == "output":
         return True
     space, inputs = axis.placed.space_of(user), operands(user)
@@ -44,7 +47,7 @@ def _may_be_partial(axis: Axis, value: Node) -> bool:
 
 
 def wish(axis: Axis, value: Node, depth: int = LOOKAHEAD) -> Placement | None:
-    """Return the placement of `value` that goes with the other operands of its users; None where none is known."""
+    """Return the placement of `value` that fits the other operands of its users, None if none is known."""
     for user in value.users:
         if user.op == "output" or depth == 0:
             continue
@@ -77,11 +80,11 @@ def _wish_of(axis: Axis, user: Node, value: Node, depth: int) -> Placement | Non
 
 
 def is_aside(value: Node) -> bool:
-    """Tell whether a value is a number or an index: a sum passes it without growing."""
+    """Return whether a value is a number or an index, which a sum may pass without growing."""
     tensor = tensor_of(value)
     return tensor.numel() == 1 or not tensor.is_floating_point()
 
 
 def is_zero(value: Node) -> bool:
-    """Tell whether the value is zero everywhere, and so is its own partial sum."""
+    """Return whether the value is zero everywhere, and so equals its own partial sum."""
     return str(value.target) == "aten.full.default" and bool(value.args[1] == 0)

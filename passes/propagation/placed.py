@@ -1,4 +1,4 @@
-"""Keep what propagation has decided so far: placements of results and operands, one axis after the other."""
+"""The state of propagation: placements of results and operands, one axis after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.rules.rule import Row, Space, space_of
 class Placed:
     """Placements decided so far, axis by axis: those of each node's results, and those needed of its operands.
 
-    Axes that split the inputs come first: what they split, others split further.
+    Axes that split the inputs come first; later axes split the same dims further.
     """
 
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
@@ -37,7 +37,7 @@ class Placed:
         self._spaces: dict[Node, Space | None] = {}  # of calls, for all axes
 
     def allows(self, node: Node, row: Row) -> bool:
-        """Tell whether `row` on the next axis fits the digits that earlier axes already use."""
+        """Return whether `row` on the next axis fits the digits that earlier axes already use."""
         needs, results = self.needs.get(node, []), self.results.get(node, [])
         for is_result, earlier, new in ((False, needs, row.operands), (True, results, row.results)):
             split = [i for i, placement in enumerate(new) if isinstance(placement, Shard)]
@@ -50,7 +50,7 @@ class Placed:
         return True
 
     def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
-        """Tell whether placements on the axes so far split `shape` evenly."""
+        """Return whether placements on the axes so far split `shape` evenly."""
         return is_even(self._layout(placements), shape, self.mesh)
 
     def _layout(self, placements: Sequence[Placement]) -> Layout:

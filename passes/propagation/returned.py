@@ -1,4 +1,4 @@
-"""Place what a graph returns, and what gradients are made with."""
+"""The placements of what a graph returns, and those that parameters give their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.rules.rule import row_giving
 
 
 def output_needs(axis: Axis) -> tuple[Placement, ...]:
-    """Return how each tensor is returned: outputs as `output_placement` says, gradients and buffers as they are stored."""
+    """Return the placements of all results: outputs by `output_placement`, gradients and buffers as they are stored."""
     return tuple(
         output_placement(axis, value)
         if output.role is OutputRole.OUTPUT
@@ -34,7 +34,7 @@ def output_needs(axis: Axis) -> tuple[Placement, ...]:
 
 
 def output_placement(axis: Axis, value: Node) -> Placement:
-    """Return the placement of an output: as pinned; else this rank's part on a data axis, whole on the others."""
+    """Return the placement of an output: its pin; else this rank's part on a data axis, whole on the others."""
     if is_reshard(value) and (pinned := axis.pinned(value)) is not None:
         return pinned
     placement = axis.of(value)
@@ -49,7 +49,8 @@ def output_of_tangent(axis: Axis, tangent: Node) -> Node:
 
 
 def wanted_shardings(axis: Axis) -> dict[Node, Placement]:
-    """Return the shardings that parameters give their gradients, and what these are made of by ops that only move or add."""
+    """Return the shardings of gradients that parameters determine, and of the values that gradients are moved or added
+    from."""
     wanted: dict[Node, Placement] = {}
     for value, output in _returned(axis):
         if output.role is OutputRole.GRADIENT:
@@ -82,7 +83,7 @@ def _want(axis: Axis, value: Node, placement: Placement | None, wanted: dict[Nod
 
 
 def _computed(axis: Axis, name: str) -> Placement | None:
-    """Return the placement that a parameter is computed with (it may be stored otherwise)."""
+    """Return the placement with which a parameter is used (it may be stored otherwise)."""
     node = next((n for n in placeholders(axis.gm.graph, InputRole.PARAMETER) if input_of(n).name == name), None)
     if node is None:
         return None

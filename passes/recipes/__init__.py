@@ -1,4 +1,4 @@
-"""Expert plans, one record a file. They are found in graphs and know no model by name.
+"""Expert plans, one record a file, which recognize structures in graphs and know no model by name.
 
     ddp zero2 fsdp hsdp   data parallelism
     megatron/             tensor and sequence parallelism, found in the graph

@@ -1,7 +1,7 @@
-"""Define a recipe: all that the compiler has to know of one expert's way to use one mesh axis.
+"""The record of a recipe: all that the compiler knows of an expert's plan for one mesh axis.
 
-A recipe is a record of facts and functions. Passes and the planner read them; nobody compares names. A new recipe is one
-record, registered with `register_recipe`:
+A recipe is a record of facts and functions. Passes and the planner read these and never compare names. A new recipe is
+one record, registered with `register_recipe`:
 
     register_recipe(Recipe("rows", "rows of embedding tables are sharded", decide=shard_tables))
 """
@@ -29,7 +29,7 @@ class Site:
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Return the number of ranks of the axis."""
         return self.mesh.sizes[self.axis]
 
 
@@ -56,7 +56,7 @@ Spread = Callable[[Mesh, tuple[int, ...]], tuple["Recipe", ...]]
 
 
 def decide_nothing(site: Site) -> Decisions:
-    """Leave every value to what the data flow gives it."""
+    """Decide nothing: all placements follow from the data flow."""
     return Decisions()
 
 
@@ -64,14 +64,14 @@ def decide_nothing(site: Site) -> Decisions:
 class Recipe:
     """One expert's plan for one mesh axis.
 
-    - `carries_batch`: inputs are split over the axis along dim 0, as data parallelism does.
-    - `decide`: which parameters and values the axis shards, found in the graph, as tensor parallelism does.
-    - `store(layout, axis, shape, mesh)`: how the axis holds a parameter between steps, beside what other axes hold: `R`
-      whole, `S(dim)` in parts, None where it cannot be split. One in parts is gathered before use; gradients and optimizer
-      state are held like their parameter.
+    - `carries_batch`: inputs are split over the axis along dim 0, as in data parallelism.
+    - `decide`: finds in the graph which parameters and values the axis shards, as in tensor parallelism.
+    - `store(layout, axis, shape, mesh)`: how the axis holds a parameter between steps, given the layout on other axes:
+      `R` whole, `S(dim)` in parts, None if it cannot be split. A parameter in parts is gathered before use; gradients
+      and optimizer state are held like their parameter.
     - `frees_gathered`: gathered parameters are freed after the forward and gathered again for the backward.
-    - `twin`: the name of the recipe that differs in `frees_gathered` alone.
-    - `spread(mesh, axes)`: for a recipe made of others, one of them per axis that it is given. Raises RecipeError.
+    - `twin`: the name of the recipe that only differs in `frees_gathered`.
+    - `spread(mesh, axes)`: for a recipe made of others, the recipe of each given axis. Raises RecipeError.
 
     Raises RecipeError for a name that cannot be written in `Options(recipe="a+b")`, or facts that contradict each other.
     """

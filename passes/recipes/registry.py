@@ -1,4 +1,4 @@
-"""Find a recipe by its name. The order is that in which `recipe="auto"` tries them."""
+"""Recipes by name, in the order in which `recipe="auto"` tries them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECIPES = {recipe.name: recipe for recipe in (FSDP, ZERO2, DDP, HSDP, MEGATRON)
 
 
 def register_recipe(recipe: Recipe) -> None:
-    """Make `recipe` known by its name, to options and to the search. Raises RecipeError where the name is taken."""
+    """Make `recipe` known by its name, to options and to the search. Raises RecipeError if the name is taken."""
     if _RECIPES.setdefault(recipe.name, recipe) != recipe:
         raise RecipeError(f"there is a recipe {recipe.name!r} already: {_RECIPES[recipe.name].summary}; choose another name")
 
@@ -27,7 +27,7 @@ def registered_recipes() -> tuple[Recipe, ...]:
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return the recipe of that name. Raises RecipeError where there is none."""
+    """Return the recipe of that name. Raises RecipeError if there is none."""
     if name not in _RECIPES:
         close = difflib.get_close_matches(name, _RECIPES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -37,7 +37,7 @@ def recipe_named(name: str) -> Recipe:
 
 
 def with_frees(recipe: Recipe, *, frees_gathered: bool) -> Recipe:
-    """Return `recipe`, or its twin where that frees gathered parameters as is asked and `recipe` does not."""
+    """Return the recipe or twin with that `frees_gathered`, or `recipe` itself if there is none."""
     if recipe.frees_gathered == frees_gathered or not recipe.twin:
         return recipe
     return recipe_named(recipe.twin)

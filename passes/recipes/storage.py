@@ -1,4 +1,4 @@
-"""Store a parameter in parts, one per rank of an axis, and gather it where it is used."""
+"""Storage of parameters in parts, one per rank of an axis, and their gathering for use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.ir.mesh import Mesh
 def first_dim_that_divides(layout: Layout, axis: int, shape: Sequence[int], mesh: Mesh) -> Placement | None:
     """Return the shard of the first dim that `axis` divides, else of dim 0, padded.
 
-    None where no dim can be split (a scalar, or digits that other axes already pad).
+    None if no dim can be split (a scalar, or digits that other axes already pad).
     """
     tries = [layout.with_on(axis, next_digit(layout, dim, mesh)) for dim in range(len(shape))]
     even = [t for t in tries if is_even(t, shape, mesh)]
@@ -24,9 +24,9 @@ def first_dim_that_divides(layout: Layout, axis: int, shape: Sequence[int], mesh
 
 
 def reshard_for_use(value: Node, users: Sequence[Node], note: str, *, again: bool) -> Node:
-    """Let `users` take `value` through one reshard, and return it; who calls says its layout or pins, and its origin.
+    """Let `users` take `value` through one reshard, and return it; the caller sets its layout or pins, and its origin.
 
-    `again`: it is done once more in the backward, instead of keeping what was gathered.
+    With `again`, the reshard is repeated in the backward, instead of keeping its result.
     """
     new = add_reshard(value, note)
     set_recompute(new, again)

@@ -35,7 +35,7 @@ def weights_of(graph: Graph) -> dict[Node, Node]:
 
 
 def on_parameter(value: Node, placement: Placement, weights: dict[Node, Node], size: int) -> Placement | None:
-    """Return the placement of the parameter that gives `value` this `placement`; None where there is none."""
+    """Return the placement of the parameter that gives `value` this `placement`, None if there is none."""
     while value is not weights[value]:
         source = operands(value)[0]
         if not is_reshard(value):

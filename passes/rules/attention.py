@@ -1,8 +1,8 @@
-"""Scaled dot product attention, forward and backward, in every form that ATen gives it.
+"""Sharding rules of scaled dot product attention, forward and backward, in every form that ATen has.
 
-All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions
-`s`, key positions `t`, and head dims. Batch and heads are independent. Query positions are too, unless the
-mask is causal by position; the gradients of keys and values are sums over them.
+All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions `s`, key
+positions `t`, and head dims `e` and `v`. Batch and heads are independent. Query positions are too, unless the mask is
+causal; the gradients of keys and values are sums over them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to i
 
 @dataclass(frozen=True)
 class _Factors:
-    """Sizes of a call's factors, and where they stand in its named tensors."""
+    """Sizes of a call's factors, and the factors of its named tensors."""
 
     sizes: dict[str, int]
     named: dict[str, Dims]
     blocked: set[str]
 
     def of(self, name: str, tensor: Tensor) -> Dims:
-        """Factors of an operand. One that is not of the kernel's index space (seeds, offsets) is whole."""
+        """Return the factors of an operand. One outside the kernel's index space (seeds, offsets) cannot be sharded."""
         if name in ("attn_mask", "attn_bias"):
             return self._mask(tensor)
         return self.named[name] if name in self.named else self.whole(tensor)
@@ -48,7 +48,7 @@ class _Factors:
         return tuple((f"whole{size}",) for size in tensor.shape)
 
     def _mask(self, tensor: Tensor) -> Dims:
-        """A mask broadcasts with the attention weights."""
+        """Return the factors of a mask, which broadcasts with the attention weights."""
         dims = _WEIGHTS[4 - tensor.ndim :]
         return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
 
@@ -68,7 +68,7 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
     if call.arg("is_causal"):
         blocked.add("s")  # query i sees keys up to i: the kernel counts from its first row
     if call.arg("dropout_p"):
-        blocked |= set(names)  # the kernel draws by the position in what it is given
+        blocked |= set(names)  # the kernel draws by positions in its operands, which sharding would change
     factors = _Factors(sizes, named, blocked)
     if logsumexp is not None:
         named["logsumexp"] = _logsumexp(factors, logsumexp)
@@ -76,7 +76,10 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
 
 
 def _logsumexp(factors: _Factors, tensor: Tensor) -> Dims:
-    """`[b, h, s]`, with a fourth dim of 1 in cuDNN's; other lengths than `s` are padded: `s` is whole then."""
+    """Return the factors of the logsumexp: `[b, h, s]`, for cuDNN with a fourth dim of size 1.
+
+    Kernels that pad it to more than `s` elements need `s` whole.
+    """
     length = tensor.shape[2]
     row: tuple[str, ...] = ("s",)
     if length != factors.sizes["s"]:
@@ -106,7 +109,7 @@ def _named_operands(call: Call) -> list[tuple[str, Tensor]]:
 
 
 def _forward(call: Call) -> Space | None:
-    """`(out, logsumexp, seeds and sizes ...)`."""
+    """Return the space of a kernel that gives `(out, logsumexp, seeds and sizes ...)`."""
     factors = _factors(call, call.results[1])
     if factors is None or _returns_debug_mask(call):
         return None
@@ -118,7 +121,7 @@ def _returns_debug_mask(call: Call) -> bool:
 
 
 def _math(call: Call) -> Space | None:
-    """`(out, weights)`, in plain operations."""
+    """Return the space of attention in plain operations, which gives `(out, weights)`."""
     factors = _factors(call, None)
     if factors is None or call.arg("dropout_mask") is not None:
         return None
@@ -126,19 +129,21 @@ def _math(call: Call) -> Space | None:
 
 
 def _backward(call: Call) -> Space | None:
-    """`(grad_query, grad_key, grad_value)`, and the mask's gradient where it is asked for."""
+    """Return the space of a backward, which gives `(grad_query, grad_key, grad_value)`, and the mask's gradient if
+    requested."""
     factors = _factors(call, call.arg("logsumexp"))
     if factors is None:
         return None
     results = [_QUERY, _KEY, _VALUE]
     if len(call.results) == 4:
         results.append(factors.of("attn_bias", call.results[3]))
-    # All gradients are linear in that of the output: rowsum(grad_out * out), which they share, is.
+    # All gradients are linear in `grad_out`, as is rowsum(grad_out * out), which all of them contain.
     return _space(call, factors, tuple(results), (Linear((0,)),))
 
 
 def _tiled(space_of: Callable[[Call], Space | None]) -> Callable[[Call], Space | None]:
-    """A kernel that has no groups, and pads its logsumexp: only whole tiles of query positions can be told apart."""
+    """Restrict the spaces of a kernel that has no grouped heads and pads its logsumexp: query positions split only into
+    tiles."""
 
     def space(call: Call) -> Space | None:
         plain = space_of(call)

@@ -1,4 +1,4 @@
-"""Convolution: batch and channels are carried or summed over, positions stay whole."""
+"""Sharding rules of convolutions: batch and channels are carried or summed over, positions stay whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ aten = torch.ops.aten
 
 
 def _convolution(call: Call) -> Space | None:
-    """Batch `n`, groups `g`, channels of a group `i` (summed over) and `o`."""
+    """Return the space of batch `n`, groups `g`, and a group's input channels `i` (summed over) and output channels
+    `o`."""
     if call.arg("input").ndim != call.arg("weight").ndim:
         return None
     has_bias = call.arg("bias") is not None
@@ -27,7 +28,8 @@ def _convolution(call: Call) -> Space | None:
 
 
 def _convolution_backward(call: Call) -> Space | None:
-    """`(grad_input, grad_weight, grad_bias)`, of those that are asked for."""
+    """Return the space of a backward, which gives those of `(grad_input, grad_weight, grad_bias)` that are
+    requested."""
     if call.arg("input").ndim != call.arg("weight").ndim:
         return None
     mask = call.arg("output_mask")
@@ -38,9 +40,9 @@ def _convolution_backward(call: Call) -> Space | None:
 
 
 def _channels(call: Call, *, bias: bool) -> tuple[Factors, list[Dim], list[Dim], list[Dim]]:
-    """Factors of the input, the weight and the output's channels.
+    """Return the factors, and the dims of the input, of the weight and of the output's channels.
 
-    With a bias `i` is whole: it would be added once per rank, and its gradient is no sum over `i`.
+    With a bias, `i` cannot be sharded: every rank would add the bias, and its gradient is no sum over `i`.
     """
     value, weight, groups = call.arg("input").shape, call.arg("weight").shape, call.arg("groups")
     factors = Factors()
@@ -62,13 +64,13 @@ def _positions(factors: Factors, prefix: str, shape: Sequence[int]) -> list[Dim]
 
 
 def _convolution_local(call: LocalCall) -> Node:
-    """The groups are those of this rank's part."""
+    """Convolve with the groups of this rank's part."""
     groups = _local_groups(call, call.args[0], call.args[1], out_channels=call.local_shape()[1])
     return call.emit(call.call.op, *call.args[:8], groups)
 
 
 def _convolution_backward_local(call: LocalCall) -> Node:
-    """The groups, and the size of the bias, are those of this rank's part."""
+    """Compute the gradients with the groups and the bias size of this rank's part."""
     grad, value, weight, bias = call.args[:4]
     out_channels = tensor_of(grad).shape[1]
     groups = _local_groups(call, value, weight, out_channels=out_channels)
@@ -77,7 +79,10 @@ def _convolution_backward_local(call: LocalCall) -> Node:
 
 
 def _local_groups(call: LocalCall, value: Node, weight: Node, *, out_channels: int) -> int:
-    """A weight's second dim is the channels of one group: of the input's, or of a transposed one's output."""
+    """Return the number of groups in this rank's part.
+
+    A weight's second dim is the channels of one group: of the input, or of the output if the convolution is transposed.
+    """
     channels = out_channels if call.call.arg("transposed") else tensor_of(value).shape[1]
     return channels // tensor_of(weight).shape[1]
 

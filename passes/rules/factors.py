@@ -1,4 +1,4 @@
-"""Writing down an index space: factors are named as their dims are met."""
+"""`Factors`, which builds the index space of a call dim by dim."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Factors:
         self._blocked: set[str] = set()
 
     def one(self, name: str, size: int, *, blocked: bool = False) -> Dim:
-        """A dim (or part of one) that is one factor; none at all where it has one element."""
+        """Return a dim (or part of one) made of one factor, or of none if it has one element."""
         if size == 1:
             return ()
         self._sizes[name] = size
@@ -28,7 +28,7 @@ class Factors:
         return (name,)
 
     def dims(self, shape: Sequence[int], *, blocked: Collection[int] = (), prefix: str = "d") -> list[Dim]:
-        """One factor per dim, named by the dim's number; `blocked` are the dims the op needs whole."""
+        """Return one factor per dim, named by the dim's number; the op needs those in `blocked` whole."""
         return [self.one(f"{prefix}{dim}", size, blocked=dim in blocked) for dim, size in enumerate(shape)]
 
     def space(
@@ -56,7 +56,7 @@ def _frozen(dims: Sequence[Dim]) -> Dims:
 
 
 def whole_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Dims counted from 0, in order; all of them for None or an empty list, as reductions have it."""
+    """Return dims counted from 0, in order; all dims for None or an empty list, as in ATen's reductions."""
     if isinstance(dims, int):
         dims = (dims,)
     if not dims or ndim == 0:
@@ -65,7 +65,7 @@ def whole_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a term converted from `source` to `target` loses nothing that its sum would keep."""
+    """Return whether a sum of terms converted from `source` to `target` is the converted sum, up to rounding."""
     if source is torch.bool:
         return False
     if source == target:

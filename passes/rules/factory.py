@@ -1,6 +1,6 @@
-"""Tensors made from nothing: each rank makes its part.
+"""Sharding rules of factories (`full`, `arange`, `eye`): each rank makes its part.
 
-What is the same everywhere is made in the per-device shape; a count is made from global positions.
+Constants are made in the per-device shape; `arange` and `eye` are computed from global positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.rules.rule import Call, Linear, LocalCall, Space, register, remade
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-ZEROS = (Linear((), ("sum",)),)  # zeros are a term of a sum of zeros
+ZEROS = (Linear((), ("sum",)),)  # zeros may be partial: a sum of zeros is zero
 FILLED = {
     aten.zeros.default: 0,
     aten.ones.default: 1,
@@ -29,13 +29,14 @@ FILLED = {
 
 
 def _value(call: Call) -> Any:
-    """What every element is; None where it is undefined."""
+    """Return the value of every element, None if it is undefined."""
     named = {parameter.name for parameter in call.op._schema.arguments}
     return call.arg("fill_value") if "fill_value" in named else FILLED.get(call.op)
 
 
 def _filled(call: Call) -> Space:
-    """Of an operand (`new_full`) only dtype and device are read, so its dims are no factors of the result."""
+    """Return the space of a filled tensor. Only dtype and device of an operand (`new_full`) are read: its dims are
+    separate."""
     factors = Factors()
     operands = [factors.dims(operand.shape, blocked=range(operand.ndim), prefix="like") for operand in call.operands]
     return factors.space(operands, [factors.dims(call.result.shape)], linear=ZEROS if _value(call) == 0 else ())
@@ -52,7 +53,7 @@ def _local_filled(call: LocalCall) -> Node:
 
 
 def _local_strided(call: LocalCall) -> Node:
-    """Strides of an undefined tensor mean nothing: they become those of a contiguous one."""
+    """Make an undefined tensor contiguous, as its strides carry no meaning."""
     shape = call.local_shape()
     strides = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
@@ -74,7 +75,7 @@ def _is_whole(call: LocalCall) -> bool:
 
 
 def _local_count(call: LocalCall) -> Node:
-    """`start + step * position`, where the dim is sharded."""
+    """Compute `start + step * position` if the dim is sharded."""
     if _is_whole(call):
         return remade(call)
     named = {parameter.name for parameter in call.call.op._schema.arguments}
@@ -94,7 +95,7 @@ def _local_count(call: LocalCall) -> Node:
 
 
 def _local_eye(call: LocalCall) -> Node:
-    """1 where the global positions of row and column agree."""
+    """Set 1 where the global positions of row and column are equal."""
     if _is_whole(call):
         return remade(call)
     result, layout = call.call.result, call.result_layout()

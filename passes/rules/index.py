@@ -1,9 +1,9 @@
-"""Embedding and advanced indexing: lookups in, and writes to, the indexed dims.
+"""Sharding rules of embedding and advanced indexing: lookups in, and writes to, the indexed dims.
 
-An indexed dim may be sharded. A lookup gives what this rank's part holds and zero elsewhere, which is
-`P(sum)`; a write keeps what falls into this rank's part. Dims that are not indexed, and the dims of the
-indices, are carried into the result. Adding at indices sums over the indices' dims: sharding them makes
-the result `P(sum)`, and so the tensor that is added to.
+An indexed dim may be sharded. A lookup then gives zero for what other ranks hold, so that the result is `P(sum)`; a
+write skips it. Dims that are not indexed, and the dims of the indices, appear in the result. Adding at indices sums
+over the indices' dims: if these are sharded, the result is `P(sum)`, and the tensor that is added to must be `P(sum)`
+as well.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Lookup:
         return tuple(factor for factor in self.sizes if factor.startswith("v"))
 
     def broadcast(self, tensor: Tensor) -> Dims:
-        """Factors of an operand that broadcasts with the result."""
+        """Return the factors of an operand that broadcasts with the result."""
         return _broadcast(tensor, self.result, self.result_shape)
 
 
 def _lookup(value: Tensor, indices: Sequence[Tensor | None]) -> _Lookup | None:
-    """None where an index is a mask of booleans: what it picks depends on data."""
+    """Return the factors of a lookup; None if an index is a boolean mask, whose result shape depends on data."""
     found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if not found or any(index.dtype in (torch.bool, torch.uint8) for _, index in found):
         return None
@@ -81,7 +81,7 @@ def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _index_position(indexed: list[int]) -> int:
-    """Dim of the result where the indices' dims stand: in place of adjacent ones, else in front (as in NumPy)."""
+    """Return the first result dim of the indices: where they stood if adjacent, else 0 (as in NumPy)."""
     adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
     return indexed[0] if adjacent else 0
 
@@ -95,8 +95,11 @@ def _broadcast(tensor: Tensor, dims: Dims, shape: tuple[int, ...]) -> Dims:
 
 @dataclass(frozen=True)
 class _Local:
-    """Indices into this rank's part, and where it does not hold what they name: in the shape that the
-    indices broadcast to, and lined up with the result. None where no indexed dim is sharded."""
+    """Indices into this rank's part, and masks of the indices that name elements of other ranks.
+
+    `missed` has the shape that the indices broadcast to, `outside` is the same lined up with the result. Both are None
+    if no indexed dim is sharded.
+    """
 
     indices: list[Node | None]
     missed: Node | None
@@ -121,7 +124,7 @@ def _local_indices(call: LocalCall, indices: Sequence[Node | None]) -> _Local:
 
 
 def _inside(call: LocalCall, mask: Node, outside: Node | None) -> Node:
-    """`mask`, where this rank holds what is indexed."""
+    """Return `mask` restricted to the elements that this rank holds."""
     if outside is None:
         return mask
     return call.emit(aten.bitwise_and.Tensor, mask, call.emit(aten.bitwise_not.default, outside))
@@ -178,7 +181,7 @@ register(aten.embedding_dense_backward.default, space=_embedding_backward, local
 
 
 def _moving(found: _Lookup, operands: tuple[Dims, ...], result: Tensor) -> Space:
-    """The space of a lookup in operand 0. Booleans have no sum, so that what is looked up stays whole."""
+    """Return the space of a lookup in operand 0. The looked up dims of booleans stay whole, as booleans have no sum."""
     blocked = frozenset(found.looked_up) if result.dtype == torch.bool else frozenset()
     linear = (Linear((0,), moved(result.dtype)),)
     return Space(found.sizes, operands, (found.result,), blocked, linear=linear)
@@ -205,7 +208,7 @@ def _masked_index(call: Call) -> Space | None:
     operands = (found.value, found.broadcast(mask), *found.indices)
     if fill == 0:
         return _moving(found, operands, call.result)
-    # The sum over the ranks would add up their fills.
+    # A sum over the ranks would add the fill once per rank.
     return Space(found.sizes, operands, (found.result,), frozenset(found.looked_up))
 
 
@@ -242,7 +245,7 @@ def _at(dim: int, index: Any) -> tuple[Any, ...]:
 
 
 def _bucketize(call: Call) -> Space:
-    """Every element is looked up by itself, in all boundaries."""
+    """Return a space in which each element is looked up separately, among all boundaries."""
     shape, boundaries = call.result.shape, call.arg("boundaries").shape
     dims = tuple((f"d{dim}",) for dim in range(len(shape)))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)} | {"boundary": boundaries[0]}
@@ -286,7 +289,7 @@ def _index_put_local(call: LocalCall) -> Node:
     if accumulate:
         kept = zero_where(call, values, local.outside)
         return call.emit(call.call.op, value, local.indices, kept, accumulate)
-    # What this rank does not hold is written to a slot that is cut off again.
+    # Writes to elements of other ranks go to a spare slot, which is cut off afterwards.
     layout = call.operand_layout(0)
     dim = next(d for d, index in enumerate(indices) if index is not None and is_split(layout, d))
     slot = tensor_of(value).shape[dim]

@@ -1,6 +1,6 @@
-"""Global indices on a sharded dim: the index in this rank's part, and where there is none.
+"""Lookups of global indices on a sharded dim: the local index, and a mask of the elements that other ranks hold.
 
-Gather, scatter and embedding on a sharded dim are lookups that each rank does for the part it holds.
+Gather, scatter and embedding share them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def moved(dtype: torch.dtype) -> tuple[str, ...]:
-    """Reductions of partial values that an op which only moves elements of `dtype` lets through."""
+    """Return the reductions that commute with an op that only moves elements of `dtype`."""
     if dtype == torch.bool:
         return ()
     if dtype.is_complex:
@@ -25,15 +25,16 @@ def moved(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def is_split(layout: Layout, dim: int) -> bool:
-    """Whether some axis shards `dim`."""
+    """Return whether some axis shards `dim`."""
     return bool(layout.axes_on(dim))
 
 
 def masked_index(call: LocalCall, index: Node, layout: Layout, dim: int, size: int) -> tuple[Node, Node]:
-    """Index into this rank's part of a sharded dim of global `size`, and the mask of what it does not hold.
+    """Return the index into this rank's part of a sharded dim of global `size`, and the mask of elements of other
+    ranks.
 
-    `index` holds global indices in `[0, size)`, of any shape. The local index of an element that another
-    rank holds is 0. The digits of the sharding axes are taken out of the index, innermost first.
+    `index` holds global indices in `[0, size)`, of any shape. The local index of an element that another rank holds is
+    0. The digits of the sharding axes are removed from the index, innermost first.
     """
     outside: Node | None = None
     for axis in reversed(layout.axes_on(dim)):
@@ -49,7 +50,7 @@ def masked_index(call: LocalCall, index: Node, layout: Layout, dim: int, size: i
 
 
 def _take_digit(call: LocalCall, index: Node, place: Node, outer: int, ranks: int, part: int) -> tuple[Node, Node]:
-    """`index` without the digit of one axis, and where that digit is not this rank's."""
+    """Return `index` without the digit of one axis, and a mask that is true where that digit is another rank's."""
     if outer == 1:
         local = call.emit(aten.sub.Tensor, index, call.emit(aten.mul.Tensor, place, part))
         below = call.emit(aten.lt.Scalar, local, 0)
@@ -63,41 +64,41 @@ def _take_digit(call: LocalCall, index: Node, place: Node, outer: int, ranks: in
 
 
 def _place(call: LocalCall, index: Node, axis: int) -> Node:
-    """This rank's coordinate, in a shape that leaves that of `index` as it is."""
+    """Return this rank's coordinate, in a shape that broadcasts to that of `index`."""
     coordinate = call.coordinate(axis)
     return coordinate if tensor_of(index).dim() else call.emit(aten.squeeze.dim, coordinate, 0)
 
 
 def wrapped(call: LocalCall, index: Node, size: int) -> Node:
-    """`index` with negative indices counted from the end, as `x[index]` does."""
+    """Return `index` with negative indices counted from the end, as in `x[index]`."""
     negative = call.emit(aten.lt.Scalar, index, 0)
     return call.emit(aten.where.self, negative, call.emit(aten.add.Tensor, index, size), index)
 
 
 def zero_where(call: LocalCall, value: Node, mask: Node) -> Node:
-    """`value` with zeros where `mask` is true; they broadcast together."""
+    """Return `value` with zeros where `mask` is true; they broadcast together."""
     return call.emit(aten.masked_fill.Scalar, value, mask, 0)
 
 
 def unsqueezed(call: LocalCall, value: Node, dims: int) -> Node:
-    """`value` with `dims` dims of size 1 appended."""
+    """Append `dims` dims of size 1 to `value`."""
     for _ in range(dims):
         value = call.emit(aten.unsqueeze.default, value, -1)
     return value
 
 
 def unchanged(call: LocalCall) -> Node:
-    """The call itself, on per-device operands."""
+    """Return the same call on per-device operands."""
     return call.emit(call.call.op, *call.args, **call.kwargs)
 
 
 def with_spare_slot(call: LocalCall, value: Node, dim: int) -> Node:
-    """`value` with one element appended on `dim`, for writes that this rank must not make."""
+    """Append one element on `dim` to `value`, the target of writes that this rank must not make."""
     tensor = tensor_of(value)
     pad = [0, 0] * (tensor.dim() - dim - 1) + [0, 1]
     return call.emit(aten.constant_pad_nd.default, value, pad, 0)
 
 
 def without_spare_slot(call: LocalCall, value: Node, dim: int) -> Node:
-    """Inverse of `with_spare_slot`."""
+    """Cut off what `with_spare_slot` appended."""
     return call.emit(aten.slice.Tensor, value, dim, 0, tensor_of(value).shape[dim] - 1)

@@ -1,4 +1,4 @@
-"""Products: an einsum of factors each, and those with a term added."""
+"""Sharding rules of matrix products, with and without an added term."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ aten = torch.ops.aten
 
 
 def _plus_term(left: str, right: str, result: str) -> SpaceOf:
-    """`term + left @ right`, a letter per dim: where a summed dim is sharded, the term must be partial too."""
+    """Return the space of `term + left @ right`, one letter per dim; if a summed dim is sharded, the term must be
+    partial."""
 
     def space(call: Call) -> Space | None:
         term, *factors = call.operands

@@ -1,6 +1,6 @@
-"""Normalizations that are kept whole: what they normalize over stays whole, the rest is carried.
+"""Sharding rules of fused normalizations: the dims that are normalized over stay whole, the rest may be sharded.
 
-Gradients of weight and bias are sums over the carried dims.
+Gradients of weight and bias are sums over the other dims.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ aten = torch.ops.aten
 
 
 def _layer_norm(call: Call) -> Space:
-    """`(out, mean, rstd)`, or `(out, rstd)` of RMS norm."""
+    """Return the space of layer norm, which gives `(out, mean, rstd)`, or of RMS norm, which gives `(out, rstd)`."""
     factors, whole, statistics, normalized = _trailing(call)
     affine = [normalized for _ in call.operands[1:]]
     return factors.space([whole, *affine], [whole, *(statistics for _ in call.results[1:])])
 
 
 def _layer_norm_backward(call: Call) -> Space:
-    """`(grad_input, grad_weight, grad_bias)`, of those that are asked for."""
+    """Return the space of a backward, which gives those of `(grad_input, grad_weight, grad_bias)` that are
+    requested."""
     factors, whole, statistics, normalized = _trailing(call)
     saved = [statistics for name in ("mean", "rstd") if _has(call, name)]
     affine = [normalized for _ in call.operands[2 + len(saved) :]]
@@ -40,7 +41,8 @@ def _layer_norm_backward(call: Call) -> Space:
 
 
 def _trailing(call: Call) -> tuple[Factors, list[Dim], list[Dim], list[Dim]]:
-    """Factors of the input, of its statistics and of its last dims, which are normalized over."""
+    """Return the factors, and the dims of the input, of its statistics and of the last dims, which are normalized
+    over."""
     shape = call.arg("input").shape
     first = len(shape) - len(call.arg("normalized_shape"))
     factors = Factors()
@@ -57,8 +59,11 @@ def _layer_norm_backward_local(call: LocalCall) -> Node:
 
 
 def _contiguous(call: LocalCall, value: Node) -> Node:
-    """A slice as a tensor of its own. Kernels of the backward read statistics as one block, whatever their
-    strides (torch 2.13, CPU: wrong gradients without an error); group norm refuses inputs with gaps."""
+    """Copy a slice into contiguous memory.
+
+    Backward kernels read statistics as one block, whatever their strides (torch 2.13, CPU: wrong gradients without an
+    error); group norm rejects inputs with gaps.
+    """
     if tensor_of(value).is_contiguous():
         return value
     return call.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
@@ -94,7 +99,8 @@ def _group_norm_backward(call: Call) -> Space:
 
 
 def _grouped(call: Call) -> tuple[Factors, list[Dim], list[Dim], list[Dim]]:
-    """Factors of the input `[N, C, ...]`, of its statistics `[N, groups]` and of its channels."""
+    """Return the factors, and the dims of the input `[N, C, ...]`, of its statistics `[N, groups]` and of its
+    channels."""
     shape, groups = call.arg("input").shape, call.arg("group")
     factors = Factors()
     batch, group = factors.one("n", shape[0]), factors.one("g", groups)
@@ -104,7 +110,7 @@ def _grouped(call: Call) -> tuple[Factors, list[Dim], list[Dim], list[Dim]]:
 
 
 def _group_norm_local(call: LocalCall) -> Node:
-    """Sizes are arguments: those of this rank's part."""
+    """Pass the sizes of this rank's part, which are arguments of the op."""
     value, weight, bias = call.args[:3]
     sizes = _sizes(value, call.call.args[4] // call.call.args[6])
     return call.emit(call.call.op, _contiguous(call, value), weight, bias, *sizes, call.args[7])
@@ -118,7 +124,7 @@ def _group_norm_backward_local(call: LocalCall) -> Node:
 
 
 def _sizes(value: Node, group_size: int) -> tuple[int, int, int, int]:
-    """Batch, channels, positions and groups."""
+    """Return batch, channels, positions and groups of a per-device value."""
     shape = tensor_of(value).shape
     return shape[0], shape[1], math.prod(shape[2:]), shape[1] // group_size
 
@@ -131,11 +137,12 @@ register(aten.native_group_norm_backward.default, space=_group_norm_backward, lo
 
 
 def _batch_norm(call: Call) -> Space:
-    """`(out, save_mean, save_invstd)`, and new running statistics where they are returned."""
+    """Return the space of batch norm, which gives `(out, save_mean, save_invstd)` and perhaps new running
+    statistics."""
     factors, whole, channels = _channeled(call, training=_is_training(call))
     operands = [whole, *(channels for _ in call.operands[1:])]
     results = [whole, *(_saved(factors, tensor, channels) for tensor in call.results[1:])]
-    # Statistics are of channels: those of no channel are empty, and in evaluation those given are returned.
+    # Statistics that every rank has in full: empty ones, and in evaluation the given ones, which are returned.
     every = range(1, len(results))
     equal = [i for i in every if not (call.results[i].shape[0] and _is_training(call))]
     return factors.space(operands, results, replicated_results=frozenset(equal))
@@ -160,7 +167,7 @@ def _is_training(call: Call) -> bool:
 
 
 def _saved(factors: Factors, tensor: Tensor, channels: list[Dim]) -> list[Dim]:
-    """Statistics of each channel, or nothing."""
+    """Return the dims of statistics, which are per channel or empty."""
     return channels if tensor.shape[0] else factors.dims(tensor.shape, prefix="empty")
 
 

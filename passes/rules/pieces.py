@@ -1,7 +1,7 @@
-"""Ops that take pieces of a dim, or put pieces together.
+"""Sharding rules of ops that take pieces of a dim (`slice`, `split`), or join pieces (`cat`, `stack`).
 
-A piece that is one of `k` equal parts of a dim is that dim's inner digit: the sharding of a fused
-projection, each part sharded, goes through slices and concatenation. Any other piece needs the dim whole.
+A piece that is one of `k` equal parts of a dim is that dim's inner digit. So a fused projection stays sharded, each of
+its parts by itself, through slices and concatenation. Any other piece needs the dim whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _slice_backward(call: Call) -> Space:
 
 
 def _window(call: Call, factors: Factors, whole: Shape, piece: Shape) -> tuple[list[Dim], list[Dim]]:
-    """Dims of a tensor and of a slice of it, in the factors that they share."""
+    """Return the dims of a tensor and of a slice of it, in shared factors."""
     dim = call.arg("dim") % len(whole)
     start, step = _start(call.arg("start"), whole[dim]), call.arg("step")
     pair = _part(factors, whole[dim], piece[dim], start, step)
@@ -69,7 +69,7 @@ def _part(factors: Factors, whole: int, piece: int, start: int, step: int) -> tu
 
 
 def _with(factors: Factors, shape: Sequence[int], dim: int, there: Dim) -> list[Dim]:
-    """Factors of `shape`, with those of `dim` given."""
+    """Return the factors of `shape`, with the given ones for `dim`."""
     return [there if at == dim else factors.one(f"d{at}", size) for at, size in enumerate(shape)]
 
 
@@ -90,7 +90,7 @@ def _local_slice_backward(call: LocalCall) -> Node:
 
 
 def _local_window(call: LocalCall, whole: Shape, piece: Shape, local: Shape) -> dict[str, int]:
-    """Where the window of per-device shape `local` starts and ends: as many windows lie before it."""
+    """Return the bounds of this rank's slice, `local` being its per-device shape; {} if the dim is not sharded."""
     dim = call.call.arg("dim") % len(whole)
     if local[dim] == piece[dim]:
         return {}
@@ -136,7 +136,7 @@ def _split(call: Call) -> Space:
 
 
 def _joined(factors: Factors, whole: int, pieces: list[int]) -> tuple[Dim, list[Dim]]:
-    """Factors of a dim and of its consecutive pieces: shared where the pieces are equal."""
+    """Return the factors of a dim and of its consecutive pieces, shared if the pieces are equal."""
     if len(set(pieces)) == 1 and pieces[0] * len(pieces) == whole:
         piece = factors.one("piece", pieces[0])
         return factors.one("parts", len(pieces), blocked=True) + piece, [piece] * len(pieces)
@@ -164,7 +164,7 @@ def _unbind(call: Call) -> Space:
 
 def _cat(call: Call) -> Space | None:
     shape, operands = call.result.shape, call.operands
-    if any(operand.ndim != len(shape) for operand in operands):  # an empty tensor of any rank is left out
+    if any(operand.ndim != len(shape) for operand in operands):  # `cat` ignores empty tensors of another ndim
         return None
     dim = call.arg("dim") % len(shape)
     factors = Factors()
@@ -187,7 +187,7 @@ def _together(call: Call) -> tuple[Linear, ...]:
 
 
 def _pad(call: Call) -> Space:
-    """A dim that grows or shrinks stays whole. Sums pass where what is added is 0."""
+    """Return a space in which padded or cropped dims stay whole. Sums pass only a padding with 0."""
     shape, pad, value = call.operands[0].shape, call.arg("pad"), call.arg("value")
     changed = [len(shape) - 1 - i // 2 for i, count in enumerate(pad) if count]
     factors = Factors()

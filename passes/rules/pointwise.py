@@ -1,7 +1,7 @@
-"""Pointwise ops: one index space for all, and a table of what is linear.
+"""Sharding rules of pointwise ops: one index space for all, and a table of those that are linear.
 
-Operands broadcast against the result from the last dim backwards. An op that torch tags as pointwise
-needs no line here; the lists hold those that lack the tag, and those that let partial values through.
+Operands broadcast against the result from the last dim backwards. Ops that torch tags as pointwise need no entry here;
+the lists hold those without the tag, and those that pass partial values.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ Groups = tuple[tuple[str, ...], ...]  # names of arguments in which an op is joi
 
 
 def pointwise_space(call: Call) -> Space | None:
-    """The broadcast index space of `call`, without partial rows; None where shapes do not broadcast."""
+    """Return the broadcast index space of `call`, without partial rows; None if shapes do not broadcast."""
     return _space(call, ())
 
 
 def linear_in(groups: Groups, ops: tuple[str, ...] = ("sum", "avg")) -> Callable[[Call], Space | None]:
-    """A pointwise op that is linear in each group of arguments, the others replicated.
+    """Return the space of a pointwise op that is linear in each group of arguments, with the others replicated.
 
-    A number in a group stands for a constant term: only 0 keeps the op linear. `ops` are the
-    reductions that pass.
+    A number in a group is a constant term: the op is linear only if it is 0. `ops` are the reductions that pass.
     """
 
     def space(call: Call) -> Space | None:
@@ -59,7 +58,7 @@ def _space(call: Call, linear: tuple[Linear, ...]) -> Space | None:
 
 
 def _broadcast(shape: tuple[int, ...], result: tuple[int, ...], whole: list[Dim]) -> list[Dim] | None:
-    """Factors of an operand of `shape`: those of the result dims that it spans."""
+    """Return the factors of an operand of `shape`: those of the result dims that it spans."""
     if 0 in shape and 0 not in result:  # an empty buffer that the op carries but does not read
         return [()] * len(shape)
     missing = len(result) - len(shape)
@@ -86,7 +85,7 @@ def _linear(call: Call, groups: Groups, ops: tuple[str, ...]) -> Iterator[Linear
 
 
 def _positions(call: Call) -> dict[str, int]:
-    """Place of each tensor argument among the operands."""
+    """Return the place of each tensor argument among the operands."""
     positional = [p.name for p in call.op._schema.arguments if not p.kwarg_only]
     given = [*zip(positional, call.args, strict=False), *call.kwargs.items()]
     return {name: i for i, name in enumerate(name for name, value in given if isinstance(value, Tensor))}

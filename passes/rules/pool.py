@@ -1,4 +1,4 @@
-"""Pooling and resampling of images: batch and channels are carried, positions stay whole."""
+"""Sharding rules of image pooling and resampling: batch and channels may be sharded, positions stay whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ aten = torch.ops.aten
 
 
 def _per_channel(positions: int, *, linear: bool) -> Callable[[Call], Space | None]:
-    """An op on the last `positions` dims of each image and channel; linear in its first operand or not at all."""
+    """Return the space of an op that treats each image and channel separately, on its last `positions` dims.
+
+    `linear` says whether the op is linear in its first operand.
+    """
 
     def space(call: Call) -> Space | None:
         tensors = (*call.operands, *call.results)
@@ -35,7 +38,7 @@ def _dims(factors: Factors, shape: Sequence[int], positions: int, prefix: str) -
 
 
 def _resize_backward_local(call: LocalCall) -> Node:
-    """The input's size is an argument: that of this rank's part."""
+    """Pass the input size of this rank's part, which is an argument of the op."""
     place = [parameter.name for parameter in call.call.op._schema.arguments].index("input_size")
     sizes = list(call.local_shape())
     return call.emit(call.call.op, *call.args[:place], sizes, *call.args[place + 1 :], **call.kwargs)

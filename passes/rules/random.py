@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout: each is a hash of the step, the op and its global index.
 
-A generator per rank draws by the shape it is given, so that another mesh means other dropout masks. Here a
-number is a function of (seed of the step, ordinal of the op, index in the global tensor): any layout, and one
-device, draw the same.
+With a generator per rank, the numbers depend on local shapes, and another mesh gives other dropout masks. Here a
+number is a function of (seed of the step, ordinal of the op, index in the global tensor): all layouts draw the same
+numbers, and so does a single device.
 
 The hash is two keyed rounds of a 32-bit mixer, in int64 and without overflow: products of a 32-bit word and a
 31-bit constant, masked back to a word. Eager and compiled code then agree to the bit.
@@ -31,7 +31,7 @@ _STREAMS = 2  # words that one op draws per element, at most
 
 
 def _elementwise(call: Call) -> Space | None:
-    """A factor per dim of the result; operands have its shape, or broadcast to it."""
+    """Return a space with a factor per dim of the result; operands have its shape, or broadcast to it."""
     shape = call.result.shape
     dims = tuple((f"d{dim}",) for dim in range(len(shape)))
     sizes = {f"d{dim}": size for dim, size in enumerate(shape)}
@@ -53,7 +53,7 @@ class _Source:
     index: Node
 
     def words(self, stream: int) -> Node:
-        """A 32-bit word per element, in i64; each stream is another one."""
+        """Return a 32-bit word per element, in i64; each stream is independent of the others."""
         call, ordinal = self.call, self.number * _STREAMS + stream
         first, second = _keys(call, 2 * ordinal)
         index = self.index
@@ -64,7 +64,7 @@ class _Source:
         return _mix(call, _xor(call, once, second))
 
     def fraction(self, stream: int, dtype: torch.dtype) -> Node:
-        """Uniform numbers in [0, 1) of at most 32 bits."""
+        """Return uniform numbers in [0, 1) with at most 32 random bits."""
         digits = min(_DIGITS[dtype], 32)
         bits = _shifted(self.call, self.words(stream), 32 - digits)
         return self.call.emit(aten.mul.Tensor, self.call.emit(convert, bits, dtype), 2.0**-digits)
@@ -75,7 +75,7 @@ def _source(call: LocalCall) -> _Source:
 
 
 def _global_index(call: LocalCall) -> Node:
-    """Row-major index in the global result: i64, of the per-device shape."""
+    """Return the row-major global index of each element of this rank's part: i64[per-device shape]."""
     shape = call.call.result.shape
     index: Node | None = None
     for dim, size in enumerate(shape):
@@ -91,7 +91,7 @@ def _global_index(call: LocalCall) -> Node:
 
 
 def _uniform(source: _Source, dtype: torch.dtype) -> Node:
-    """Uniform numbers in [0, 1) with as many bits as `dtype` has digits."""
+    """Return uniform numbers in [0, 1), with as many random bits as the significand of `dtype` has."""
     call, digits = source.call, _DIGITS[dtype]
     if digits <= 32:
         return source.fraction(0, dtype)
@@ -101,7 +101,7 @@ def _uniform(source: _Source, dtype: torch.dtype) -> Node:
 
 
 def _normal(source: _Source, dtype: torch.dtype) -> Node:
-    """Normal numbers of mean 0 and variance 1: Box and Muller's transform of two uniform ones."""
+    """Return normal numbers of mean 0 and variance 1, by the Box-Muller transform of two uniform ones."""
     call = source.call
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     # 1 - u is in (0, 1], where the logarithm is finite.
@@ -113,7 +113,7 @@ def _normal(source: _Source, dtype: torch.dtype) -> Node:
 
 
 def _integers(source: _Source, low: int, high: int) -> Node:
-    """Integers in [low, high)."""
+    """Return integers in [low, high)."""
     call, count = source.call, high - low
     if count <= 1 << 31:
         drawn = _shifted(call, call.emit(aten.mul.Tensor, source.words(0), count), 32)
@@ -131,7 +131,7 @@ def _cast(call: LocalCall, value: Node, dtype: torch.dtype) -> Node:
 
 
 def _keys(call: LocalCall, salt: int) -> tuple[Node, Node]:
-    """Two 32-bit words from the step's seed, the same for all elements, other ones for another salt."""
+    """Return two 32-bit words that depend on the step's seed and on `salt`, the same for all elements."""
     seed = call.seed()
     low = call.emit(aten.bitwise_and.Scalar, seed, _WORD)
     high = call.emit(aten.bitwise_and.Scalar, _shifted(call, seed, 32), _WORD)
@@ -142,7 +142,7 @@ def _keys(call: LocalCall, salt: int) -> tuple[Node, Node]:
 
 
 def _salted(salt: int) -> int:
-    """What `_mix` computes, of a Python number that is counted up from 1 so that it is not 0."""
+    """Compute `_mix` of a Python number, counted from 1 because 0 is mapped to 0."""
     word = (salt + 1) * 0x9E3779B9 & _WORD
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         word = (word ^ word >> shift) * multiplier & _WORD
@@ -150,7 +150,7 @@ def _salted(salt: int) -> int:
 
 
 def _mix(call: LocalCall, word: Node) -> Node:
-    """A bijection of 32-bit words in which every bit depends on all bits."""
+    """Apply a bijection of 32-bit words in which every bit of the result depends on all bits."""
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         word = call.emit(aten.mul.Tensor, _xor(call, word, _shifted(call, word, shift)), multiplier)
         word = call.emit(aten.bitwise_and.Scalar, word, _WORD)
@@ -199,18 +199,18 @@ def _randint(call: LocalCall) -> Node:
 
 
 def _permutation(call: Call) -> Space:
-    """A permutation is drawn whole."""
+    """Return a space in which the permutation is drawn whole."""
     return Space({"d0": call.result.shape[0]}, (), ((("d0",),),), frozenset({"d0"}))
 
 
 def _randperm(call: LocalCall) -> Node:
-    """The order of as many random words, of which no two are equal."""
+    """Return the sort order of that many random words, no two of which are equal."""
     order = call.emit(aten.argsort.stable, _source(call).words(0), stable=True)
     return _cast(call, order, call.call.result.dtype)
 
 
 def _bernoulli(call: LocalCall) -> Node:
-    """1 with the probability that the operand holds."""
+    """Draw 1 with the probability that the operand holds."""
     hit = call.emit(aten.lt.Tensor, _uniform(_source(call), torch.float32), call.args[-1])
     return _cast(call, hit, call.call.result.dtype)
 

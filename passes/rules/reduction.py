@@ -1,7 +1,7 @@
-"""Reductions, scans, and other ops that look along a dim.
+"""Sharding rules of reductions, scans, sorts and other ops along a dim.
 
-A reduction whose terms combine (sum, max, min, product) may have its dim sharded and gives a partial
-value. The others need the dim whole.
+If the terms of a reduction combine (sum, max, min, product), its dim may be sharded and the result is partial. The
+other ops need the dim whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINEAR = (Linear((0,), ("sum", "avg")),)
 
 
 def _combining(op: str) -> SpaceOf:
-    """A reduction by `op`: partial where a reduced dim is sharded."""
+    """Return the space of a reduction by `op`, which is partial if a reduced dim is sharded."""
 
     def space(call: Call) -> Space | None:
         terms = call.operands[0].dtype
@@ -29,7 +29,7 @@ def _combining(op: str) -> SpaceOf:
 
 
 def _whole(linear: tuple[Linear, ...] = ()) -> SpaceOf:
-    """A reduction that needs its dims whole."""
+    """Return the space of a reduction that needs its dims whole."""
     return lambda call: _reduced(call, None, linear)
 
 
@@ -57,9 +57,9 @@ def _is_exact(call: Call) -> bool:
 
 
 def _along_dim(linear: tuple[Linear, ...] = ()) -> SpaceOf:
-    """Every tensor has the operand's dims, and `dim` (all dims, where it is None) stays whole.
+    """Return a space in which every tensor has the operand's dims, and `dim` (all dims, if it is None) stays whole.
 
-    Along `dim` a result may have another length, as the first k of a sort.
+    Along `dim` a result may have another length, such as that of `topk`.
     """
 
     def space(call: Call) -> Space:
@@ -83,7 +83,7 @@ def _resized(factors: Factors, whole: list[Dim], tensor: Tensor, dims: tuple[int
 
 
 def _flattened(call: Call) -> Space:
-    """An op over all elements whose result has an index of its own."""
+    """Return the space of an op over all elements, whose result has an index of its own."""
     factors = Factors()
     operand = call.operands[0].shape
     whole = factors.dims(operand, blocked=range(len(operand)))

@@ -1,13 +1,13 @@
-"""Sharding rules: an op's index space, and the rows that follow from it.
+"""Sharding rules: the index space of an op, and the rows that follow from it.
 
-A rule says which factors index the operands and results of a call. From that follow its rows, each a
-way to run the op on ONE mesh axis without communication:
+A rule says which factors index the operands and results of a call. Its rows follow from that; each row is a way to run
+the op on ONE mesh axis without communication:
 
 - sharding a factor shards every operand and result that has it; an operand without it is replicated,
   a result without it is partial (the factor is summed over);
 - an op that is linear in some operands maps partial values to partial values.
 
-A layout on several axes is one row per axis, so a rule never grows with the mesh.
+A layout on several axes is one row per axis, so a rule does not grow with the mesh.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Dims = tuple[tuple[str, ...], ...]  # per dim, its factors, outermost first; () 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape and dtype of an operand or result, global."""
+    """Global shape and dtype of an operand or result."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """An op with its arguments, `Tensor` standing for each tensor."""
+    """An op with its arguments, with a `Tensor` in place of each tensor."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """Tensor arguments in order of appearance in args, then kwargs."""
+        """Return the tensor arguments in order of appearance in args, then kwargs."""
         found: list[Tensor] = []
         _collect((self.args, self.kwargs), found)
         return tuple(found)
@@ -65,7 +65,7 @@ class Call:
         return self.results[0]
 
     def arg(self, name: str) -> Any:
-        """An argument by its name in the schema, its default where it was not given."""
+        """Return an argument by its name in the schema, or its default if it was not given."""
         for i, parameter in enumerate(self.op._schema.arguments):
             if parameter.name == name:
                 if name in self.kwargs:
@@ -86,7 +86,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def call_of(node: Node) -> Call:
-    """The call that `node` makes, in global shapes."""
+    """Return the call that `node` makes, in global shapes."""
     assert isinstance(node.target, OpOverload)
     results = tuple(Tensor(tuple(t.shape), t.dtype) for t in results_of(node))
     return Call(node.target, _abstract(node.args), _abstract(node.kwargs), results)
@@ -105,11 +105,10 @@ def _abstract(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Linear:
-    """The op is jointly linear in these operands (all others replicated): partial in, partial out.
+    """A group of operands in which the op is jointly linear (all others replicated): partial in, partial out.
 
-    `ops` are the reductions that pass: `("sum",)` for a linear op, all of them for one that only
-    moves elements. All results become partial. No operands: the result is a term by itself, as zeros
-    are of a sum.
+    `ops` are the reductions that pass: `("sum",)` for a linear op, all of them for one that only moves elements. All
+    results become partial. Without operands, the result itself may be partial, as zeros are.
     """
 
     operands: tuple[int, ...]
@@ -118,7 +117,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Space:
-    """The index space of a call: factors, where they stand, and what may be done with them."""
+    """The index space of a call: its factors, the dims that they index, and how each may be sharded."""
 
     sizes: Mapping[str, int]
     operands: tuple[Dims, ...]
@@ -128,9 +127,9 @@ class Space:
     linear: tuple[Linear, ...] = ()
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
-    replicated_results: frozenset[int] = frozenset()  # results equal on all ranks whatever is sharded
+    replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # ^ that `factor_row` made, by factor, digit and size of the axis
+    # ^ the cache of `factor_row`, by factor, digit and size of the axis
 
 
 @dataclass(frozen=True)
@@ -146,12 +145,12 @@ class Row:
 
 
 def replicated_row(operands: int, results: int) -> Row:
-    """Every rank computes everything."""
+    """Return the row in which every rank computes everything."""
     return Row("R", (R,) * operands, (R,) * results)
 
 
 def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
-    """The row that shards `factor` at digit `outer` over `size` ranks; None where the op has none."""
+    """Return the row that shards `factor` at digit `outer` over `size` ranks, None if the op has none."""
     key = factor, outer, size
     if key not in space.rows:
         space.rows[key] = _factor_row(space, *key)
@@ -175,7 +174,7 @@ def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
 
 
 def linear_row(space: Space, linear: Linear, op: str) -> Row:
-    """The row that maps partial operands of one linear group to partial results."""
+    """Return the row that maps partial operands of one linear group to partial results."""
     operands = tuple(Partial(op) if i in linear.operands else R for i in range(len(space.operands)))
     return Row(f"P({op})", operands, (Partial(op),) * len(space.results))
 
@@ -189,8 +188,10 @@ def _place(space: Space, dims: Dims, factor: str, outer: int) -> Shard | None:
 
 
 def factor_at(space: Space, dims: Dims, placement: Shard, size: int) -> tuple[str, int] | None:
-    """The factor, and the digit in it, that `placement` on an axis of `size` shards; None where the
-    digit lies across two factors."""
+    """Return the factor, and the digit in it, that `placement` shards on an axis of `size`.
+
+    Returns None if the digit spans two factors.
+    """
     if placement.dim >= len(dims):
         return None
     before = 1
@@ -203,7 +204,7 @@ def factor_at(space: Space, dims: Dims, placement: Shard, size: int) -> tuple[st
 
 
 def rows(space: Space, size: int) -> tuple[Row, ...]:
-    """All rows with a contiguous digit of each factor, on an axis of `size`."""
+    """Return all rows with a contiguous digit of each factor, on an axis of `size`."""
     found = [replicated_row(len(space.operands), len(space.results))]
     for factor in space.sizes:
         row = factor_row(space, factor, 1, size)
@@ -215,7 +216,7 @@ def rows(space: Space, size: int) -> tuple[Row, ...]:
 
 
 def row_sharding(space: Space, operand: int, placement: Placement, size: int) -> Row | None:
-    """The row in which `operand` has `placement`."""
+    """Return the row in which `operand` has `placement`."""
     if isinstance(placement, Shard):
         at = factor_at(space, space.operands[operand], placement, size)
         return factor_row(space, *at, size) if at is not None else None
@@ -227,7 +228,7 @@ def row_sharding(space: Space, operand: int, placement: Placement, size: int) ->
 
 
 def row_giving(space: Space, result: int, placement: Placement, size: int) -> Row | None:
-    """The row in which `result` has the sharding `placement`, or, for a call without operands, is partial."""
+    """Return the row in which `result` has the sharding `placement`, or, for a call without operands, is partial."""
     if isinstance(placement, Partial):
         free = (linear for linear in space.linear if not linear.operands and placement.op in linear.ops)
         return next((linear_row(space, linear, placement.op) for linear in free), None)
@@ -238,10 +239,10 @@ def row_giving(space: Space, result: int, placement: Placement, size: int) -> Ro
 
 
 class LocalCall(abc.ABC):
-    """What the local form of a rule sees: a call to be made on per-device tensors.
+    """The interface of local forms: a call that is to be made on per-device tensors.
 
-    `args`, `kwargs` and `operands` hold per-device nodes. `emit` adds an op in front of the node that
-    is replaced; a local form returns the node that gives the result (or the tuple of results).
+    `args`, `kwargs` and `operands` hold per-device nodes. `emit` adds an op before the node that is replaced; a local
+    form returns the node that gives the result (or the tuple of results).
     """
 
     call: Call  # global shapes
@@ -252,39 +253,39 @@ class LocalCall(abc.ABC):
 
     @abc.abstractmethod
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        """Add a call; its value is computed from its operands' per-device values."""
+        """Add a call on per-device values."""
 
     @abc.abstractmethod
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
-        """Per-device shape of a result."""
+        """Return the per-device shape of a result."""
 
     @abc.abstractmethod
     def operand_layout(self, operand: int) -> Layout:
-        """Layout of a tensor operand."""
+        """Return the layout of a tensor operand."""
 
     @abc.abstractmethod
     def result_layout(self, result: int = 0) -> Layout:
-        """Layout of a result."""
+        """Return the layout of a result."""
 
     @abc.abstractmethod
     def positions(self, layout: Layout, dim: int, size: int) -> Node:
-        """Global index of each per-device index of a dim of global `size`: i64[local size]."""
+        """Return the global index of each per-device index of a dim of global `size`: i64[local size]."""
 
     @abc.abstractmethod
     def coordinate(self, axis: int) -> Node:
-        """This rank's place on an axis: i64[1]."""
+        """Return this rank's coordinate on an axis: i64[1]."""
 
     @abc.abstractmethod
     def seed(self) -> Node:
-        """The step's seed: i64[], equal on all ranks."""
+        """Return the step's seed: i64[], equal on all ranks."""
 
     @abc.abstractmethod
     def number(self) -> int:
-        """Ordinal of the call among the graph's random ops, equal on all ranks."""
+        """Return the ordinal of the call among the graph's random ops, equal on all ranks."""
 
 
 def remade(call: LocalCall, **changes: Any) -> Node:
-    """The call itself on per-device operands, with some arguments (by name) changed."""
+    """Repeat the call on per-device operands, with some arguments (by name) changed."""
     positional = [p.name for p in call.call.op._schema.arguments if not p.kwarg_only][: len(call.args)]
     args = [changes.pop(name, value) for name, value in zip(positional, call.args, strict=True)]
     return call.emit(call.call.op, *args, **{**call.kwargs, **changes})
@@ -296,8 +297,11 @@ LocalForm = Callable[[LocalCall], Node]
 
 @dataclass(frozen=True)
 class Rule:
-    """The index space of an op's calls (None: no rows but the replicated one), and how a call is made
-    on per-device tensors where that differs from the call itself. `text` is what `rule` was given, if that made it."""
+    """The index space of an op's calls, and the local form of a call.
+
+    A `space` of None allows the replicated row only. Without `local`, the same op is called on per-device tensors.
+    `text` is the string that `rule` was called with, if it made this rule.
+    """
 
     space: SpaceOf
     local: LocalForm | None = None
@@ -305,9 +309,9 @@ class Rule:
 
 
 _RULES: dict[OpOverload, Rule] = {}
-_NAMED: dict[str, Rule] = {}  # of ops that do not exist before torch has imported what defines them
+_NAMED: dict[str, Rule] = {}  # ops that exist only after torch has imported the module that defines them
 _TAGGED: dict[torch.Tag, Rule] = {}
-_SPACES: dict[Any, Space | None] = {}  # of calls, by their form
+_SPACES: dict[Any, Space | None] = {}  # the cache of `space_of`, by the form of a call
 
 
 def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -> None:
@@ -328,7 +332,7 @@ def register_tag(tag: torch.Tag, *, space: SpaceOf) -> None:
 
 
 def registered() -> tuple[OpOverload, ...]:
-    """The ops with a rule of their own."""
+    """Return the ops with a rule of their own."""
     return tuple(_RULES)
 
 
@@ -337,11 +341,10 @@ def rule(
 ) -> Callable[[str], None]:
     """Give `ops` a rule as a factor string: `rule(aten.mm.default)("m k, k n -> m n")`.
 
-    Operands are separated by commas, dims by spaces. `(b s)` is a dim merged of two factors, `1` a dim of
-    size 1, `s!` a factor that the op needs whole. A factor missing in a result is summed over. With
-    `linear`, the op is linear in each operand by itself, as an einsum is. With `replace`, the rule takes the place of
-    one that the op has. Raises UserError for what is no op, a rule for another number of tensors than the op takes and
-    gives, and another rule for an op that has one.
+    Operands are separated by commas, dims by spaces. `(b s)` is a dim merged of two factors, `1` a dim of size 1, `s!`
+    a factor that the op needs whole. A factor missing in a result is summed over. With `linear`, the op is linear in
+    each operand separately, like an einsum. With `replace`, the rule replaces one that the op already has. Raises
+    UserError if an argument is no op, if the number of tensors is not that of the op, or if the op has another rule.
     """
     for op in ops:
         if not isinstance(op, OpOverload):
@@ -364,7 +367,7 @@ def rule(
 
 
 def _check_counts(op: OpOverload, text: str) -> None:
-    """Raise UserError where a rule is for another number of tensors than the op takes or gives."""
+    """Raise UserError if a rule has another number of tensors than the op takes or returns."""
     for what, given, types in zip(
         (("takes", "before"), ("gives", "after")),
         map(_parse_dims, text.split("->", 1)),
@@ -384,7 +387,7 @@ def _check_counts(op: OpOverload, text: str) -> None:
 
 
 def rule_of(op: object) -> Rule | None:
-    """The rule of an op, None where it has none."""
+    """Return the rule of an op, None if it has none."""
     if not isinstance(op, OpOverload):
         return None
     if op not in _RULES and str(op) in _NAMED:
@@ -395,7 +398,7 @@ def rule_of(op: object) -> Rule | None:
 
 
 def space_of(node: Node) -> Space | None:
-    """The index space of a call, made once for all calls of one form; None where no rule knows it."""
+    """Return the index space of a call, cached for all calls of one form; None if no rule knows it."""
     rule = rule_of(node.target)
     if rule is None:
         return None

@@ -1,8 +1,7 @@
-"""Gather and scatter along one dim: an index per element of the result, or of what is written.
+"""Sharding rules of gather and scatter along one dim, with an index per element that is read or written.
 
-The dim itself may be sharded: a gather gives what this rank's part holds and zero elsewhere, which is
-`P(sum)`; a scatter writes what falls into this rank's part. With the vocabulary sharded, that is
-cross-entropy and its gradient.
+The dim itself may be sharded: a gather gives zero for elements of other ranks, so that the result is `P(sum)`; a
+scatter skips them. This covers cross-entropy and its gradient with a sharded vocabulary.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ aten = torch.ops.aten
 
 
 def _factors(call: Call, dim: int, *others: Tensor) -> tuple[dict[str, int], tuple[Dims, ...], set[str]]:
-    """Sizes, factors of the indexed tensor and of `others` (the index first), and factors needed whole.
+    """Return sizes, the dims of the indexed tensor and of `others` (the index first), and the factors needed whole.
 
-    Off `dim` a tensor may be longer than its index, which then covers its beginning: such a dim is whole.
+    On dims other than `dim`, a tensor may be longer than its index, which then covers its beginning: such a dim is
+    whole.
     """
     value = call.args[0]
     assert isinstance(value, Tensor)
@@ -92,7 +92,7 @@ def _scatter_value(call: Call) -> Space | None:
         return None
     dim %= value.ndim
     sizes, (indexed, picked), blocked = _factors(call, dim, index)
-    # A sum over the ranks would add up what they write.
+    # A sum over the ranks would add the written value once per rank.
     passing = tuple(op for op in moved(value.dtype) if written == 0 or op in ("max", "min", "avg"))
     blocked.add(f"i{dim}")
     return Space(sizes, (indexed, picked), (indexed,), frozenset(blocked), linear=(Linear((0,), passing),))
@@ -149,7 +149,7 @@ def _scatter_local(call: LocalCall) -> Node:
     if call.call.op is aten.scatter.value and _is_one_per_line(call, dim):
         return _filled_where_indexed(call, dim)
     local, outside = masked_index(call, index, layout, dim, shape[dim])
-    # What this rank does not hold is written to a slot that is cut off again.
+    # Writes to elements of other ranks go to a spare slot, which is cut off afterwards.
     slot = tensor_of(value).shape[dim]
     local = call.emit(aten.masked_fill.Scalar, local, outside, slot)
     written = call.emit(call.call.op, with_spare_slot(call, value, dim), dim, local, *call.args[3:], **call.kwargs)
@@ -157,13 +157,14 @@ def _scatter_local(call: LocalCall) -> Node:
 
 
 def _is_one_per_line(call: LocalCall, dim: int) -> bool:
-    """Whether the index has one element along `dim` and all of them across: a comparison does it."""
+    """Return whether the index has size 1 on `dim` and full size on the other dims, so that a comparison replaces
+    it."""
     value, index = call.call.args[0], call.call.args[2]
     return all(i == (1 if d == dim else size) for d, (i, size) in enumerate(zip(index.shape, value.shape, strict=True)))
 
 
 def _filled_where_indexed(call: LocalCall, dim: int) -> Node:
-    """The fill of a one-hot, as the pointwise op that it fuses to."""
+    """Fill one element per line by a pointwise comparison, which can be fused."""
     value, _, index, written = call.args
     shape = call.call.args[0].shape
     positions = call.positions(call.operand_layout(0), dim, shape[dim])

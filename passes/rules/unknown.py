@@ -1,4 +1,4 @@
-"""What is said, or refused, of an op that runs on whole tensors because no rule says how to shard it."""
+"""The reason, or the error, for an op that runs on whole tensors because no rule says how to shard it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from passes.rules.rule import rule_of
 
 
 def why_whole(node: Node, *, unknown_ops: Literal["replicate", "error"]) -> str:
-    """Why a call whose rule gives no index space runs on whole tensors.
+    """Return why a call without an index space runs on whole tensors.
 
-    Raises UnknownOpError for one that draws random numbers, as every rank would draw its own, and for one without a
-    rule where `unknown_ops` is `"error"`.
+    Raises UnknownOpError for a call that draws random numbers, as every rank would draw its own, and for one without a
+    rule if `unknown_ops` is `"error"`.
     """
     known = rule_of(node.target) is not None
     if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
@@ -35,6 +35,6 @@ def why_whole(node: Node, *, unknown_ops: Literal["replicate", "error"]) -> str:
 
 
 def _place(node: Node) -> str:
-    """The end of a message: the user's line."""
+    """Return the user's source line, the end of a message."""
     origin = origin_of(node)
     return f"\n  {origin.file}:{origin.line}: {origin.source.strip()}" if origin.file else ""

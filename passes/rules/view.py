@@ -1,7 +1,7 @@
-"""Ops that give the elements of one tensor another shape or order.
+"""Sharding rules of ops that change the shape of a tensor or the order of its elements.
 
-They keep digits of the index: a reshape splits and merges dims into common factors, so that a sharding
-survives it both ways. All of them are linear and, as they only move elements, pass every reduction.
+They keep digits of the index: a reshape splits and merges dims into common factors, so that shardings pass in both
+directions. All of them are linear and, as they only move elements, commute with every reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOVES = (Linear((0,), PARTIAL_OPS),)
 
 
 def local_reshape(call: LocalCall) -> Node:
-    """A reshape to the per-device shape of the result; by a copy where strides leave no other way."""
+    """Reshape to the per-device shape of the result, after a copy if the strides allow no view."""
     operand, shape = call.operands[0], list(call.local_shape())
     if not is_viewable(tensor_of(operand), shape):
         operand = call.emit(aten.clone.default, operand, memory_format=torch.contiguous_format)
@@ -39,11 +39,10 @@ def _reshape(call: Call) -> Space:
 
 
 def regroup(factors: Factors, old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """Dims of two shapes of one number of elements, in the factors that they share.
+    """Return the dims of two shapes with the same number of elements, in shared factors.
 
-    From both ends the greatest common digit of the two dims that meet there becomes a factor; what is
-    left in the middle is in no digit of the other side, and blocked: `[4, 9] -> [6, 6]` shares 2 at
-    the front, 3 at the back, and blocks the rest.
+    From both ends, the greatest common divisor of the two dims that meet becomes a factor. What remains in the middle
+    has no counterpart and is blocked: `[4, 9] -> [6, 6]` shares 2 at the front, 3 at the back, and blocks the rest.
     """
     if 0 in old:
         return (
@@ -67,7 +66,7 @@ def regroup(factors: Factors, old: Sequence[int], new: Sequence[int]) -> tuple[l
 
 
 def _common(left: list[int], right: list[int], rows: list[int], columns: list[int]) -> list[tuple[int, int, int]]:
-    """Common digits (size, dim at left, dim at right) from one end on; divides them out of both sides."""
+    """Return common factors (size, left dim, right dim) from one end on, and divide both sides by them."""
     found: list[tuple[int, int, int]] = []
     while True:
         rows = [dim for dim in rows if left[dim] > 1]
@@ -122,7 +121,7 @@ def _unsqueeze(call: Call) -> Space:
 
 
 def _expand(call: Call) -> Space:
-    """A dim that is broadcast has a factor in the result alone: each rank makes its part."""
+    """Return a space in which broadcast dims are factors of the result only: each rank makes its part."""
     shape, wide = call.operands[0].shape, call.result.shape
     factors = Factors()
     result = factors.dims(wide)
@@ -152,7 +151,7 @@ def _local_repeat(call: LocalCall) -> Node:
 
 
 def _unfold(call: Call) -> Space:
-    """Windows on one dim: its elements are shared between windows, so it stays whole."""
+    """Return the space of sliding windows on one dim, which stays whole because windows share elements."""
     operand = call.operands[0]
     if not operand.ndim:
         return Factors().space([[]], [[()]], linear=MOVES)
@@ -165,7 +164,7 @@ def _unfold(call: Call) -> Space:
 
 
 def _along(name: str) -> SpaceOf:
-    """Elements change places along the dims that argument `name` lists; the shape stays."""
+    """Return the space of an op that reorders elements along the dims that argument `name` lists."""
 
     def space(call: Call) -> Space:
         operand = call.operands[0]
@@ -177,7 +176,7 @@ def _along(name: str) -> SpaceOf:
 
 
 def _triangle(call: Call) -> Space:
-    """Zeros on one side of a diagonal: its two dims stay whole."""
+    """Return the space of `tril` and `triu`, which need their last two dims whole."""
     operand = call.operands[0]
     factors = Factors()
     dims = factors.dims(operand.shape, blocked=(operand.ndim - 2, operand.ndim - 1))
@@ -203,7 +202,7 @@ def _part(call: Call) -> Space:
 
 
 def _opaque(call: Call) -> None:
-    """A view by strides says nothing of dims."""
+    """Return None: strides do not say which dims a view has in common with its operand."""
 
 
 _COMPLEX = (Linear((0,), ("sum", "avg")),)  # complex numbers have no order, and their product mixes the parts
@@ -219,7 +218,7 @@ register(
 register(aten.permute.default, space=_permute)
 register(aten.transpose.int, space=_transpose)
 register(aten.t.default, space=_t)
-# A dim of one element on this rank is not one of the dims to drop.
+# By a reshape: a sharded dim may have one element on this rank, and `squeeze` would drop it.
 register(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, space=_squeeze, local=local_reshape)
 register(aten.unsqueeze.default, space=_unsqueeze)
 register(aten.expand.default, space=_expand, local=_local_expand)

@@ -19,17 +19,17 @@ from passes.search.solvers.evaluate import Assignment, evaluate
 from passes.search.solvers.mip import Formulation
 
 SWEEPS = 5  # of dual ascent, at most, from where the search ended
-CHEAPEST = 2  # strategies of every variable in the program of an alternative, beside those of assignments at hand
+CHEAPEST = 2  # strategies of every variable in the program of an alternative, in addition to those of known assignments
 GAP = 0.0025  # of the step: to which that program is solved, in one node of branch and bound
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The whole model with one value in this layout, and everything else chosen for that. Seconds; bytes per device."""
+    """The best plan found with one value in this layout. Seconds; bytes per device."""
 
     layout: Layout
     is_chosen: bool  # by the search
-    step: float | None  # of the best plan found, by the search's objective; None: nothing goes together with it
+    step: float | None  # of the best plan found, by the search's objective; None: no assignment has this layout
     bound: float  # no plan with this layout is better
     compute: float = 0.0
     communication: float = 0.0  # hidden or not, on all links
@@ -38,11 +38,12 @@ class Alternative:
 
 
 def alternatives(searched: Searched, node: Node, *, asked: Layout, most: int, solved: int) -> tuple[Alternative, ...]:
-    """Return layouts of what `node` makes that the search considers, the quickest first; none for what it did not decide.
+    """Return layouts of the value of `node` that the search considers, the fastest first; none if the search did not
+    decide it.
 
-    They are the `most` promising by the search's own min-marginals, the chosen one and the one `asked` for. Each has the
-    assignment that its bound rounds to; for the `solved` most promising, and the one asked for, the program of what is
-    near the bound is solved as well.
+    They are the `most` promising by the search's own min-marginals, the chosen one and the one `asked` for. Each has
+    the assignment that its bound rounds to; for the `solved` most promising, and the one asked for, the program of the
+    strategies near the bound is solved as well.
     """
     source, position = item_of(node) or (node, 0)
     owner = searched.skeleton.owners.get(searched.skeleton.leader[source])
@@ -84,7 +85,8 @@ class _Restricted:
         return dual
 
     def rounded(self, dual: Dual) -> list[Assignment]:
-        """Return what the dual rounds to, from the variable on; and the search's assignment with this alone changed."""
+        """Return the assignment that the dual rounds to, starting at the variable, and the search's assignment with
+        only this variable changed."""
         rest = [other for other in range(len(self.factor_graph.variables)) if other != self.variable]
         rounded = dual.rounded([self.variable, *rest])
         changed = list(self.searched.assignment.strategies)

@@ -1,4 +1,4 @@
-"""State what a search looks for: the memory limit, the gap to prove, and the time it has."""
+"""The goal of a search: the memory limit, the gap to prove, and the time limit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
 
 @dataclass(frozen=True)
 class Goal:
-    """The aim of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
+    """The goal of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
 
-    `keep_gathered` says of parameters that the forward gathered whether they stay for the backward; None: each as the
-    search finds. What is over the limit can be recomputed at the cost of `recomputation`.
+    `keep_gathered` says whether gathered parameters stay for the backward; None: the search decides for each. Bytes
+    over the limit can be recomputed at the cost of `recomputation`.
     """
 
     memory_limit: float | None = None

@@ -51,7 +51,7 @@ class Prepared:
         return self.structure.gm
 
     def on(self, mesh: Mesh, *, deadline: float = float("inf")) -> Prepared:
-        """Return the same on other hardware or other links: which strategies there are depends on the mesh's axes alone."""
+        """Return the same on other hardware or other links, as strategies only depend on the mesh's axes."""
         node_costs = self.node_costs.on(self.node_costs.unit_costs.on(mesh))
         return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
 
@@ -71,25 +71,26 @@ class Prepared:
         return recomputation_savings(self.graph, self.skeleton, self.node_costs)
 
     def solutions(self, goal: Goal) -> Iterator[Solution]:
-        """Yield good layouts that fit the memory, then, where these are not proven to be the best, what a longer search finds.
+        """Yield good layouts that fit the memory, then the result of a longer search, unless they are proven to be the
+        best.
 
-        Raises MemoryLimitError where no plan was found that fits.
+        Raises MemoryLimitError if no plan was found that fits.
         """
         started = time.perf_counter()
         for assignment, bound in self._search(goal).results():
             yield self._solution(assignment, bound, started)
 
     def explore(self, goal: Goal) -> Searched:
-        """Return the last of `solutions`, with what the search found out on the way.
+        """Return the last of `solutions`, with everything that the search found out.
 
-        Raises MemoryLimitError where no plan was found that fits.
+        Raises MemoryLimitError if no plan was found that fits.
         """
         search = self._search(goal)
         assignment, _ = list(search.results())[-1]
         return Searched(self.graph, self.skeleton, assignment, search.state.relaxation, goal.budget)
 
     def smallest(self, *, keep_gathered: bool | None = None) -> Iterator[Solution]:
-        """Yield layouts that take little memory, whatever they cost: the quickest of those first.
+        """Yield layouts that take little memory, whatever they cost: the fastest of those first.
 
         `keep_gathered` is as in a `Goal`.
         """
@@ -103,16 +104,16 @@ class Prepared:
     def evaluate_recipe(
         self, placed: GraphModule, *, gathers_again: bool, budget: MemoryBudget | None = None
     ) -> Assignment | None:
-        """Return the assignment with the layouts of `placed`, or with those most like it that the search considers.
+        """Return the assignment with the layouts of `placed`, or with the most similar ones that the search considers.
 
-        None where these do not go together. Parameters are gathered again in the backward, or kept.
+        None if these cannot be combined. Parameters are gathered again in the backward, or kept.
         """
         return recipe_assignment(
             self.graph, self.skeleton, self.transitions, placed, gathers_again=gathers_again, budget=budget
         )
 
     def _search(self, goal: Goal) -> _Search:
-        """Return the search that found plans for the same goal, unless it had to hurry, or a new one."""
+        """Return the search that found plans for the same goal, unless it was cut short, or a new one."""
         held = self.searches.get(goal)
         if held is None or not held.found or goal.time_limit is not None:
             self.searches.clear()
@@ -125,7 +126,7 @@ class Prepared:
 
 
 class _Search:
-    """A search that is resumed where it was left, and yields again what it found."""
+    """A search that can be resumed, and yields again what it found."""
 
     def __init__(self, state: SearchState) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""Evaluate the plan of a recipe by the search's objective: layouts that were found without the search."""
+"""Evaluate the plan of a recipe by the search's objective."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def recipe_assignment(
 ) -> Assignment | None:
     """Return the assignment with the layouts of `placed`: the graph `gm` with reshards added and every node placed.
 
-    Where it has layouts that the search does not consider, with those that are most like it; None where these do not go
-    together.
+    Layouts that the search does not consider are replaced by the most similar ones; None if these cannot be combined.
     """
     strategies = _most_alike(gm, skeleton, transitions.factor_graph, placed)
     return evaluate(transitions, strategies, keeps=float("inf") if gathers_again else 0.0, repeats=0.0, budget=budget)
@@ -97,7 +96,7 @@ def _keys(gm: GraphModule) -> dict[Node, str]:
 
 
 def _users(node: Node) -> Iterator[Node]:
-    """Yield the users of a value, whatever layout they take it in."""
+    """Yield the users of a value, also those that take it through a reshard."""
     for user in node.users:
         if is_reshard(user):
             yield from _users(user)

@@ -1,4 +1,4 @@
-"""Estimate what recomputing values of a model's blocks frees and costs, before any layout is chosen."""
+"""Estimate the bytes that recomputing values of a model's blocks frees and its cost, before any layout is chosen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ KEPT_PARTS = (0.75, 0.5, 0.25, 0.0)  # of the bytes that blocks save: the points
 
 
 def recomputation_savings(gm: GraphModule, skeleton: Skeleton, node_costs: NodeCosts) -> RecomputationCurve:
-    """Return freed bytes per device and the seconds that they take, where all ranks share what is saved and the work."""
+    """Return freed bytes per device and the seconds that they take, with saved values and work divided evenly among
+    ranks."""
     members = [member for variable in skeleton.variables for member in variable.members]
     costs = {one.node: [float(row[0]) for row in node_costs.costs(one.node, one.strategies)] for one in members}
     seconds = {node.name: costs[leader][0] for node, leader in skeleton.leader.items() if leader in costs}

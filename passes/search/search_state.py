@@ -1,4 +1,4 @@
-"""Hold the state of one search: the relaxation with its lower bound, and the incumbent with its upper bound."""
+"""The state of one search: the relaxation with its lower bound, and the incumbent with its upper bound."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ class SearchState:
 
     @property
     def is_proven(self) -> bool:
-        """Tell whether the gap between incumbent and bound is closed."""
+        """Return whether the gap between incumbent and bound is closed."""
         best = self.incumbent
         return best is not None and best.objective - self.bound <= self.goal.gap * best.objective
 
     @property
     def is_late(self) -> bool:
-        """Tell whether the time limit is over."""
+        """Return whether the time limit has passed."""
         return self.goal.time_limit is not None and time.perf_counter() - self.started > self.goal.time_limit
 
     @property
     def is_done(self) -> bool:
-        """Tell whether the gap is closed or the time limit over."""
+        """Return whether the gap is closed or the time limit has passed."""
         return self.is_proven or self.is_late
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the time limit of a program: what is left, but enough to find something."""
+        """Return the time limit for a program: the remaining time, but enough to find a solution."""
         if self.goal.time_limit is None:
             return None
         return max(0.1, self.goal.time_limit - (time.perf_counter() - self.started))
@@ -88,7 +88,7 @@ class SearchState:
             self.incumbent = assignment
 
     def offer_solved(self, assignment: Assignment | None) -> None:
-        """Offer what a program found, which may keep other values than the goal says."""
+        """Offer the solution of a program, which may keep other values than the goal says."""
         kept = self._keeping(assignment)
         if kept is assignment or (kept is not None and self._fits(kept)):
             self.offer(kept)

@@ -1,7 +1,7 @@
-"""Choose which values of a model's blocks to save for the backward, where not all of them fit: a mixed-integer program.
+"""Choose which values of a model's blocks to save for the backward if not all fit, by a mixed-integer program.
 
-A value that the backward needs is saved, or recomputed from values that are; each costs what it takes by itself, a fused
-call its part of the kernel that it is in.
+A value that the backward needs is saved, or recomputed from saved ones at the cost of its call; that of a fused call is
+its part of the kernel.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from passes.ir.recompute_blocks import Blocks
 from passes.search.solvers.highs import MixedIntegerProgram
 
 GAP = 1e-4  # of the seconds that are recomputed: to which the program is solved
-IDLE = 1e-3  # of the seconds of all: the price of all bytes, so that nothing is saved for nothing
+IDLE = 1e-3  # fraction of all seconds: the price of saving all bytes, so that nothing is saved without a gain
 
 
 @dataclass(frozen=True)
 class SelectiveRecomputation:
-    """The kinds of values in the blocks of a LOCAL graph that can be recomputed: bytes of them in all blocks, seconds to
-    recompute them, and from which others."""
+    """The kinds of values in the blocks of a LOCAL graph that can be recomputed.
+
+    It holds their bytes in all blocks, the seconds to recompute them, and the kinds that they are computed from.
+    """
 
     nbytes: Mapping[str, int]  # of those that can be saved
     seconds: Mapping[str, float]
@@ -37,7 +39,7 @@ class SelectiveRecomputation:
 
     @staticmethod
     def of(graph: Graph, repeats: Repeats, seconds_of: Mapping[str, float]) -> SelectiveRecomputation:
-        """Take the values of `graph`. `seconds_of` is by name of node; what has none is recomputed for nothing."""
+        """Take the values of `graph`. `seconds_of` is by node name; recomputing a node without an entry is free."""
         blocks = Blocks.of(graph)
         remade = [node for node, saving in saved_or_remade(blocks, frozenset()).items() if saving == "remade"]
         nbytes: dict[str, int] = defaultdict(int)
@@ -63,11 +65,11 @@ class SelectiveRecomputation:
         return sum(self.nbytes[kind] for kind in kinds)
 
     def within(self, limit: float) -> tuple[str, ...]:
-        """Return the kinds to save in `limit` bytes, for the least time."""
+        """Return the kinds to save in `limit` bytes, so that recomputation takes least time."""
         return self._solved(limit)[0]
 
     def recomputing(self, limit: float) -> float:
-        """Return the seconds of what is recomputed where `limit` bytes are saved."""
+        """Return the seconds of recomputation if `limit` bytes are saved."""
         return self._solved(limit)[1]
 
     def _solved(self, limit: float) -> tuple[tuple[str, ...], float]:

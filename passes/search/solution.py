@@ -1,4 +1,4 @@
-"""Write down what a search found: layouts by name, so that they hold for a folded graph and for the whole one."""
+"""The result of a search: layouts by name, so that they apply to a folded graph and to the whole one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Solution:
-    """The layouts of a plan, and how good it is by the search's objective.
+    """The layouts of a plan, with its cost by the search's objective.
 
-    `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of parameters that the forward gathers
-    and keeps for the backward; `repeated` those of other values whose transition is repeated in the backward rather than its
-    result kept. Seconds; bytes.
+    `nodes` are by key (`keys_of`), `outputs` by the output's path; `kept` are keys of parameters that the forward
+    gathers and keeps for the backward; `repeated` are keys of other values whose transition is repeated in the backward
+    instead of keeping its result. Seconds; bytes.
     """
 
     nodes: Mapping[str, Placed]
@@ -57,11 +57,11 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Return how much better, as a part of the objective, a plan could be at most."""
+        """Return the fraction of the objective by which a plan could be better at most."""
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
 
     def expanded(self, repeats: Repeats) -> Solution:
-        """Return the same for the graph that was folded."""
+        """Return the solution for the whole graph that was folded."""
         kept, repeated = (tuple(_expanded(repeats, dict.fromkeys(keys))) for keys in (self.kept, self.repeated))
         return replace(self, nodes=_expanded(repeats, self.nodes), kept=kept, repeated=repeated)
 
@@ -111,7 +111,7 @@ def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:
 
 
 def keys_of(gm: GraphModule) -> dict[Node, str]:
-    """Return names of nodes that are the same in the folded graph and in the whole one.
+    """Return node names that are the same in the folded graph and in the whole one.
 
     A node of the program has its own name; one that a pass added is named by the parameter or output next to it.
     """

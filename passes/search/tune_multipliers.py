@@ -1,4 +1,4 @@
-"""Look for the multipliers with the highest bound, and for those under which assignments fit the memory."""
+"""Find the multipliers with the highest bound, and those under which assignments fit the memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an 
 
 
 def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
-    """Look for a price on bytes under which the relaxation rounds to an assignment that fits; False if none exists.
+    """Find a price of bytes under which the relaxation rounds to an assignment that fits; return False if none exists.
 
-    First bytes alone count: where even that bound is over the most that fits, no assignment does.
+    At first only bytes count: if even that bound exceeds what fits, no assignment does.
     """
     segments = ((0.0, 0.0, 0.0),) * len(state.factor_graph.segments)
     state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
@@ -50,10 +50,11 @@ def raise_price_of_bytes(state: SearchState, steps: float) -> None:
 
 
 def tune(state: SearchState) -> None:
-    """Look for the multipliers with the highest bound, then solve the program of all that was near it.
+    """Tune the multipliers to raise the bound, then solve the program of all strategies that were near it.
 
-    The duals of the linear program of what is near the bound are multipliers; what is near the bound under those joins the
-    program, and so on. New multipliers are taken halfway, as those of few strategies oscillate.
+    The multipliers are the duals of the linear program of the strategies near the bound. Strategies near the bound
+    under those join the program, and so on. New multipliers are averaged with the old ones, as those of few strategies
+    oscillate.
     """
     best = state.dual_bound, state.relaxation.multipliers
     restriction, idle = _near_bound(state), 0

@@ -115,7 +115,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("gpt")) for name in MODELS]
+)
 def test_evaluation_with_default_options_has_a_plan(name: str) -> None:
     make, args = MODELS[name]
     with torch.no_grad():
@@ -123,6 +125,7 @@ def test_evaluation_with_default_options_has_a_plan(name: str) -> None:
     assert str(found)
 
 
+@pytest.mark.slow
 def test_frozen_and_unused_parameters_have_a_plan_in_training() -> None:
     for name in ("frozen", "unused", "no parameters"):
         make, args = MODELS[name]

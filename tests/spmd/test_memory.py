@@ -22,7 +22,9 @@ def _bound(shape: tuple[int, ...], ranks: int) -> int:
     return math.prod((-(-shape[0] // ranks), *shape[1:])) if shape else 1
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "mlp_uneven", "irregular", "conv_net"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama")] + ["mlp_uneven", "irregular", "conv_net"]
+)
 @pytest.mark.parametrize(("mesh", "recipe"), [("dp=4", "fsdp"), ("a=2,b=2", "fsdp"), ("dp=4", "zero2")])
 def test_parameters_and_gradients_are_stored_in_parts(name: str, mesh: str, recipe: str) -> None:
     ranks = plan_ranks(build(name), mesh, Options(recipe=recipe))

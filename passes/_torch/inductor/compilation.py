@@ -29,7 +29,7 @@ _KEEP_ORDER = order_settings(inductor_config.get_config_copy())
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
-    """Return what Inductor does to a graph before it is partitioned: constant folding, attention patterns, no-ops."""
+    """Run the passes that Inductor runs before the partition: constant folding, attention patterns, no-ops."""
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
@@ -39,7 +39,8 @@ def run_joint_graph_passes(gm: GraphModule) -> None:
 
 
 def _last_uses(folder: ConstantFolder) -> dict[Node, list[Node]]:
-    """Return by node whose values can go after it: as torch finds them, but for its walk through all arguments."""
+    """Return, by node, the nodes whose values are last used there: torch's result, without its slow walk of all
+    arguments."""
     graph = folder.module.graph
     assert isinstance(graph, Graph)
     last, output = defaultdict[Node, list[Node]](list), graph.output_node()
@@ -81,8 +82,8 @@ def inductor_compile(
 ) -> InductorCode:
     """Compile a flat ATen graph on fake `inputs`.
 
-    `visible_outputs` keep the strides that the graph says. With `keep_order`, collectives and waits stay
-    where the graph has them: by default Inductor moves each wait after its collective.
+    `visible_outputs` keep the strides of the graph. With `keep_order`, collectives and waits stay where the graph has
+    them; by default Inductor moves each wait after its collective.
     """
     options: dict[str, Any] = {"fx_graph_cache": True}
     if keep_order:
@@ -104,5 +105,5 @@ def _plain(stride: Sequence[Any] | None) -> tuple[int, ...] | None:
 
 
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
-    """Inductor's decompositions, without those of `whole`."""
+    """Return Inductor's decompositions, without those of `whole`."""
     return {op: rule for op, rule in select_decomp_table().items() if op not in whole}

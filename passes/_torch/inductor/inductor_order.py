@@ -1,4 +1,4 @@
-"""The order in which Inductor's code runs kernels, collectives and waits: that of the graph."""
+"""Scheduler passes that make Inductor run kernels, collectives and waits in the order of the graph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.fx import Node
 
 
 class JoinsBetweenCollectives(CustomSchedulerPass):
-    """Make a kernel wait for the last collective that the graph has before it, until kernels are joined.
+    """Keep Inductor from fusing kernels across collectives: each kernel depends on the last collective before it.
 
-    So none of those that lead to a collective is joined with one after it: it would hold that collective back, and with
-    it all that come after, since a joined kernel runs where the last of its calls stood.
+    A fused kernel runs where the last of its calls stood. If a kernel that a collective waits for were fused with one
+    after it, it would delay that collective, and with it all later ones.
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -39,10 +39,10 @@ class JoinsBetweenCollectives(CustomSchedulerPass):
 
 
 class GraphOrder(CustomSchedulerPass):
-    """Put kernels, collectives and waits in the order of the graph, a joined kernel where the last of its calls stood.
+    """Put kernels, collectives and waits in the order of the graph, a fused kernel where the last of its calls stood.
 
-    Without it a kernel stands where the first of its calls stood, and what the last one waits for before it; and
-    where a value's readers make it again, its kernel stands with the first reader.
+    Otherwise Inductor puts a fused kernel where the first of its calls stood, and before it all that the last one waits
+    for; a value that its readers recompute is put with its first reader.
     """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -53,7 +53,8 @@ class GraphOrder(CustomSchedulerPass):
 
 
 def _in_order(nodes: list[Any]) -> list[Any]:
-    """Return nodes of Inductor's scheduler, each after what it waits for; of those that can run, the one that stands first."""
+    """Return scheduler nodes, each after its dependencies; of those that are ready, the first in the graph comes
+    first."""
     makers = {name: number for number, node in enumerate(nodes) for name in node.get_buffer_names()}
     readers: list[list[int]] = [[] for _ in nodes]
     missing = [0] * len(nodes)
@@ -79,7 +80,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
 
 
 def _place(scheduled: Any, places: dict[Node, int]) -> int:
-    """Return where the last call that a node of Inductor's scheduler runs stands in its graph; 0 where it runs none."""
+    """Return the position in its graph of the last call that a scheduler node runs, 0 if it runs none."""
     origins = [origin for part in scheduled.get_nodes() for origin in part.node.get_origins()]
     for graph in {origin.graph for origin in origins if origin not in places}:
         places |= {node: number for number, node in enumerate(graph.nodes)}

@@ -1,8 +1,9 @@
-"""Inductor's patterns, without those that cannot be in a graph: most of its time it looks for attention written out.
+"""A filter for Inductor's patterns that skips those that cannot match, as it spends most of its time on attention
+patterns.
 
-A pattern is a tree of calls; where the graph has no call of what one of them is, the pattern is nowhere in it. The graph is
-asked when a pattern's turn comes, as those found before may have added calls: first for the call that was missing before.
-Products are padded on a GPU alone: without one each would be looked at for nothing.
+A pattern is a tree of calls; it cannot match a graph that lacks one of them. This is checked when the pattern's turn
+comes, as earlier replacements may have added calls: first for the call that was missing before. Patterns that pad
+matrix products are for GPUs only, and skipped for graphs on CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PADDING = (should_pad_mm, should_pad_bmm, should_pad_addmm)
 
 
 def possible_patterns() -> AbstractContextManager[Any]:
-    """Let Inductor try those patterns alone whose calls are all in the graph."""
+    """Let Inductor try only those patterns whose calls are all in the graph."""
     return replaced(PatternMatcherPass, "apply", _apply_possible)
 
 
@@ -44,13 +45,13 @@ def _apply_possible(matcher: PatternMatcherPass, gm: GraphModule | Graph) -> int
 
 
 class _Possible(dict[Any, Any]):
-    """Entries by operation and target, as the matcher reads them."""
+    """The matcher's entries by operation and target, without those that cannot match."""
 
     def __init__(self, patterns: dict[Any, list[PatternEntry]], graph: Graph) -> None:
         super().__init__(patterns)
         self._table = graph._find_nodes_lookup_table.table
         self._is_padded = _is_on_gpu(graph)
-        self._missing: dict[PatternExpr, tuple[tuple[str, Any], ...]] = {}  # a call that was not there when last asked
+        self._missing: dict[PatternExpr, tuple[tuple[str, Any], ...]] = {}  # a call that the graph lacked at the last check
 
     def __getitem__(self, key: Any) -> Iterator[PatternEntry]:
         entries = (entry for entry in super().__getitem__(key) if self._is_padded or not _is_padding(entry.extra_check))
@@ -71,21 +72,23 @@ class _Possible(dict[Any, Any]):
 
 
 def _is_on_gpu(graph: Graph) -> bool:
-    """Return whether any input is."""
+    """Return whether any input is on a GPU."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return any(isinstance(value, torch.Tensor) and value.device.type in ("cuda", "xpu") for value in values)
 
 
 @cache
 def _is_padding(check: Callable[..., Any]) -> bool:
-    """Return whether an entry's check asks, after its own, whether a product is worth padding."""
+    """Return whether an entry's check asks, after its own test, whether padding a product pays off."""
     return inspect.isfunction(check) and inspect.getclosurevars(check).nonlocals.get("extra_check") in _PADDING
 
 
 @cache
 def _called(pattern: PatternExpr) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """Return the keys that each call in a pattern may have in a graph's table of nodes; parts that may match anything, or be
-    missing, are of no call."""
+    """Return, for each call in a pattern, its possible keys in a graph's table of nodes.
+
+    Parts of the pattern that may match anything, or may be missing, are left out.
+    """
     return tuple(dict.fromkeys(_calls(pattern)))
 
 

@@ -1,4 +1,4 @@
-"""Inductor's settings that keep the order of a graph: all that moves, merges or splits collectives and waits is off."""
+"""Inductor's settings that keep the order of a graph: all that move, merge or split collectives and waits are off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from passes._torch.inductor.inductor_order import GraphOrder, JoinsBetweenCollectives
 from passes._torch.supported import OLDEST, release, unsupported
 
-# A setting, what keeps the order, and the release that it came with.
+# A setting, the value that keeps the order, and the release that introduced it.
 _SETTINGS: tuple[tuple[str, Any, tuple[int, int]], ...] = (
     ("reorder_for_peak_memory", False, OLDEST),
     ("reorder_for_locality", False, OLDEST),
@@ -22,28 +22,28 @@ _SETTINGS: tuple[tuple[str, Any, tuple[int, int]], ...] = (
     ("bucket_reduce_scatters_fx", "none", OLDEST),
     ("bucket_all_reduces_fx", "none", OLDEST),
     ("dedup_reduce_scatters", False, OLDEST),
-    # No kernels joined that would hold a collective back, and the graph's order after what joins them.
+    # Before fusion, keep kernels from being fused across collectives; after it, restore the order of the graph.
     ("_pre_fusion_custom_pass", JoinsBetweenCollectives(), OLDEST),
     ("_post_fusion_custom_pass", GraphOrder(), OLDEST),
 )
 
-# Settings whose names say that they reorder, that are on by default, and that move no collective by themselves.
+# Settings that are on by default and named like ones that reorder, but move no collective by themselves.
 _HARMLESS = frozenset(
     {
-        "aten_distributed_optimizations.prioritize_bucketing_during_scheduling",  # of enable_overlap_scheduling
-        "aten_distributed_optimizations.pre_bucketing_fsdp_collectives",  # of enable_overlap_scheduling
-        "triton.reorder_for_reducing_graph_partitions",  # of kernels, between CUDA graphs
-        "test_configs.assume_bucketing_reduces_latency",  # of enable_overlap_scheduling
+        "aten_distributed_optimizations.prioritize_bucketing_during_scheduling",  # part of enable_overlap_scheduling
+        "aten_distributed_optimizations.pre_bucketing_fsdp_collectives",  # part of enable_overlap_scheduling
+        "triton.reorder_for_reducing_graph_partitions",  # moves kernels between CUDA graphs
+        "test_configs.assume_bucketing_reduces_latency",  # part of enable_overlap_scheduling
     }
 )
 _REORDERS = re.compile(r"reorder|overlap|bucket|dedup|decompos\w*_comm|comms_decompos")
 
 
 def order_settings(config: Mapping[str, Any], version: str = torch.__version__) -> dict[str, Any]:
-    """Return what to set of Inductor's `config` so that it keeps a graph's order.
+    """Return the settings with which Inductor keeps a graph's order.
 
-    Raises ImportError for a setting that this release of torch should have and lacks, and for one that is not known
-    here, is on, and by its name reorders collectives.
+    Raises ImportError if `config` lacks a setting that this release of torch should have, or has an unknown one that is
+    on and reorders collectives by its name.
     """
     wanted = {name: value for name, value, since in _SETTINGS if since <= release(version) or name in config}
     missing = [name for name in wanted if name not in config]

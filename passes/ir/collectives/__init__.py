@@ -1,4 +1,4 @@
-"""Hold kinds of collectives and local steps, one entry each; `kind.py` says what an entry holds."""
+"""The kinds of collectives and local steps, one module each; `kind.py` defines the entry of a kind."""
 
 from passes.ir.collectives.all_gather import ALL_GATHER, all_gather
 from passes.ir.collectives.all_reduce import ALL_REDUCE, all_reduce

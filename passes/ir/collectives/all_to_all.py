@@ -26,7 +26,7 @@ def all_to_all(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
 
 
 def _lower(call: StepCall) -> Node:
-    """Send the new digit and receive the old one: both are exposed on a mesh with the axis twice."""
+    """Send the new digit and receive the old one, both exposed as axes of a mesh that has the axis twice."""
     axis = call.axes[0]
     size = call.mesh.sizes[axis]
     both = Layout((*call.before.placements, call.after.on(axis)))
@@ -43,13 +43,13 @@ def _lower(call: StepCall) -> Node:
 
 
 def _fits(layout: Layout, after: Layout, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Return whether the axis's old and new digit lie side by side, so that one can be sent for the other."""
+    """Return whether the axis's old and new digits are adjacent, so that one can be exchanged for the other."""
     return is_even(Layout((*layout.placements, after.on(axis))), shape, _twice(mesh, axis))
 
 
 @cache
 def _twice(mesh: Mesh, axis: int) -> Mesh:
-    """Return `mesh` with an axis as large as `axis` besides."""
+    """Return `mesh` with a second axis of the size of `axis`."""
     return Mesh((*mesh.names, f"{mesh.names[axis]}_new"), (*mesh.sizes, mesh.sizes[axis]))
 
 

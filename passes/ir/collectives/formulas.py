@@ -1,6 +1,6 @@
-"""Give the seconds and bytes of a message as formulas, of which kinds of collectives are put together.
+"""Formulas for the seconds and bytes of a message, from which the kinds of collectives build theirs.
 
-A group has k ranks on n nodes, p on each. There are three algorithms, and the library takes the fastest:
+A group has k ranks on n nodes, p on each. There are three algorithms, and the library uses the fastest:
 
 - a ring: k - 1 steps, n - 1 of them between nodes. Every rank passes on (k - 1) / k of the bytes, and p rings use
   the p network links of a node side by side;
@@ -44,7 +44,7 @@ def ring_formula(where: Where, *, sweeps: int) -> sympy.Expr:
     if where == "inside":
         return s + sweeps * (k - 1) * a + sweeps * _in_node(k) + 2 * N / c
     steps = (k - n) * a + (n - 1) * A
-    # The part in the node is that of k ranks in one node, so that spreading a group over nodes never makes it faster.
+    # The time inside the node is that of k ranks in one node, so that spreading a group over nodes never makes it faster.
     in_node = sweeps * _in_node(least(k, m)) + 2 * N / c
     return S + sweeps * steps + _most(in_node, sweeps * (k - 1) / k * N / (p * B))
 
@@ -70,12 +70,13 @@ def _tree_steps() -> sympy.Expr:
 
 
 def _tree_network() -> sympy.Expr:
-    """Return the seconds on the network: two nodes swap their sums; of more, each passes on all bytes both ways."""
+    """Return the seconds on the network: two nodes exchange their sums; of more nodes, each passes on all bytes both
+    ways."""
     return least(n - 1, 2) * N / (p * B)
 
 
 def least(*terms: sympy.Expr) -> sympy.Expr:
-    return sympy.Min(*terms, evaluate=False)  # evaluating takes sympy seconds: it looks for terms that are never least
+    return sympy.Min(*terms, evaluate=False)  # unevaluated: sympy would spend seconds looking for terms that are never the least
 
 
 def _most(*terms: sympy.Expr) -> sympy.Expr:
@@ -87,7 +88,7 @@ def _log2(x: sympy.Expr) -> sympy.Expr:
 
 
 def exchange_formula(where: Where) -> sympy.Expr:
-    """Return the seconds of an all-to-all: a send and a receive for each other rank, each rank over its own links."""
+    """Return the seconds of an all-to-all: a send and a receive per other rank, each rank over its own links."""
     if where == "inside":
         return s + 2 * (k - 1) * a + _in_node(k) + 2 * N / c
     steps = 2 * (k - n) * a + 2 * (n - 1) * A
@@ -95,7 +96,7 @@ def exchange_formula(where: Where) -> sympy.Expr:
 
 
 def spread_formula(where: Where, *, sweeps: int) -> tuple[sympy.Expr, sympy.Expr]:
-    """Return the bytes that a rank sends on mean in its node and between nodes, where rings carry them."""
+    """Return the mean bytes that a rank of a ring sends inside its node and between nodes."""
     sent = sweeps * (k - 1) / k * N
     if where == "inside":
         return sent, sympy.Integer(0)

@@ -1,8 +1,8 @@
-"""Say all that the library knows of a kind of collective, or of local step: one entry of a table.
+"""The table of collectives and local steps: one entry holds all that the library knows of a kind.
 
-A reshard is lowered to steps, each a call of `Kind.step` in a COLLECTIVE graph: on one device it says by its layouts
-what moves. `Kind.lower` makes functional collectives of it in a LOCAL graph. To add a kind is to `register` one entry;
-text, parser, router, cost, verification, simulated ranks and reports ask the table.
+A reshard is lowered to steps, each a call of `Kind.step` in a COLLECTIVE graph, whose layouts say what moves.
+`Kind.lower` turns it into functional collectives in a LOCAL graph. To add a kind, `register` one entry; text, parser,
+router, cost, verification, simulated ranks and reports read the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _nothing(where: Where) -> tuple[sympy.Expr, sympy.Expr]:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What of a machine decides by which formula a collective is timed."""
+    """The features of a machine that decide by which formula a collective is timed."""
 
     where: Where = "inside"
     switch: bool = False  # the switch of a node adds
@@ -81,7 +81,7 @@ _BY_OP: dict[object, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Add `kind` to the table, before anything is planned. Raises ValueError where its name or one of its ops is taken."""
+    """Add `kind` to the table, before anything is planned. Raises ValueError if its name or one of its ops is taken."""
     if kind.name in KINDS or any(op in _BY_OP for op in kind.ops):
         ops = ", ".join(map(str, kind.ops))
         raise ValueError(f"there is a collective {kind.name!r} already, or one that becomes {ops}")
@@ -91,7 +91,7 @@ def register(kind: Kind) -> Kind:
 
 
 def unregister(kind: Kind) -> None:
-    """Take `kind` out of the table."""
+    """Remove `kind` from the table."""
     del KINDS[kind.name], _BY_STEP[kind.step]
     for op in kind.ops:
         del _BY_OP[op]
@@ -108,7 +108,7 @@ def kind_of_op(target: object) -> Kind | None:
 
 
 def kind_between(have: Placement, to: Placement) -> Kind | None:
-    """Return the kind that takes an axis of a value from one placement to another; None where no step does."""
+    """Return the kind that takes an axis of a value from one placement to another, None if there is none."""
     if have == to:
         return None
     return next((kind for kind in KINDS.values() if kind.is_reshard and kind.moves(have, to)), None)

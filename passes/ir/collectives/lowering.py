@@ -1,8 +1,8 @@
-"""Put functional collectives between views and permutes: what the per-device forms of all kinds are made of.
+"""Shared parts of the per-device forms of collectives: views and permutes around a functional collective.
 
-A dim of a per-device tensor is what is left of the global dim's digits. Every step therefore views the
-tensor as those digits, exposes or receives the digit of the axes that move, permutes it from or to its
-place, and views the result back.
+A dim of a per-device tensor consists of the global dim's remaining digits. Every step therefore views the tensor as
+those digits, exposes or receives the digit of the axes that move, permutes it from or to its place, and views the
+result back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True)
 class StepCall:
-    """One step on a per-device value: global shape, layouts before and after, the axes that move."""
+    """A step on a per-device value: its global shape, the layouts before and after, and the axes that move."""
 
     emitter: Emitter
     mesh: Mesh
@@ -44,7 +44,7 @@ class StepCall:
     before: Layout
     after: Layout
     axes: tuple[int, ...]
-    args: tuple[Any, ...] = ()  # what the step is given besides, such as how far a send goes
+    args: tuple[Any, ...] = ()  # further arguments of the step, such as the distance of a send
 
     @property
     def ranks(self) -> int:
@@ -86,7 +86,7 @@ class Digit:
     length: int
     axis: int | None
     dim: int
-    position: int = 0  # tells equal free digits apart
+    position: int = 0  # distinguishes equal free digits
 
 
 def expose(call: StepCall) -> tuple[Node, list[Digit]]:

@@ -1,4 +1,4 @@
-"""A graph beyond FX: facts of nodes and of graphs, stages, what is given and returned, values, the reshard op."""
+"""The graph beyond FX: facts of nodes and graphs, stages, inputs and outputs, values, the reshard op."""
 
 from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard

@@ -1,4 +1,4 @@
-"""Find what the backward computes again."""
+"""The values that the backward recomputes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from passes.ir.graph.roles import InputRole
 
 
 def made_again(graph: Graph) -> set[Node]:
-    """Return what the backward computes again, if it needs it.
+    """Return what the backward recomputes if it needs it.
 
-    That is what `is_recompute` says, and what is made of that or of parameters alone.
+    These are the values with `is_recompute`, and those computed from these or from parameters alone.
     """
     static, again = set[Node](), set[Node]()
     for node in graph.nodes:

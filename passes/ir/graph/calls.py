@@ -1,4 +1,4 @@
-"""Add calls to a graph, and copy graphs."""
+"""Functions that add calls to a graph, and copy graphs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_reshard(value: Node, note: str) -> Node:
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Return a graph of its own with the same nodes, names and facts; fake values are shared."""
+    """Return a separate graph with the same nodes, names and facts; fake values are shared."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in gm.graph.nodes:

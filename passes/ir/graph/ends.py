@@ -1,4 +1,4 @@
-"""Read what a graph is given and what it returns, in order."""
+"""The inputs and outputs of a graph, in order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Hold what passes know of a node beyond FX: one record per node, under one key of `node.meta`.
+"""What passes know of a node beyond FX: one record per node, under one key of `node.meta`.
 
-A record is never changed in place: to set a fact is to put another record, so nodes that were copied may share one.
+A record is never changed in place: setting a fact replaces the record, so that copied nodes may share one.
 Functions named after a fact read it or set it; `update_facts` sets several.
 """
 
@@ -56,7 +56,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of a node; `None`, empty or false where nothing was said."""
+    """All that is known of a node; `None`, empty or false if nothing was recorded."""
 
     input: Input | None = None  # of a placeholder
     outputs: tuple[Output, ...] | None = None  # of the output node
@@ -66,9 +66,9 @@ class Facts:
     origin: Origin = Origin()
     region: int | None = None  # number of the `torch.utils.checkpoint` call of the user's program
     note: str = ""  # "pass: reason" where a pass made the node
-    made_for: str | None = None  # the call that it does a part of the work of, by its name before a pass cut it
+    made_for: str | None = None  # the name of the call that it is a part of, before a pass cut that
     draw: int | None = None  # ordinal of a random call in the captured program
-    recompute: bool = False  # the backward makes the value again rather than keep it from the forward
+    recompute: bool = False  # the backward recomputes the value instead of keeping it from the forward
     saving: Saving | None = None  # saved for the backward or computed again; None: as the partitioner says
     stands_for: tuple[str, ...] = ()  # of a LOCAL graph: values of the COLLECTIVE graph that it is a part of
     transfer: Transfer | None = None  # of a functional collective
@@ -83,7 +83,7 @@ def facts_of(node: Node) -> Facts:
 
 
 def update_facts(node: Node, **changes: object) -> None:
-    """Set fields of the record of `node`, by name; a record that says so already stays the same object."""
+    """Set fields of the record of `node`, by name; a record that does not change stays the same object."""
     old = facts_of(node).__dict__
     if all(old[name] is value for name, value in changes.items()):
         return
@@ -200,7 +200,7 @@ def set_draw(node: Node, draw: int) -> None:
 
 
 def is_recompute(node: Node) -> bool:
-    """Return whether the backward makes this value again rather than keep it from the forward."""
+    """Return whether the backward recomputes this value instead of keeping it from the forward."""
     return facts_of(node).recompute
 
 
@@ -209,7 +209,7 @@ def set_recompute(node: Node, recompute: bool) -> None:
 
 
 def saving_of(node: Node) -> Saving | None:
-    """Return whether a value is saved for the backward or computed again; None: as the partitioner says."""
+    """Return whether a value is saved for the backward or recomputed; None: the partitioner decides."""
     return facts_of(node).saving
 
 
@@ -236,7 +236,7 @@ def set_stands_for(node: Node, names: tuple[str, ...]) -> None:
 
 
 def transfer_of(node: Node) -> Transfer | None:
-    """Return what a functional collective moves and over which axes; None for any other node."""
+    """Return what a functional collective moves and over which axes, None for other nodes."""
     return facts_of(node).transfer
 
 

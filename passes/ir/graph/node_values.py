@@ -1,4 +1,4 @@
-"""Read what nodes give on fake tensors, and what they read."""
+"""The fake values of nodes, and their operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = (int, float)
 
 
 def value_of(node: Node) -> Any:
-    """Return the fake tensor (or tuple of them, or number) that the node gives."""
+    """Return the fake tensor (or tuple of them, or number) that is the node's result."""
     return node.meta["val"]
 
 

@@ -1,4 +1,4 @@
-"""Name what placeholders and outputs of a graph stand for in the user's model."""
+"""The roles of placeholders and outputs: what they stand for in the user's model."""
 
 from __future__ import annotations
 

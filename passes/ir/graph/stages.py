@@ -1,4 +1,4 @@
-"""Hold what is true of a whole graph: one record per graph, under one key of `gm.meta`."""
+"""The stages of a graph, and facts of a whole graph: one record under one key of `gm.meta`."""
 
 from __future__ import annotations
 

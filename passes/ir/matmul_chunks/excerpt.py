@@ -1,4 +1,4 @@
-"""Copy part of a graph into a graph by itself, on which a pass tries what it may do to the whole."""
+"""Copy part of a graph into a separate graph, on which a pass tries a change before it applies it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Make one operator of a gather and the products that read it, or of a product and its reduce-scatter.
+"""Replace a gather and the products that read it, or a product and its reduce-scatter, by one operator.
 
-The operator sends rows of one rank while it multiplies those of another. It gives what it made: there is no wait for it.
+The operator sends rows of one rank while it multiplies those of another. Its results need no wait.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 OPERATORS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
-_REDUCTIONS = ("sum", "avg")  # that the operator knows
+_REDUCTIONS = ("sum", "avg")  # reductions that the operator supports
 
 
 def why_not_one(site: Site) -> str:
-    """Return why a site cannot be one operator; empty where it can."""
+    """Return why a site cannot be one operator; empty if it can."""
     if site.is_gather:
         return "" if _products(site) else "its products' other operands come of what is gathered"
     if site.collective.target is not c10d.reduce_scatter_tensor.default:
@@ -40,7 +40,7 @@ def why_not_one(site: Site) -> str:
 
 
 def make_one(site: Site, by: str) -> None:
-    """Make one operator of a site for which there is one, in place; `by` is the pass that does it."""
+    """Replace a site by one operator, in place; `by` is the pass that does it."""
     assert not why_not_one(site), why_not_one(site)
     if site.is_gather:
         _One(site, by).gather()
@@ -49,12 +49,13 @@ def make_one(site: Site, by: str) -> None:
 
 
 def _products(site: Site) -> list[Node]:
-    """Return the products of what is gathered with what does not come of it, in program order."""
+    """Return the products of the gathered value with values that do not depend on it, in program order."""
     return sorted(product for product in site.products if _made_behind(operands(product)[1], site) is not None)
 
 
 def _made_behind(value: Node, site: Site) -> list[Node] | None:
-    """Return the calls after the gather that lead to `value`, in program order; None where it reads what is gathered."""
+    """Return the calls after the gather that lead to `value`, in program order; None if one reads the gathered
+    value."""
     found, queue = set[Node](), [value]
     while queue:
         node = queue.pop()
@@ -105,7 +106,7 @@ class _One(Writer):
         self.replace(wait, self.operator(MATMUL_REDUCE_SCATTER, whole, right, reduction, 0 if by_rows else 1))
 
     def operator(self, op: OpOverload, *args: object) -> Node:
-        """Return the call in the place of the collective, of whose group it is."""
+        """Return the new call in the place of the collective, with its group."""
         node = self.site.collective
         self.facts = node
         transfer = transfer_of(node)

@@ -1,7 +1,7 @@
-"""Find the order of rows on both sides of a collective that gathers or scatters them, read off the views in between.
+"""Find the order of the rows that a collective gathers or scatters, from the views next to it.
 
-A row is all that a value holds along its last dim. A gather gives the rows of one rank after those of the other; where
-they belong between each other, views and a copy put them there, and back before a reduce-scatter.
+A row is a slice of a value along its last dim. A gather gives the rows of one rank after those of the other; if they
+have to be interleaved, views and a copy do that after the gather, and undo it before a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
 
 
 def is_move(node: Node) -> bool:
-    """Return whether the node only puts a value's elements in another shape or place."""
+    """Return whether the node only changes the shape of a value or the order of its elements."""
     return node.target in (aten.view.default, aten.permute.default, aten.clone.default)
 
 
@@ -44,13 +44,13 @@ def width_of(node: Node) -> int:
 
 
 def rows_gathered(wait: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
-    """Return the order that `moves` bring the rows of a gather into; None where they do not leave them whole."""
+    """Return the order into which `moves` bring the rows of a gather, None if they split rows."""
     shape = tuple(tensor_of(wait).shape)
     return _gathered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
 
 
 def rows_scattered(value: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
-    """Return the order in which `value` holds the rows that `moves` part by rank; None where rows do not stay whole."""
+    """Return the order in which `value` holds the rows that `moves` divide by rank, None if they split rows."""
     shape = tuple(tensor_of(value).shape)
     return _scattered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
 
@@ -70,7 +70,7 @@ def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> 
 
 
 def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
-    """Return what `order` is, if it is that of a gather or a scatter at all: rows that stay together are of one rank."""
+    """Return `order` as [before, ranks, behind], None if it is not of that form."""
     count = len(order)
     moved = (order != torch.arange(count, device="cpu")).nonzero()
     behind = int(moved[0]) if len(moved) else count // ranks
@@ -91,7 +91,7 @@ def _order_of(node: Node) -> Sequence[int]:
 
 
 def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | None:
-    """Return which row of a value of `shape` stands where after `moves`."""
+    """Return, for each row after `moves`, its place in a value of `shape`."""
     width = shape[-1]
     rows = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
     for kind, given in moves:

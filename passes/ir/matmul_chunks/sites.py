@@ -27,12 +27,13 @@ from passes.ir.matmul_chunks.writer import Writer
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # what is done row by row between product and sum
+_SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # ops that work row by row, between product and sum
 
 
 @dataclass(frozen=True)
 class Cut:
-    """In how many parts `before` and `behind` of [before, ranks, behind] are cut; a chunk is a part of both."""
+    """The numbers of parts into which `before` and `behind` of [before, ranks, behind] are cut; a chunk is a part of
+    both."""
 
     before: int
     behind: int
@@ -44,11 +45,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Site:
-    """A collective, the products that read its result or make its operand, and the rows that it moves.
+    """A collective, the products that read its result or compute its operand, and the rows that it moves.
 
-    `joined` is the result of a gather with its rows in place, or the operand of a reduction before its rows are
-    parted: all rows, whatever the shape. Of an all-reduce, which parts none, any run of rows can be a
-    chunk. `kept` says whether anything but the products reads what was gathered.
+    `joined` holds all rows in order, whatever its shape: the result of a gather, or the operand of a reduction before
+    its rows are divided. As an all-reduce does not divide them, any run of rows can be a chunk of it. `kept` says
+    whether anything but the products reads the gathered value.
     """
 
     collective: Node
@@ -63,20 +64,20 @@ class Site:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Return a key that is equal for sites that are cut alike at the same price."""
+        """Return a key that is equal for sites that are cut alike at the same cost."""
         sources = [(tuple(tensor_of(o).shape), tensor_of(o).stride()) for p in self.products for o in operands(p)]
         value = tensor_of(self.collective)
         return self.is_gather, self.rows, self.kept, value.dtype, self.collective.args[1:], tuple(sources)
 
     def cut(self, count: int) -> Cut | None:
-        """Return how to make `count` chunks, of whole runs of rows if there are enough; None where rows do not divide."""
+        """Return how to make `count` chunks, of whole runs of rows if there are enough; None if rows do not divide."""
         before = math.gcd(self.rows.before, count)
         behind = count // before
         return Cut(before, behind) if self.rows.behind % behind == 0 else None
 
 
 def sites_in(gm: GraphModule) -> list[Site]:
-    """Return the gathers that products read row by row, and reductions of products, in program order."""
+    """Return gathers that products read row by row, and reductions of products, in program order."""
     found: list[Site] = []
     for node in gm.graph.nodes:
         if transfer_of(node) is None or len(node.users) != 1:
@@ -119,7 +120,7 @@ def _reduction(node: Node) -> list[Site]:
 
 
 def _terms(total: Node) -> list[Node]:
-    """Return the products that are added, cast and viewed as `total`; none where it is made of anything else."""
+    """Return the products whose sum, perhaps cast and viewed, is `total`; none if it depends on anything else."""
     if len(total.users) > 1:
         return []
     if total.target is aten.mm.default:
@@ -192,7 +193,7 @@ class _Chunks(Writer):
         self.replace(wait, self.joined(waits, local, [0, 1, 2, 3]))
 
     def chunk(self, total: Node, number: int) -> Node:
-        """Return the rows of a chunk of `total`, [rows, width], made of the same rows of what it is made of."""
+        """Return the rows of a chunk of `total`, [rows, width], computed from the same rows of its operands."""
         self.facts = total
         if total.target is aten.mm.default:
             left, right = operands(total)
@@ -236,7 +237,7 @@ class _Chunks(Writer):
         return self.call(c10d.wait_tensor.default, node)
 
     def joined(self, parts: Sequence[Node], rows: Rows, order: Sequence[int]) -> Node:
-        """Put chunks together, each with its rows in the `order` of [before, ranks, behind], put together as one is."""
+        """Concatenate chunks, each with its rows in the `order` of [before, ranks, behind], in that order."""
         shape = [rows.before, rows.ranks, rows.behind]
         if 1 in shape[:2]:  # either order is the other
             order = range(4)

@@ -1,4 +1,4 @@
-"""Add calls to a graph in place of others, with the facts of these."""
+"""A writer that replaces calls of a graph by others with the same facts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class Writer:
-    """Adds calls before `before`, for what `facts` stands for."""
+    """Adds calls before `before` that replace `facts` and take over its facts."""
 
     def __init__(self, node: Node) -> None:
         self.graph: Graph = node.graph
@@ -46,7 +46,7 @@ class Writer:
         self.erase(old)
 
     def erase(self, node: Node) -> None:
-        """Remove what nobody reads any more, from `node` on backwards."""
+        """Erase unused calls, from `node` backwards."""
         queue = [node]
         while queue:
             dead = queue.pop()

@@ -1,4 +1,4 @@
-"""The words, tokens and lines of graph text, and the error that names where one cannot be read."""
+"""The lexer of graph text: its words, tokens and lines, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {"getitem": operator.getitem, "res
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """Return the function that is no op and is written as `name`: `getitem`, `reshard`, or the step of a collective."""
+    """Return the function (not an op) that is written as `name`: `getitem`, `reshard`, or a step of a reshard."""
     return KINDS[name].step if name in KINDS else FUNCTIONS.get(name)
 
 
 def name_of_function(function: object) -> str | None:
-    """Return how a function that is no op is written; None for one that graphs do not call."""
+    """Return how a function that is not an op is written, None if graphs do not call it."""
     names = (*FUNCTIONS, *KINDS)
     return next((name for name in names if function_named(name) is function), None)
 
@@ -85,7 +85,7 @@ _TOKEN = re.compile(
 
 
 class Lines:
-    """Lines with something on them; a `return` that ends in a comma goes on in the next line."""
+    """The nonempty lines of a text; a `return` that ends in a comma continues on the next line."""
 
     def __init__(self, text: str) -> None:
         numbered = enumerate((line.strip() for line in text.splitlines()), 1)

@@ -1,4 +1,4 @@
-"""Reads the lines of graph text into a graph; see `passes/ir/text/printer.py` for the language."""
+"""The parser of graph text; `passes/ir/text/printer.py` describes the language."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from passes.ir.text.lexer import DEVICES, DTYPES, SYMBOLS, Lines, Tokens, functi
 
 
 def parse_graph(text: str) -> tuple[GraphModule, Mesh]:
-    """Inverse of `format_graph`; values are fake tensors. Raises GraphTextError, which names the line."""
+    """Return the graph that `format_graph` wrote; its values are fake tensors. Raises GraphTextError, which names the
+    line."""
     lines = Lines(text)
     mesh = parse_mesh(lines)
     stage = parse_stage(lines)

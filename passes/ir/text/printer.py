@@ -1,4 +1,4 @@
-"""Write graphs as text, and read them back: one language for dumps, golden tests, error messages and bug reports.
+"""The printer of graphs as text: one language for dumps, golden tests, error messages and bug reports.
 
     mesh dp=2,tp=2
     stage EXPLICIT
@@ -8,11 +8,10 @@
     %mm: f32[8, 8] {dp:S(0), tp:R} = mm(%x, %reshard)      # mlp.py:14 layers.0
     return output("loss") %mm, gradient("layers.0.w") None
 
-A line is a node: its name, the type of its value, its layout (from PLACED on), its pins, and the call. ATen's ops
-go without `aten.` and `.default`. An operand that is needed in another layout than it has is written with the
-needed one: `mm(%x{dp:S(0), tp:S(1)}, %w)`. Strides are written where a value is not contiguous,
-`f32[8, 4]<1, 8>`, and the device where it is not the CPU, `f32[8, 4]@cuda:0`. The comment is the origin, then the
-note.
+A line is a node: its name, the type of its value, its layout (from PLACED on), its pins, and the call. ATen's ops are
+written without `aten.` and `.default`. An operand that is needed in another layout than it has is written with the
+needed one: `mm(%x{dp:S(0), tp:S(1)}, %w)`. Strides are written if a value is not contiguous, `f32[8, 4]<1, 8>`, and
+the device if it is not the CPU, `f32[8, 4]@cuda:0`. The comment is the origin, then the note.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class _Needs:
         self.pairs = iter([(node, *pair) for pair in zip(used, needs, strict=False)])
 
     def suffix(self, operand: Node) -> str:
-        """Return `{tp:R}` where the operand is needed in another layout than it has."""
+        """Return `{tp:R}` if the operand is needed in another layout than it has."""
         user, used, need = next(self.pairs, (operand, operand, None))
         assert used is operand
         if need is None or not has_layout(operand) or not results_of(operand):

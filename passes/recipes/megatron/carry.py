@@ -1,4 +1,4 @@
-"""Carry the sharding of column-parallel linears through the forward, to the linears that take it as rows."""
+"""Carry the sharding of column-parallel linears through the forward, to the row-parallel linears that contract it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 class Carry:
     """The shardings carried through the forward, and the digits that each linear may still try.
 
-    Linears are taken in program order. Where an op cannot carry a sharding on, one of the linears that it came from tries its
-    next digit, or stays whole, and the forward is walked again: each walk takes one digit away, so it ends.
+    Linears are visited in program order. If an op cannot carry a sharding on, one of the linears that it came from tries
+    its next digit, or stays whole, and the forward is walked again. Each walk removes one digit, so this terminates.
 
-    A low-rank adapter, `base(x) + B(A(x))` as in LoRA (Hu et al. 2021), is no block of two linears: taken as one, `A` by
-    columns and `B` by rows, its sum is whole where that of a column-parallel base is sharded. So `A`, which has few
-    columns, stays whole, and `B` is sharded as the base is.
+    A low-rank adapter, `base(x) + B(A(x))` as in LoRA (Hu et al. 2021), is not treated as a block of two linears: with
+    `A` by columns and `B` by rows its result would be whole, while that of a column-parallel base is sharded. So `A`,
+    which has few columns, stays whole, and `B` is sharded like the base.
     """
 
     def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
@@ -44,7 +44,7 @@ class Carry:
         self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
 
     def _walk(self) -> bool:
-        """Carry shardings through the forward; False where a linear had to change."""
+        """Carry shardings through the forward; return False if a linear had to change."""
         return all(self._linear(self.linears[node]) if node in self.linears else self._op(node) for node in self.forward)
 
     def _linear(self, linear: Linear) -> bool:
@@ -102,13 +102,14 @@ class Carry:
         return self._carry_on(node, row) if row is not None else self._blocked(node)
 
     def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
-        """Follow the result of a row-parallel linear through a view, a scale or a bias; a sum with another value ends it."""
+        """Follow the result of a row-parallel linear through a view, a scale or a bias, up to a sum with another
+        value."""
         values = [value for value in inputs if value in self.stream]
         if len(values) == 1 and values[0] in self.through:
             self.through[node] = self.through[values[0]]
 
     def _carry_on(self, node: Node, row: Row) -> bool:
-        """Take `row` at `node`, if its other operands can follow."""
+        """Use `row` at `node` if its other operands can follow."""
         inputs = operands(node)
         for value, need in zip(inputs, row.operands, strict=True):
             have = self._of(value)
@@ -128,7 +129,7 @@ class Carry:
         return self.carried.get(value, (None,))[0]
 
     def _place(self, value: Node, placement: Placement, by: Node) -> bool:
-        """Shard the parameter that `value` is a form of; False where it cannot be, or already is otherwise."""
+        """Shard the parameter of which `value` is a form; return False if it cannot be, or already is otherwise."""
         parameter = self.weights[value]
         wanted = on_parameter(value, placement, self.weights, self.size)
         if wanted is None:
@@ -136,7 +137,7 @@ class Carry:
         return self.placed.setdefault(parameter, (wanted, by))[0] == wanted
 
     def _blocked(self, node: Node) -> bool:
-        """Let a linear whose sharding does not get past `node` try another digit."""
+        """Let a linear whose sharding cannot pass `node` try another digit."""
         for value in operands(node):
             for source in reversed(self.sources.get(value, ())):
                 if self.digits[source]:
@@ -145,7 +146,7 @@ class Carry:
         raise AssertionError(f"{node} blocks a sharding that nobody made")
 
     def _is_adapted(self, value: Node, node: Node) -> bool:
-        """Keep `A` whole where `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
+        """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
         ranks = self.through.get(value, ())
         if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
             return False

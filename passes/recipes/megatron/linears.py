@@ -26,7 +26,7 @@ class Linear:
 
     @property
     def columns(self) -> str:
-        """Return the factor of the weight that the result has."""
+        """Return the factor of the weight that appears in the result."""
         return self._columns[0]
 
     @property
@@ -120,7 +120,8 @@ def _parts(node: Node, columns: int) -> tuple[int, ...]:
 
 
 def _keeps_columns(user: Node, node: Node) -> bool:
-    """Tell whether the last dim of `user` still is the columns of the linear `node`: a view, a sum, a scale, one of its shape."""
+    """Return whether the last dim of `user` still is the columns of `node`: a view, a sum, a scale, or an op of its
+    shape."""
     is_scale = user.target is aten.mul.Tensor and len(operands(user)) == 1
     is_moved = user.target in (aten.view.default, aten.add.Tensor)
     return is_scale or is_moved or tensor_of(user).shape == tensor_of(node).shape

@@ -1,4 +1,4 @@
-"""Place the residual stream, what lies between blocks: sharded on the sequence, else on more of the batch."""
+"""Place the residual stream, the values between blocks: sharded on the sequence, else on more of the batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from passes.rules.rule import row_giving, space_of
 
 aten = torch.ops.aten
 
-_SHAPES = (aten.view.default, aten.add.Tensor)  # lead from a product to the shape that model code sees
+_SHAPES = (aten.view.default, aten.add.Tensor)  # ops between a product and the shape in the model's code
 
 
 def stream_placement(node: Node, batch_parts: int, size: int) -> Placement | None:
     """Return the placement of a value between blocks: the sequence (dim 1), else more of the batch (dim 0).
 
-    None where neither divides.
+    None if neither divides.
     """
     path = _to_model_shape(node)
     shape = tensor_of(path[-1]).shape
@@ -30,7 +30,7 @@ def stream_placement(node: Node, batch_parts: int, size: int) -> Placement | Non
 
 
 def _to_model_shape(node: Node) -> list[Node]:
-    """Return the values from `node` to the first that has the shape which model code sees: batch, sequence, features."""
+    """Return the values from `node` to the first with the shape in the model's code: batch, sequence, features."""
     path = [node]
     while tensor_of(path[-1]).dim() < 3:
         following = next((u for u in path[-1].users if u.target in _SHAPES or is_reshard(u)), None)
@@ -55,7 +55,7 @@ def _back(path: list[Node], placement: Shard, size: int) -> Shard | None:
 
 
 def depends_on_input(node: Node) -> bool:
-    """Tell whether a value is computed from an input of the model."""
+    """Return whether a value is computed from an input of the model."""
     queue, seen = [node], set()
     while queue:
         value = queue.pop()

@@ -1,12 +1,12 @@
 """Decide tensor and sequence parallelism on one axis, as Megatron-LM does it.
 
 Shoeybi et al. 2019 (column- then row-parallel linears, vocabulary-parallel embedding and loss) and
-Korthikanti et al. 2022 (what lies between is sharded on the sequence).
+Korthikanti et al. 2022 (values between blocks are sharded on the sequence).
 
-Linears are taken in program order. One whose input already carries a sharding of the contracted factor
-is row-parallel; any other is column-parallel, and the sharding of its result is carried on through the
-rules: activation functions, heads, attention, the loss. Where an op cannot carry it on, the linears it
-came from try another digit (a fused projection is sharded inside each of its parts), and then stay whole.
+Linears are visited in program order. One whose input already carries a sharding of the contracted factor is
+row-parallel; any other is column-parallel, and the sharding of its result is carried on by the rules, through
+activation functions, heads, attention and the loss. If an op cannot carry it on, the linears that it came from try
+another digit (a fused projection is sharded inside each of its parts), and then stay whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def tensor_parallel(site: Site) -> Decisions:
-    """Decide the axis of `site`: linears, embeddings and what lies between blocks."""
+    """Decide the axis of `site`: linears, embeddings and the values between blocks."""
     weights, forward = weights_of(site.gm.graph), forward_nodes(site.gm)
     carry = Carry(forward, find_linears(forward, weights), weights, site.size)
     parameters = dict(_linear_parameters(carry))
@@ -57,7 +57,7 @@ def _linear_parameters(carry: Carry) -> Iterator[tuple[str, Decision]]:
 
 
 def _shard_table(node: Node, carry: Carry, parameters: dict[str, Decision], remarks: list[tuple[Node, str]]) -> None:
-    """Shard the rows of the table that an embedding of inputs looks up."""
+    """Shard the rows of an embedding table that inputs index."""
     table, index = operands(node)
     if table not in carry.weights or not depends_on_input(index):
         return
@@ -85,7 +85,7 @@ def _weight_name(linear: Linear, carry: Carry) -> str:
 
 
 def _why_whole(linear: Linear, carry: Carry) -> str:
-    """Say why a linear has neither columns nor rows."""
+    """Return why a linear is sharded neither by columns nor by rows."""
     if linear.column_count % carry.size:
         return f"its {linear.column_count} columns do not divide by {carry.size}"
     if (adapted := carry.adapters.get(linear.node)) is not None:
@@ -96,7 +96,7 @@ def _why_whole(linear: Linear, carry: Carry) -> str:
 
 
 def _at(node: Node) -> str:
-    """Return the op as graphs are written, and where it stands: `sort, model.py:9 layers.0`."""
+    """Return an op and its place, as graphs write them: `sort, model.py:9 layers.0`."""
     op = str(node.target).removeprefix("aten.").removesuffix(".default")
     return f"{op}, {origin_of(node)}" if str(origin_of(node)) else op
 

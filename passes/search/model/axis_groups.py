@@ -1,7 +1,7 @@
-"""Group the axes of a mesh that a search uses alike.
+"""Groups of mesh axes that a search treats alike.
 
-Strategies multiply with the axes. What plans use of a third axis is most often what they use of one of the others: a
-search over two groups of axes is quick, and finds the best plan or one near it.
+The number of strategies is exponential in that of axes. Most plans use a third axis like one of the others, so a search
+over two groups of axes is fast, and finds the best plan or one near it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ def single_axes(mesh: Mesh) -> AxisGroups:
 
 
 def coarse_groups(mesh: Mesh) -> tuple[AxisGroups, ...]:
-    """Return two ways to group the axes with more than one rank in two; none where there are no more than two.
+    """Return two ways to divide the axes with more than one rank into two groups; none if there are at most two such
+    axes.
 
-    The inner group is of those of the last axes that stay inside a node: of axes that are all inside a node, or none of
-    which is, it is the last. The other way has one axis more inside, or one less where there is no more.
+    The inner group holds those of the last axes that stay inside a node; if all or none do, it holds the last axis. The
+    other way has one more axis in the inner group, or one less if there is no more.
     """
     real = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
     if len(real) <= 2:
@@ -33,7 +34,7 @@ def coarse_groups(mesh: Mesh) -> tuple[AxisGroups, ...]:
 
 
 def format_axis_groups(axis_groups: AxisGroups, mesh: Mesh) -> str:
-    """Return `"dp and cp"`, or `"dp and cp, ep and tp"`; nothing where each axis is by itself."""
+    """Return `"dp and cp"`, or `"dp and cp, ep and tp"`; empty if each axis is a group."""
     return ", ".join(" and ".join(mesh.names[axis] for axis in group) for group in axis_groups if len(group) > 1)
 
 

@@ -1,9 +1,9 @@
-"""Define the factor graph that a search labels: variables with strategies, values between them, segments of the step.
+"""The factor graph that a search labels: variables with strategies, values between them, segments of the step.
 
 A variable stands for an op (or a parameter with its gradient, or the inputs with the outputs that follow them) in every
 layer that is tied to it; it takes one of its strategies. A value goes from the variable that makes it to those that use
-it, which gives a pairwise factor per user; where layouts differ there is a transition, once for all users that need the
-same layout. A segment is a part of the step within which communication can hide beside compute.
+it, with a pairwise factor per user. If layouts differ there is a transition, one for all users that need the same
+layout. A segment is a part of the step within which compute can hide communication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One decision. Costs are of all nodes that it stands for, one entry per strategy."""
+    """A decision of the search. Costs are of all nodes that it stands for, one entry per strategy."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -66,7 +66,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the step within which communication can hide: a layer's forward or backward, and what is around."""
+    """A part of the step within which compute can hide communication: a layer's forward or backward, or what is
+    around."""
 
     name: str
     layers: int  # how many it stands for

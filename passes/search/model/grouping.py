@@ -1,9 +1,9 @@
-"""Group calls that one variable decides about: those between which no reshard pays.
+"""Group calls that share one variable, because no reshard between them pays.
 
-A reshard pays before a kernel or after it. Inside a fused kernel it would cut the kernel in two; beside a view it moves
-the same bytes on either side. So a view goes with what it is a view of, and the calls of one fused kernel with each
-other, but where the kernel's own reductions make partial sums that have to be reduced first, and where a cast makes more
-bytes of what should move before it.
+A reshard pays before or after a kernel. Inside a fused kernel it would cut the kernel in two; before or after a view it
+moves the same bytes. So a view is grouped with its operand, and the calls of one fused kernel with each other. Two
+places inside of a kernel remain: after a reduction whose partial sums have to be reduced first, and before a cast to
+more bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Grouping:
             self._members[member] = members
 
     def _go_together(self, maker: Node, node: Node) -> bool:
-        """Tell whether two groups can be one: all values between them can be inside."""
+        """Return whether two groups can be one, with all values between them inside."""
         one, other = set(self._members[maker]), set(self._members[node])
         between = [(v, user) for user in other for v in operands(user) if _maker(v) in one]
         between += [(v, user) for user in one for v in operands(user) if _maker(v) in other]
@@ -59,17 +59,18 @@ class Grouping:
         if maker in self._weights or not self._is_near(maker, node) or _grows(value, node):
             return False
         if len(value.users) > 1 and (self._has_heavy(maker) or sum(map(_is_large, operands(maker))) != 1):
-            return False  # after the call each user would move by itself what is now moved once
+            return False  # after the call, each user would move separately what is now moved once
         made, needed = self._strategies.made(value), self._strategies.needed(node, value)
         partial = {(axis, placement) for axis, placement in made if isinstance(placement, Partial)}
         return (partial if is_fusible(maker.target) or is_alias(maker) else made) <= needed
 
     def _has_heavy(self, node: Node) -> bool:
-        """Tell whether a group has a call that computes more where its operands were moved than where its result is."""
+        """Return whether a group has a call that computes more in the layout of its operands than in that of its
+        result."""
         return any(map(_is_heavy, self._members[node]))
 
     def _is_near(self, maker: Node, node: Node) -> bool:
-        """Tell whether no place that is worth a reshard is between."""
+        """Return whether no place between two calls is worth a reshard."""
         if is_alias(node):
             return True
         if not is_fusible(node.target):
@@ -83,7 +84,7 @@ def _maker(value: Node) -> Node:
 
 
 def _is_heavy(node: Node) -> bool:
-    """Tell a product, an attention, a convolution from pointwise kernels and views."""
+    """Return whether a call is a product, an attention or a convolution, not a pointwise kernel or a view."""
     return not is_fusible(node.target) and not is_alias(node)
 
 
@@ -92,7 +93,7 @@ def _is_large(value: Node) -> bool:
 
 
 def _grows(value: Node, node: Node) -> bool:
-    """Tell whether a cast or a view makes more bytes of its one operand."""
+    """Return whether a cast or a view has more bytes than its operand."""
     return len(operands(node)) == 1 and _bytes(node) > _bytes(value)
 
 

@@ -1,4 +1,4 @@
-"""Hold the memory budget of a plan: the limit, and what it costs to go over it by recomputing values in the backward."""
+"""The memory budget of a plan: the limit, and the cost of exceeding it by recomputing values in the backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class RecomputationStep:
-    """Bytes per device that recomputing some values frees, and seconds per byte that this takes."""
+    """Bytes per device that recomputing some values frees, and the seconds per byte that it takes."""
 
     nbytes: float
     seconds: float
@@ -20,22 +20,22 @@ RecomputationCurve = tuple[RecomputationStep, ...]  # convex: the cheapest bytes
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory limit in bytes per device, and how what is over it can be freed."""
+    """The memory limit in bytes per device, and the cost of freeing what exceeds it."""
 
     limit: float
     recomputation: RecomputationCurve = ()
 
     @property
     def most(self) -> float:
-        """Return the bytes that a plan may take if all that can be is recomputed."""
+        """Return the bytes that a plan may take if everything possible is recomputed."""
         return self.limit + sum(step.nbytes for step in self.recomputation)
 
     def fits(self, nbytes: float) -> bool:
-        """Tell whether a plan of so many bytes fits, with all that can be recomputed."""
+        """Return whether a plan of that many bytes fits if everything possible is recomputed."""
         return nbytes <= self.most
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of recomputation that free what is over the limit, as far as that goes."""
+        """Return the seconds of recomputation that free what exceeds the limit, as far as possible."""
         over, found = nbytes - self.limit, 0.0
         for step in self.recomputation:
             freed = min(max(over, 0.0), step.nbytes)
@@ -43,9 +43,10 @@ class MemoryBudget:
         return found
 
     def worth(self, byte: float, base: float) -> float:
-        """Return what the budget beyond `base` bytes is worth at `byte` seconds a byte, with all freed that is cheaper.
+        """Return the value of the budget beyond `base` bytes at `byte` seconds a byte, with all freed that is cheaper.
 
-        A bound on steps with bytes at that price, less this, is a bound on steps within the budget (weak duality).
+        A bound on steps with bytes at that price, minus this value, is a bound on steps within the budget (weak
+        duality).
         """
         freed = sum(step.nbytes * max(0.0, byte - step.seconds) for step in self.recomputation)
         return byte * (self.limit - base) + freed

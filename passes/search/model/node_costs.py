@@ -27,7 +27,8 @@ STATE = 4  # ... and that it keeps: weight, gradient, two moments
 
 @dataclass(frozen=True)
 class _Share:
-    """A fused call's part of its kernel: what it reads first and what is read outside, as bytes of the whole tensor."""
+    """A fused call's part of its kernel: the bytes of the whole tensors that it reads first, and that are read
+    outside."""
 
     reads: tuple[int, ...]  # per operand
     writes: tuple[int, ...]  # per result
@@ -49,7 +50,7 @@ class NodeCosts:
         self._sizes: dict[object, tuple[tuple[Strategy, ...], tuple[Floats, Floats, Floats]]] = {}
 
     def on(self, unit_costs: UnitCosts) -> NodeCosts:
-        """Return the same on other hardware: bytes stay as they are."""
+        """Return the same on other hardware; bytes do not change."""
         new = copy(self)
         new.unit_costs, new._times = unit_costs, {}
         return new
@@ -121,7 +122,7 @@ class NodeCosts:
         return STATE * self._stored(node, strategy)
 
     def _results(self, node: Node, strategy: Strategy) -> float:
-        """Return the bytes of a call's results; of partial ones none, as what is saved of those is their sum."""
+        """Return the bytes of a call's results; 0 for partial ones, as their sum is saved instead."""
         pairs = zip(results_of(node), strategy.results, strict=False)  # an input's strategy says more
         whole = ((t, layout) for t, layout in pairs if not layout.has_partial)
         return sum(self.unit_costs.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in whole)
@@ -133,9 +134,9 @@ class NodeCosts:
         return self.unit_costs.nbytes(tuple(tensor.shape), tensor.element_size(), strategy.results[0])
 
     def _working(self, node: Node, strategy: Strategy) -> float:
-        """Return the bytes of a call's operands and results; of a fused one, of those that are in memory.
+        """Return the bytes of a call's operands and results; of a fused call, only of those in memory.
 
-        A call without operands is filled in where it is read.
+        A call without operands is computed by its readers.
         """
         if node.op == "placeholder" or is_reshard(node) or is_alias(node) or _is_filled(node):
             return 0.0
@@ -148,7 +149,7 @@ class NodeCosts:
 
 
 def _is_filled(node: Node) -> bool:
-    """Tell whether a call has no tensors to read, such as `full`."""
+    """Return whether a call, such as `full`, reads no tensors."""
     return node.op == "call_function" and not operands(node)
 
 

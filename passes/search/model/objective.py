@@ -1,4 +1,4 @@
-"""Define the objective that evaluation, relaxation and mixed-integer program share: the seconds of a step.
+"""The objective that evaluation, relaxation and mixed-integer program share: the seconds of a step.
 
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
     bytes = base + sum of state + max of working + sum of held + max over segments of gathered

@@ -1,4 +1,4 @@
-"""Hold a factor graph without costs, the same on all hardware, and add costs to it."""
+"""A factor graph without costs, which is the same on all hardware, and its costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class VariableSkeleton:
-    """A variable without costs. One without nodes is of outputs alone: it needs layouts, and costs nothing by itself."""
+    """A variable without costs. One without nodes stands for outputs only: it needs layouts and costs nothing."""
 
     nodes: tuple[Node, ...]
     strategies: tuple[Strategy, ...]

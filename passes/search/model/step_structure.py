@@ -1,4 +1,5 @@
-"""Find what of a graph is the same on every mesh: tied layers, segments of the step, what the backward needs."""
+"""The parts of a graph's structure that are the same on every mesh: tied layers, segments, values saved for the
+backward."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class StepStructure:
         ]
 
     def _segments(self) -> dict[Node, int]:
-        """Number the segment of each call; one outside of all layers is before the first layer or after the last."""
+        """Number the segment of each call; calls outside of all layers come before the first layer or after the
+        last."""
         found: dict[Node, int] = {}
         seen: dict[bool, str] = {True: "start", False: "start"}
         for node in self.nodes:
@@ -61,7 +63,7 @@ class StepStructure:
 
 
 def _forward(gm: GraphModule) -> set[Node]:
-    """Return the nodes that outputs and new values of buffers come from."""
+    """Return the nodes that outputs and new values of buffers depend on."""
     queue = [
         value
         for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
@@ -77,10 +79,10 @@ def _forward(gm: GraphModule) -> set[Node]:
 
 
 def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node]]:
-    """Return calls of the forward whose results are saved for the backward, and all values that the backward reads.
+    """Return forward calls whose results are saved for the backward, and all values that the backward reads.
 
-    What can be fused is recomputed from these, unless a call that cannot be fused reads it: it would be written to memory
-    for that, as the partitioner has it.
+    Fusible calls are recomputed from these, unless a call that cannot be fused reads their result: it would be written
+    to memory for that call anyway. The partitioner decides alike.
     """
     found: set[Node] = set()
     read: set[Node] = set()
@@ -102,7 +104,7 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
 
 
 def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
-    """Tell whether a call of the backward that cannot be fused reads a value, perhaps through views."""
+    """Return whether a call of the backward that cannot be fused reads a value, perhaps through views."""
     users = (user for user in value.users if user.op != "output" and user not in forward)
     return any(
         _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))

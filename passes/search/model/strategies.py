@@ -5,8 +5,8 @@ On one axis a node starts with the contiguous digit of each factor. Digits that 
 A strategy takes a row per axis; axes that shard the same digit of one factor do so in either order. Axes of one group
 take the same row, in mesh order.
 
-Of large graphs rows that never pay are left out: partial values are multiplied by numbers and by nothing else, and are
-reduced before a call after which they have to be.
+For large graphs, rows that never pay are left out: partial values are only multiplied by numbers, and are reduced
+before a call after which they would have to be.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class _AxisRow:
-    """A row on one axis; a factor row knows its factor and digit, so that another axis can go inside."""
+    """A row on one axis; a factor row knows its factor and digit, so that another axis can shard inside of it."""
 
     row: Row
     factor: str = ""
     digit: int = 1
 
     def is_like(self, other: _AxisRow) -> bool:
-        """Tell whether they are the same on axes of any size."""
+        """Return whether two rows are the same on axes of any size."""
         if self.factor or other.factor:
             return (self.factor, self.digit) == (other.factor, other.digit)
         return self.row == other.row
@@ -122,7 +122,7 @@ class Strategies:
 
 
 def _alike(options: Sequence[tuple[_AxisRow, ...]]) -> Iterator[tuple[_AxisRow, ...]]:
-    """Yield, per row of the first axis of a group, those of the others that are like it, where all have one."""
+    """Yield, per row of the first axis of a group, the corresponding rows of all axes, if each has one."""
     for option in options[0]:
         others = [next((other for other in some if option.is_like(other)), None) for some in options[1:]]
         if None not in others:
@@ -130,7 +130,7 @@ def _alike(options: Sequence[tuple[_AxisRow, ...]]) -> Iterator[tuple[_AxisRow, 
 
 
 def _apart(length: int, digits: list[tuple[int, int]]) -> bool:
-    """Tell whether digits (first, end) of a factor do not cut through each other."""
+    """Return whether digits (first, end) of a factor do not overlap."""
     end = 1
     for first, after in sorted(digits):
         if first % end:
@@ -159,7 +159,7 @@ def _whole(node: Node) -> list[_AxisRow]:
 
 
 class RowTables:
-    """The rows of the nodes of `graph` on one axis, by its size. Where it `is_large`, without rows that never pay."""
+    """The rows of the nodes of `graph` on one axis, by its size. If `is_large`, rows that never pay are left out."""
 
     def __init__(self, graph: Graph, *, is_large: bool) -> None:
         self.nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
@@ -245,7 +245,7 @@ class _RowTable:
                     self._put(source, _AxisRow(row))
 
     def _never_pays(self, node: Node, row: Row) -> bool:
-        """Tell whether partial values pass that had better be reduced before."""
+        """Return whether a row passes on partial values that are better reduced before."""
         if node.op != "call_function" or not any([isinstance(at, Partial) for at in row.operands]):
             return False
         values = operands(node)
@@ -257,7 +257,8 @@ class _RowTable:
         return all(_numel(value) <= sum(map(_numel, value.users)) for value in partial) and len(partial) == 1
 
     def _takes(self, node: Node, position: int, placement: Placement) -> bool:
-        """Tell whether a user can use a result as it is placed; what is returned or resharded for a reason waits until then."""
+        """Return whether a user can use a result as it is placed; if it is returned or resharded on purpose, that is
+        left open."""
         values = [user for user in node.users if item_of(user) == (node, position)] or [node]
         users = [(value, user) for value in values for user in value.users]
         return any(

@@ -1,7 +1,7 @@
-"""Tie the nodes of a graph that take the same strategy: those of equal layers, at the same place of each.
+"""Tie the nodes of a graph that take the same strategy: those at the same place of equal layers.
 
-Layers are equal where they are the same calls in the same order; what surrounds them may differ, as it does for the
-first and the last one.
+Layers are equal if they are the same calls in the same order; their neighbours may differ, as for the first and the
+last one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from passes.ir.graph import input_of, pins_of, repeats_of
 
 @dataclass(frozen=True)
 class TiedLayers:
-    """The ties of a graph: `leader[node]` is the first node that takes the same strategy; `count[node]` is how many nodes of
-    the whole model the node stands for (more than 1 in a folded graph); `layer[node]` names the layer, "" outside of all."""
+    """The ties of a graph.
+
+    `leader[node]` is the first node that takes the same strategy; `count[node]` is how many nodes of the whole model
+    the node stands for (more than 1 in a folded graph); `layer[node]` names the layer, "" outside of all.
+    """
 
     leader: Mapping[Node, Node]
     count: Mapping[Node, int]

@@ -1,4 +1,5 @@
-"""List the layouts between which each value can change, with the terms of every transition: once for all searches."""
+"""The layouts between which each value can change, with the terms of every transition, computed once for all
+searches."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from passes.search.model.objective import transition_terms
 from passes.search.model.unit_costs import UnitCosts
 
 Arc = tuple[int, int]  # positions of source and target
-INFEASIBLE = 1e5  # seconds: the cost of what cannot be, far over any step; finite, so that costs can be moved between factors
+INFEASIBLE = 1e5  # seconds: the cost of the impossible, far above any step; finite, so that costs can be moved between factors
 
 
 @dataclass(eq=False)

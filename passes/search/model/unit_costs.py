@@ -47,7 +47,7 @@ class _Ways:
 
 @dataclass(frozen=True, eq=False)
 class _Alike:
-    """Classes of reshards with the same steps on one axis, as `ids[source, target]`; `forms` are their numbers for all
+    """Classes of reshards with the same steps on one axis, as `ids[source, target]`; `forms` numbers them for all
     values."""
 
     ids: Ints
@@ -56,7 +56,8 @@ class _Alike:
 
 @dataclass(frozen=True, eq=False)
 class TransitionCosts:
-    """Seconds of the transition from each source to each target, on links and of local steps; `impossible` without a way."""
+    """The seconds of transitions from each source to each target, on links and of local steps, and which are
+    `impossible`."""
 
     inside: Floats
     across: Floats
@@ -66,7 +67,7 @@ class TransitionCosts:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """The costs of transitions on one mesh of one hardware, and local shapes; what was computed is remembered."""
+    """The cached costs of transitions, and local shapes, on one mesh and hardware."""
 
     mesh: Mesh
     hardware: Hardware
@@ -81,7 +82,8 @@ class UnitCosts:
     _times: dict[tuple[float, int], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and bucket
 
     def on(self, mesh: Mesh) -> UnitCosts:
-        """Return those of other hardware, or of other links, on the same axes: the steps of reshards stay as they are."""
+        """Return the costs on other hardware, or other links, with the same axes: the steps of reshards do not
+        change."""
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
         return replace(self, mesh=mesh, hardware=mesh.hardware, _costs={}, _times={})
 
@@ -104,7 +106,7 @@ class UnitCosts:
     def transition_costs(
         self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], bucket: int = 0
     ) -> TransitionCosts:
-        """Cost reshards from each source to each target as `lower_reshards` emits them, those that are alike once.
+        """Cost reshards from each source to each target as `lower_reshards` emits them, equal ones once.
 
         With `bucket` bytes, a smaller collective is part of one of that size, and so is its time.
         """
@@ -153,8 +155,8 @@ class UnitCosts:
         return self._even[key]
 
     def _alike(self, axis: int, sources: Sequence[Layout], wanted: Sequence[_Listed]) -> _Alike:
-        """Number, per source and target: what the axis has and wants, and whether its digit can stand beside each that is
-        wanted."""
+        """Number the reshards on an axis, per source and target: by its placements, and whether its digit fits beside
+        each of the target's."""
         (have, position), size = _listed([source.placements[axis] for source in sources]), self.mesh.sizes[axis]
         listed, at = wanted[axis]
         codes, wishes = (np.array([self._codes.setdefault(_code(p), len(self._codes)) for p in s]) for s in (have, listed))
@@ -177,7 +179,7 @@ class UnitCosts:
         return tuple(self._legs.setdefault(leg, len(self._legs)) for leg in found)
 
     def _taken(self, nbytes: float, bucket: int) -> list[_Seconds]:
-        """Return the seconds of every leg, of a whole of so many bytes; and last of none."""
+        """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
         times = self._times.setdefault((nbytes, bucket), [])
         times += [self._leg(leg, nbytes, bucket) for leg in list(self._legs)[len(times) :]]
         return [*times, (0.0, 0.0, 0.0)]
@@ -201,7 +203,7 @@ def _code(placement: Placement) -> str:
 
 
 def _are_apart(one: Placement, size: int, other: Placement, width: int) -> bool:
-    """Tell whether digits, over `size` and `width` ranks, do not cut through each other."""
+    """Return whether digits, over `size` and `width` ranks, do not overlap."""
     if not (isinstance(one, Shard) and isinstance(other, Shard)) or one.dim != other.dim:
         return True
     return other.outer % (one.outer * size) == 0 or one.outer % (other.outer * width) == 0

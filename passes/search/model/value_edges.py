@@ -1,4 +1,4 @@
-"""Make the values of a factor graph, which are the edges between its variables, and describe the segments of the step."""
+"""The values of a factor graph, which are the edges between its variables, and the segments of the step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def values_of(
     ends: Mapping[int, Port],
     inside: Collection[tuple[Node, int]],
 ) -> Iterator[Value]:
-    """Yield a value for each result that variables use, tied ones as one; a parameter's forward and backward apart.
+    """Yield a value for each result that variables use, tied ones as one; forward and backward use of a parameter are
+    separate.
 
-    `owners` are of leaders, `ends` of positions in the output; what is `inside` a variable is no value.
+    `owners` are of leaders, `ends` of positions in the output; values `inside` a variable are left out.
     """
     returned: dict[Node, list[Port]] = {}
     for position, value, _ in structure.outputs:
@@ -99,7 +100,7 @@ def _place(node: Node, structure: StepStructure, *, is_forward: bool) -> Node:
 
 
 def _repeat_segment(node: Node, structure: StepStructure) -> int:
-    """Return the segment of the first call of the backward that uses a value of the forward; -1 where there is none."""
+    """Return the segment of the first backward call that uses a value of the forward, -1 if there is none."""
     if node in structure.weights or node not in structure.forward:
         return -1
     users = (user for user in node.users if user.op != "output" and user not in structure.forward)
@@ -107,7 +108,7 @@ def _repeat_segment(node: Node, structure: StepStructure) -> int:
 
 
 def _is_widening(user: Node) -> bool:
-    """Tell whether mixed precision casts to the dtype that gradients are reduced in."""
+    """Return whether mixed precision casts to the dtype that gradients are reduced in."""
     if user.op != "call_function" or not note_of(user) or is_reshard(user):
         return False
     return tensor_of(user).element_size() > tensor_of(operands(user)[0]).element_size()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from torch.fx import Node
 
-from passes.errors import ConstraintError
 from passes.ir.graph import (
     InputRole,
     OutputRole,
@@ -22,11 +23,12 @@ from passes.ir.graph import (
     results_of,
     tensor_of,
 )
-from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit, replicated
+from passes.ir.layout import Layout, Shard, is_even, replicated
 from passes.ir.mesh import Mesh
 from passes.search.model.axis_groups import AxisGroups
 from passes.search.model.factor_graph import Ints, Port
 from passes.search.model.grouping import Grouping, joint_strategies
+from passes.search.model.pinned_layouts import pinned_layouts
 from passes.search.model.skeleton import Member, Owner, Skeleton, VariableSkeleton
 from passes.search.model.step_structure import StepStructure
 from passes.search.model.strategies import Strategies, Strategy
@@ -36,206 +38,98 @@ from passes.search.model.value_edges import segments_of, values_of
 def make_skeleton(
     structure: StepStructure, mesh: Mesh, axis_groups: AxisGroups, *, deadline: float = float("inf")
 ) -> Skeleton:
-    """Return the factor graph without costs, with tied layers as one; of the mesh, it depends on the axes alone.
+    """Return the factor graph without costs, with tied layers as one; it depends on the mesh only by its axes.
 
-    Axes of one group are used alike, but for what is pinned. Raises ConstraintError for pins that no layout meets,
+    Axes of one group are used alike, except where pinned. Raises ConstraintError for pins that no layout meets,
     TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    made = _Variables(structure, mesh, axis_groups, deadline)
-    made.add_inputs()
-    made.add_parameters()
-    made.add_replicated()
-    made.add_calls()
-    values = tuple(values_of(structure, made.owners, made.ends, made.inside))
-    leader = structure.ties.leader
-    return Skeleton(
-        tuple(made.variables), values, segments_of(structure), leader, made.owners, made.ends, axis_groups
-    )
+    step = _Step(structure, mesh, axis_groups, Strategies(structure.rows, mesh, axis_groups))
+    drafts = _in_time(_inputs(step), deadline)
+    drafts += _in_time(_parameters(step), deadline)
+    drafts += _in_time(_replicated(step, drafts), deadline)
+    drafts += _in_time(_calls(step, drafts), deadline)
+    owners = {node: Owner(i, *slots) for i, draft in enumerate(drafts) for node, slots in draft.slots.items()}
+    ends = {position: Port(i, slot) for i, draft in enumerate(drafts) for position, slot in draft.ends.items()}
+    values = tuple(values_of(structure, owners, ends, frozenset().union(*(draft.inside for draft in drafts))))
+    variables = tuple(draft.variable for draft in drafts)
+    return Skeleton(variables, values, segments_of(structure), structure.ties.leader, owners, ends, axis_groups)
 
 
-class _Variables:
-    """Variables as they are added: each takes nodes (leaders of their ties), and perhaps outputs, that are not taken yet."""
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What the variables are made from."""
 
-    def __init__(self, structure: StepStructure, mesh: Mesh, axis_groups: AxisGroups, deadline: float) -> None:
-        self.structure, self.mesh, self.axis_groups, self.deadline = structure, mesh, axis_groups, deadline
-        self.graph, self.leader = structure.gm.graph, structure.ties.leader
-        self.strategies = Strategies(structure.rows, mesh, axis_groups)
-        self.variables: list[VariableSkeleton] = []
-        self.owners: dict[Node, Owner] = {}
-        self.ends: dict[int, Port] = {}
-        self.inside: set[tuple[Node, int]] = set()  # operands that a call has from one of its group
+    structure: StepStructure
+    mesh: Mesh
+    axis_groups: AxisGroups
+    strategies: Strategies
 
-    # --- inputs, parameters, outputs
-
-    def add_inputs(self) -> None:
-        """Add inputs of one shape as a variable; outputs (and tangents) that are no numbers follow the first input."""
-        groups: dict[object, list[Node]] = {}
-        for node in placeholders(self.graph, InputRole.INPUT):
-            groups.setdefault((tuple(tensor_of(node).shape), pins_of(node)), []).append(node)
-        first = next((group for group in groups.values() if tensor_of(group[0]).dim() > 0), None)
-        for group in groups.values():
-            self._add_input(group, self._following() if group is first else [])
-
-    def _following(self) -> list[tuple[int, Node]]:
-        """Return positions and values of outputs whose layout is not pinned, and that are no numbers."""
-        outputs = [(i, value) for i, value, output in self.structure.outputs if output.role is OutputRole.OUTPUT]
-        return [(i, value) for i, value in outputs if tensor_of(value).dim() > 0 and not is_reshard(value)]
-
-    def _add_input(self, group: Sequence[Node], following: Sequence[tuple[int, Node]]) -> None:
-        names = {f"input:{input_of(node).name}" for node in group}
-        outputs = self.structure.outputs
-        gradients = [i for i, _, o in outputs if o.role is OutputRole.GRADIENT and o.name in names]
-        shape = tuple(tensor_of(group[0]).shape)
-        tangents = [(self._tangent(i), value) for i, value in following]
-        present = [(tangent, value) for tangent, value in tangents if tangent is not None]
-        strategies = []
-        for layout in self._layouts(group[0]):
-            outs = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), self.mesh) for _, value in following)
-            back = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), self.mesh) for _, value in present)
-            strategies.append(Strategy((layout,) * len(gradients) + outs, (layout,) * len(group) + back))
-        nodes = (*group, *(tangent for tangent, _ in present))
-        self._own(self._add(nodes, tuple(strategies)), nodes, [*gradients, *(i for i, _ in following)])
-
-    def _tangent(self, position: int) -> Node | None:
-        name = outputs_of(self.graph)[position].name
-        tangents = placeholders(self.graph, InputRole.TANGENT)
-        return next((node for node in tangents if input_of(node).name == name), None)
-
-    def add_parameters(self) -> None:
-        """Add each parameter with its gradient, which comes back as the parameter is stored."""
-        gradients = {o.name: (i, value) for i, value, o in self.structure.outputs if o.role is OutputRole.GRADIENT}
-        for node in placeholders(self.graph, InputRole.PARAMETER):
-            returned_as = gradients.get(input_of(node).name)
-            between = _reshards_before(returned_as[1]) if returned_as is not None else ()
-            if self.leader[node] is node:
-                count = 1 if returned_as is None else 1 + len(between)
-                layouts = self._layouts(node)
-                strategies = tuple(Strategy((layout,) * count, (layout,) * (1 + len(between))) for layout in layouts)
-                self.owners[node] = Owner(self._add((node,), strategies))
-            variable = self.owners[self.leader[node]].variable
-            if returned_as is not None:
-                self.ends[returned_as[0]] = Port(variable, 0)
-            for slot, reshard in enumerate(between, start=1):
-                self.owners[self.leader[reshard]] = Owner(variable, slot, slot)
-
-    def add_replicated(self) -> None:
-        """Add numbers, buffers and what tells ranks apart, which are whole on every rank, and outputs that are left."""
-        nodes = tuple(node for node in placeholders(self.graph) if self._is_free(node) and not self._is_pinned(node))
-        positions = [
-            i
-            for i, value, output in self.structure.outputs
-            if i not in self.ends and not (output.role is OutputRole.OUTPUT and is_reshard(value))
-        ]
-        if nodes or positions:
-            layout = replicated(self.mesh)
-            strategy = Strategy((layout,) * len(positions), (layout,) * len(nodes))
-            self._own(self._add(nodes, (strategy,)), nodes, positions)
-
-    def _is_pinned(self, node: Node) -> bool:
-        """Tell whether a node is the tangent of an output whose layout is pinned."""
-        return input_of(node).role is InputRole.TANGENT and is_reshard(self._output_for(node))
-
-    def _output_for(self, tangent: Node) -> Node:
-        name = input_of(tangent).name
-        return next(v for _, v, o in self.structure.outputs if o.role is OutputRole.OUTPUT and o.name == name)
-
-    # --- calls
-
-    def add_calls(self) -> None:
-        """Add all other calls, grouped where the graph is large."""
-        nodes = self.structure.nodes
-        free = [n for n in nodes if n.op == "call_function" and item_of(n) is None and self._is_free(n)]
-        groups: list[tuple[Node, ...]] = [(node,) for node in free]
-        if self.structure.is_large:
-            groups = Grouping(self.graph, self.strategies, self.structure.weights, self._place).of(free)
-        for group in groups:
-            if is_reshard(group[0]):
-                self._add_reshard(group[0])
-            else:
-                self._add_group(group)
-
-    def _place(self, node: Node) -> object:
-        """Return a key of the part of the step that a call is in: calls of one part are made equally often."""
-        return self.structure.segment.get(node, 0), self.structure.ties.layer[node], self._count(node)
-
-    def _add_group(self, group: tuple[Node, ...]) -> None:
-        own = {node: self.strategies.of(node) for node in group}
-        found = joint_strategies(group, own)
-        numbers = np.array(found)
-        members = [self._member(node, own[node], numbers[:, i]) for i, node in enumerate(group)]
-        joint = [[own[node][one] for node, one in zip(group, picked, strict=True)] for picked in found]
-        strategies = tuple(Strategy(sum((s.needs for s in one), ()), sum((s.results for s in one), ())) for one in joint)
-        variable = self._add(group, strategies, members)
-        needs = results = 0
-        for node in group:
-            self.owners[node] = Owner(variable, results, needs)
-            needs, results = needs + len(operands(node)), results + len(results_of(node))
-            self.inside |= {(node, i) for i, value in enumerate(operands(node)) if (item_of(value) or (value,))[0] in group}
-
-    def _add_reshard(self, node: Node) -> None:
-        """Add an output whose layout is pinned, with its tangents."""
-        tangents = [n for n in placeholders(self.graph, InputRole.TANGENT) if self._output_for(n) is node]
-        strategies = tuple(Strategy((layout,), (layout,) * (1 + len(tangents))) for layout in self._layouts(node))
-        nodes = (node, *tangents)
-        self._own(self._add(nodes, strategies), nodes, ())
-
-    # --- layouts
-
-    def _layouts(self, node: Node) -> list[Layout]:
+    def layouts(self, node: Node) -> list[Layout]:
         """Return the layouts of a placeholder, or of a pinned value, that meet its pins."""
-        shape = tuple(tensor_of(node).shape)
-        found = [strategy.results[0] for strategy in self.strategies.of(node)]
-        if node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER:
-            found += self._padded(found, shape)
-            allowed = is_storable
-        else:
-            allowed = is_even
-        for pin in pins_of(node):
-            found = [layout.with_on(pin.axis, pin.placement) for layout in found]
-        found = [layout for layout in dict.fromkeys(found) if allowed(layout, shape, self.mesh)]
-        if not found:
-            pins = ", ".join(f"{self.mesh.names[pin.axis]}:{pin.placement} ({pin.reason})" for pin in pins_of(node))
-            raise ConstraintError(f"{node.name} of shape {list(shape)} cannot meet its constraints: {pins}")
-        return found
+        free = [strategy.results[0] for strategy in self.strategies.of(node)]
+        return pinned_layouts(node, free, self.mesh, self.axis_groups)
 
-    def _padded(self, layouts: Sequence[Layout], shape: tuple[int, ...]) -> list[Layout]:
-        """Return layouts that pad dim 0, on sets of axes that split no dim evenly."""
-        even = {_sharded_axes(layout) for layout in layouts}
-        found = []
-        for layout in layouts:
-            for group in self.axis_groups:
-                wider = layout
-                if shape and all(layout.on(axis) == R and self.mesh.sizes[axis] > 1 for axis in group):
-                    for axis in group:
-                        wider = wider.with_on(axis, next_digit(wider, 0, self.mesh))
-                if _sharded_axes(wider) not in even and is_storable(wider, shape, self.mesh):
-                    found.append(wider)
-        return found
+    def placeholders(self, *roles: InputRole) -> tuple[Node, ...]:
+        return placeholders(self.structure.gm.graph, *roles)
 
-    # --- all
 
-    def _is_free(self, node: Node) -> bool:
-        return self.leader[node] is node and node not in self.owners
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A variable that has no number yet, and the nodes (leaders of their ties) and outputs that it decides about."""
 
-    def _add(self, nodes: tuple[Node, ...], strategies: tuple[Strategy, ...], members: Sequence[Member] = ()) -> int:
-        """Add a variable and return its number; the costs are those of `members`, or of its first node."""
-        if time.perf_counter() > self.deadline:
+    variable: VariableSkeleton
+    slots: Mapping[Node, tuple[int, int]]  # of a node's first result and operand in the strategies
+    ends: Mapping[int, int] = field(default_factory=dict)  # position in the graph's output -> slot of the operand
+    inside: frozenset[tuple[Node, int]] = frozenset()  # operands that a call has from one of its group
+
+
+def _in_time(drafts: Iterable[_Draft], deadline: float) -> list[_Draft]:
+    made = []
+    for draft in drafts:
+        if time.perf_counter() > deadline:
             raise TimeoutError
-        members = members or [self._member(node, strategies) for node in nodes[:1]]
-        segment = self.structure.segment.get(nodes[0], 0) if nodes else 0
-        self.variables.append(VariableSkeleton(nodes, strategies, segment, tuple(members)))
-        return len(self.variables) - 1
+        made.append(draft)
+    return made
 
-    def _own(self, variable: int, nodes: Sequence[Node], positions: Sequence[int]) -> None:
-        """Note that results of a variable are these nodes, and its operands these outputs, in order."""
-        self.owners |= {node: Owner(variable, slot) for slot, node in enumerate(nodes)}
-        self.ends |= {position: Port(variable, slot) for slot, position in enumerate(positions)}
 
-    def _member(self, node: Node, strategies: tuple[Strategy, ...], numbers: Ints | None = None) -> Member:
-        return Member(node, strategies, numbers, self._count(node), node in self.structure.saved)
+# --- inputs, parameters, outputs
 
-    def _count(self, node: Node) -> int:
-        return sum(self.structure.ties.count[alike] for alike in self.structure.alike[node])
+
+def _inputs(step: _Step) -> Iterator[_Draft]:
+    """Yield a variable for inputs of one shape; outputs (and tangents) that are no numbers follow the first input."""
+    groups: dict[object, list[Node]] = {}
+    for node in step.placeholders(InputRole.INPUT):
+        groups.setdefault((tuple(tensor_of(node).shape), pins_of(node)), []).append(node)
+    first = next((group for group in groups.values() if tensor_of(group[0]).dim() > 0), None)
+    for group in groups.values():
+        yield _input(step, group, _following(step.structure) if group is first else [])
+
+
+def _following(structure: StepStructure) -> list[tuple[int, Node]]:
+    """Return positions and values of outputs whose layout is not pinned, and that are no numbers."""
+    outputs = [(i, value) for i, value, output in structure.outputs if output.role is OutputRole.OUTPUT]
+    return [(i, value) for i, value in outputs if tensor_of(value).dim() > 0 and not is_reshard(value)]
+
+
+def _input(step: _Step, group: Sequence[Node], following: Sequence[tuple[int, Node]]) -> _Draft:
+    names = {f"input:{input_of(node).name}" for node in group}
+    outputs = step.structure.outputs
+    gradients = [i for i, _, o in outputs if o.role is OutputRole.GRADIENT and o.name in names]
+    shape = tuple(tensor_of(group[0]).shape)
+    tangents = [(_tangent(step, i), value) for i, value in following]
+    present = [(tangent, value) for tangent, value in tangents if tangent is not None]
+    strategies = []
+    for layout in step.layouts(group[0]):
+        outs = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), step.mesh) for _, value in following)
+        back = tuple(_followed(layout, shape, tuple(tensor_of(value).shape), step.mesh) for _, value in present)
+        strategies.append(Strategy((layout,) * len(gradients) + outs, (layout,) * len(group) + back))
+    nodes = (*group, *(tangent for tangent, _ in present))
+    return _draft(step, nodes, tuple(strategies), [*gradients, *(i for i, _ in following)])
+
+
+def _tangent(step: _Step, position: int) -> Node | None:
+    name = outputs_of(step.structure.gm.graph)[position].name
+    return next((node for node in step.placeholders(InputRole.TANGENT) if input_of(node).name == name), None)
 
 
 def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], mesh: Mesh) -> Layout:
@@ -247,8 +141,26 @@ def _followed(layout: Layout, shape: tuple[int, ...], other: tuple[int, ...], me
     return found if is_even(found, other, mesh) else replicated(mesh)
 
 
-def _sharded_axes(layout: Layout) -> tuple[bool, ...]:
-    return tuple(isinstance(placement, Shard) for placement in layout.placements)
+def _parameters(step: _Step) -> Iterator[_Draft]:
+    """Yield each parameter (tied ones as one) with its gradient, which comes back as the parameter is stored."""
+    tied: dict[Node, list[Node]] = {}
+    for node in step.placeholders(InputRole.PARAMETER):
+        tied.setdefault(step.structure.ties.leader[node], []).append(node)
+    gradients = {o.name: (i, value) for i, value, o in step.structure.outputs if o.role is OutputRole.GRADIENT}
+    for nodes in tied.values():
+        yield _parameter(step, nodes, [gradients.get(input_of(node).name) for node in nodes])
+
+
+def _parameter(step: _Step, nodes: Sequence[Node], gradients: Sequence[tuple[int, Node] | None]) -> _Draft:
+    """Return the variable of a parameter and those tied to it; `gradients` are positions and values."""
+    leader = step.structure.ties.leader
+    between = [() if one is None else _reshards_before(one[1]) for one in gradients]
+    needed = (gradients[0] is not None) + len(between[0])
+    layouts = step.layouts(nodes[0])
+    strategies = tuple(Strategy((layout,) * needed, (layout,) * (1 + len(between[0]))) for layout in layouts)
+    reshards = {leader[node]: (slot, slot) for one in between for slot, node in enumerate(one, start=1)}
+    ends = {one[0]: 0 for one in gradients if one is not None}
+    return _Draft(_variable(step, nodes[:1], strategies), {nodes[0]: (0, 0)} | reshards, ends)
 
 
 def _reshards_before(value: Node) -> tuple[Node, ...]:
@@ -259,3 +171,107 @@ def _reshards_before(value: Node) -> tuple[Node, ...]:
             found.append(value)
         value = operands(value)[0]
     return tuple(found)
+
+
+def _replicated(step: _Step, drafts: Sequence[_Draft]) -> Iterator[_Draft]:
+    """Yield one variable: numbers, buffers and what tells ranks apart, whole on every rank, and outputs that are left."""
+    nodes = [node for node in _free(step, step.placeholders(), drafts) if not _is_pinned(step, node)]
+    ended = set().union(*(draft.ends for draft in drafts))
+    positions = [
+        i
+        for i, value, output in step.structure.outputs
+        if i not in ended and not (output.role is OutputRole.OUTPUT and is_reshard(value))
+    ]
+    if nodes or positions:
+        layout = replicated(step.mesh)
+        yield _draft(step, nodes, (Strategy((layout,) * len(positions), (layout,) * len(nodes)),), positions)
+
+
+def _is_pinned(step: _Step, node: Node) -> bool:
+    """Tell whether a node is the tangent of an output whose layout is pinned."""
+    return input_of(node).role is InputRole.TANGENT and is_reshard(_output_for(step, node))
+
+
+def _output_for(step: _Step, tangent: Node) -> Node:
+    name = input_of(tangent).name
+    return next(v for _, v, o in step.structure.outputs if o.role is OutputRole.OUTPUT and o.name == name)
+
+
+# --- calls
+
+
+def _calls(step: _Step, drafts: Sequence[_Draft]) -> Iterator[_Draft]:
+    """Yield all other calls, grouped where the graph is large."""
+    structure = step.structure
+    free = _free(step, [n for n in structure.nodes if n.op == "call_function" and item_of(n) is None], drafts)
+    groups: list[tuple[Node, ...]] = [(node,) for node in free]
+    if structure.is_large:
+        place = partial(_place, step)
+        groups = Grouping(structure.gm.graph, step.strategies, structure.weights, place).of(free)
+    for group in groups:
+        yield _reshard(step, group[0]) if is_reshard(group[0]) else _group(step, group)
+
+
+def _place(step: _Step, node: Node) -> object:
+    """Return a key of the part of the step that a call is in: calls of one part are made equally often."""
+    return step.structure.segment.get(node, 0), step.structure.ties.layer[node], _count(step, node)
+
+
+def _group(step: _Step, group: tuple[Node, ...]) -> _Draft:
+    own = {node: step.strategies.of(node) for node in group}
+    found = joint_strategies(group, own)
+    numbers = np.array(found)
+    members = [_member(step, node, own[node], numbers[:, i]) for i, node in enumerate(group)]
+    joint = [[own[node][one] for node, one in zip(group, picked, strict=True)] for picked in found]
+    strategies = tuple(Strategy(sum((s.needs for s in one), ()), sum((s.results for s in one), ())) for one in joint)
+    slots: dict[Node, tuple[int, int]] = {}
+    needs = results = 0
+    for node in group:
+        slots[node] = results, needs
+        needs, results = needs + len(operands(node)), results + len(results_of(node))
+    used = [(node, i, value) for node in group for i, value in enumerate(operands(node))]
+    inside = frozenset((node, i) for node, i, value in used if (item_of(value) or (value,))[0] in group)
+    return _Draft(_variable(step, group, strategies, members), slots, inside=inside)
+
+
+def _reshard(step: _Step, node: Node) -> _Draft:
+    """Return the variable of an output whose layout is pinned, with its tangents."""
+    tangents = [n for n in step.placeholders(InputRole.TANGENT) if _output_for(step, n) is node]
+    strategies = tuple(Strategy((layout,), (layout,) * (1 + len(tangents))) for layout in step.layouts(node))
+    return _draft(step, (node, *tangents), strategies)
+
+
+# --- all
+
+
+def _free(step: _Step, nodes: Iterable[Node], drafts: Iterable[_Draft]) -> list[Node]:
+    """Return the leaders that no variable decides about."""
+    taken: set[Node] = set().union(*(draft.slots for draft in drafts))
+    return [node for node in nodes if step.structure.ties.leader[node] is node and node not in taken]
+
+
+def _draft(
+    step: _Step, nodes: Sequence[Node], strategies: tuple[Strategy, ...], positions: Sequence[int] = ()
+) -> _Draft:
+    """Return a variable with these nodes as results and these outputs as operands, in order."""
+    slots = {node: (slot, 0) for slot, node in enumerate(nodes)}
+    return _Draft(
+        _variable(step, nodes, strategies), slots, {position: slot for slot, position in enumerate(positions)}
+    )
+
+
+def _variable(
+    step: _Step, nodes: Sequence[Node], strategies: tuple[Strategy, ...], members: Sequence[Member] = ()
+) -> VariableSkeleton:
+    """Return a variable; the costs are those of `members`, or of its first node."""
+    members = members or [_member(step, node, strategies) for node in nodes[:1]]
+    segment = step.structure.segment.get(nodes[0], 0) if nodes else 0
+    return VariableSkeleton(tuple(nodes), strategies, segment, tuple(members))
+
+
+def _member(step: _Step, node: Node, strategies: tuple[Strategy, ...], numbers: Ints | None = None) -> Member:
+    return Member(node, strategies, numbers, _count(step, node), node in step.structure.saved)
+
+
+def _count(step: _Step, node: Node) -> int:
+    return sum(step.structure.ties.count[alike] for alike in step.structure.alike[node])

@@ -1,1 +1,1 @@
-"""Solve the model: bounds from below by relaxation, assignments from above by programs, proofs by probing."""
+"""Solvers of the model: lower bounds by relaxation, assignments by mixed-integer programs, proofs by probing."""

@@ -1,7 +1,7 @@
-"""Find the multipliers whose bound is highest as far as the assignments seen so far tell (Kelley's cutting planes).
+"""Find the multipliers with the highest bound given the assignments seen so far (Kelley's cutting planes).
 
-Each assignment is a cut: it bounds the dual function from above. The multipliers are the duals of the linear program that
-mixes the assignments (Kelley, "The Cutting-Plane Method for Solving Convex Programs", 1960).
+Each assignment is a cut: it bounds the dual function from above. The multipliers are the duals of the linear program
+that mixes the assignments (Kelley, "The Cutting-Plane Method for Solving Convex Programs", 1960).
 """
 
 from __future__ import annotations

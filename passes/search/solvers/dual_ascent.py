@@ -31,7 +31,7 @@ class Restriction:
 
     @property
     def is_possible(self) -> bool:
-        """Tell whether every variable has a strategy."""
+        """Return whether every variable has a strategy."""
         return all(bool(strategies.any()) for strategies in self.strategies)
 
     @property

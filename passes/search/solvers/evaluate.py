@@ -14,11 +14,11 @@ from passes.search.model.transitions import Transitions
 
 @dataclass(frozen=True)
 class Assignment:
-    """A strategy (its number) for each variable, and what it costs.
+    """A strategy (its number) for each variable, with its costs.
 
-    `kept` are numbers of parameters in the backward that take what the forward gathered, `repeated` those of other values
-    whose transition is repeated in the backward rather than its result kept. Objective in seconds, `memory` in bytes,
-    `loads` [segment, resource] in seconds.
+    `kept` are numbers of parameters in the backward that use what the forward gathered, `repeated` those of other
+    values whose transition is repeated in the backward instead of keeping its result. Objective in seconds, `memory` in
+    bytes, `loads` [segment, resource] in seconds.
     """
 
     strategies: list[int]
@@ -37,11 +37,11 @@ def evaluate(
     repeats: float | None = None,
     budget: MemoryBudget | None = None,
 ) -> Assignment | None:
-    """Return the assignment of these strategies; None where a transition is impossible.
+    """Return the assignment of these strategies, None if a transition is impossible.
 
-    What the forward gathered of a parameter is kept for the backward, where that needs the same layout, if this saves at
-    least `keeps` seconds on links per byte; the result of another value's transition if it saves at least `repeats` (by
-    default the same). What is over the limit of `budget` is recomputed.
+    A gathered parameter is kept for the backward, if that needs the same layout, if this saves at least `keeps` seconds
+    on links per byte; the result of another value's transition if it saves at least `repeats` (by default the same).
+    Bytes over the limit of `budget` are recomputed.
     """
     graph, repeats = transitions.factor_graph, keeps if repeats is None else repeats
     pairs = list(zip(graph.variables, strategies, strict=True))

@@ -19,7 +19,7 @@ COLUMNS_TIMES_NODES = 400_000  # of branch and bound without a time limit; count
 
 @dataclass(frozen=True)
 class Solved:
-    """Values of the columns, None where none were found in time; the objective and the bound that is proven."""
+    """Values of the columns (None if none were found in time), the objective and the proven bound."""
 
     values: Floats | None
     objective: float
@@ -60,7 +60,7 @@ class MixedIntegerProgram:
         return number
 
     def duals(self, *, time_limit: float | None = None) -> Floats | None:
-        """Return the duals of the rows of the linear relaxation; None where it is infeasible, or not solved in time."""
+        """Return the duals of the rows of the linear relaxation, None if it is infeasible or not solved in time."""
         solver = _solver(time_limit)
         model = self._model()
         model.integrality_ = []
@@ -71,8 +71,8 @@ class MixedIntegerProgram:
         return np.array(solver.getSolution().row_dual)
 
     def minimise(self, *, gap: float, time_limit: float | None, nodes: int | None = None) -> Solved:
-        """Solve to a relative `gap`, until the time limit or a number of nodes of branch and bound; where neither is given,
-        in a number that suits the size."""
+        """Solve to a relative `gap`, within the time limit or a number of branch-and-bound nodes; by default, one that
+        suits the size."""
         solver = _solver(time_limit)
         solver.setOptionValue("mip_rel_gap", gap)
         solver.setOptionValue("mip_abs_gap", 1e-9)
@@ -116,5 +116,5 @@ def _solver(time_limit: float | None) -> highspy.Highs:
 
 
 def add_recomputation(program: MixedIntegerProgram, budget: MemoryBudget) -> list[int]:
-    """Add the columns of what is recomputed, in GB, and return them."""
+    """Add the columns of recomputed bytes, in GB, and return them."""
     return [program.column(step.seconds * GB * MILLISECONDS, step.nbytes / GB) for step in budget.recomputation]

@@ -59,7 +59,7 @@ class Formulation:
             self._add_memory(budget)
 
     def multipliers(self, time_limit: float | None) -> Multipliers | None:
-        """Return the duals of the linear relaxation; None where it is infeasible, or not solved in time."""
+        """Return the duals of the linear relaxation, None if it is infeasible or not solved in time."""
         duals = self.program.duals(time_limit=time_limit)
         if duals is None:
             return None
@@ -74,7 +74,7 @@ class Formulation:
         return Multipliers(segments, max(byte, sum(working), sum(gathered)), tuple(working), tuple(gathered))
 
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Assignment | None, float]:
-        """Return the best assignment found, None where none was, and the seconds that no assignment is better than."""
+        """Return the best assignment found, None if there is none, and a proven lower bound in seconds."""
         solved = self.program.minimise(gap=gap, time_limit=time_limit, nodes=nodes)
         # The program's cost has the ties: less than three times their part of a segment, which is the longest of three.
         bound = float("inf") if solved.is_infeasible else solved.bound / MILLISECONDS / (1 + 3 * TIE)
@@ -146,7 +146,7 @@ class Formulation:
         return self.program.column(TIE * MILLISECONDS * float(terms.seconds[arc]))
 
     def _add_repeat(self, number: int, value: Value, arc: Arc, transition: int) -> None:
-        """Allow to repeat a transition in the backward instead of keeping its result."""
+        """Let a transition be repeated in the backward instead of keeping its result."""
         terms = self.transitions.terms[number]
         column = self._transition_column(terms, arc)
         self.repeats[column] = number
@@ -156,7 +156,7 @@ class Formulation:
             self._load(value.repeat_segment, resource, column, seconds)
 
     def _add_keeps(self, number: int, serving: dict[Arc, list[int]]) -> None:
-        """Allow what the forward gathered to serve the backward as well, where it is kept."""
+        """Let what the forward gathered also serve the backward if it is kept."""
         targets, earlier = self.transitions.targets, self.factor_graph.values[number].gathered_in_forward
         for (source, target), columns in serving.items():
             layout = targets[number][target]
@@ -187,7 +187,8 @@ class Formulation:
     # --- memory
 
     def _add_memory(self, budget: MemoryBudget) -> None:
-        """Limit bytes, in GB: what stays, the most that one call works on, and the most that one layer gathers."""
+        """Limit the memory, in GB: persistent bytes, the most that one call works on, and the most that one layer
+        gathers."""
         working, gathered = (self.program.column(0.0, float("inf")) for _ in range(2))
         self.bytes += [(working, GB), (gathered, GB)]
         for variable, columns in zip(self.factor_graph.variables, self.picks, strict=True):

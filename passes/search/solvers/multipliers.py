@@ -1,4 +1,4 @@
-"""Hold Lagrange multipliers: what a second on each resource of a segment, and a byte, are worth."""
+"""Lagrange multipliers: the value of a second on each resource of a segment, and of a byte."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Weights = tuple[float, float, float]  # of computation, of links inside a node a
 class Multipliers:
     """The weights of the resources of each segment, and seconds per byte of memory.
 
-    Of the bytes that one call works on only the most count, and of those that one layer gathers: the price of a byte is
-    shared out among variables (`working`) and among segments (`gathered`).
+    Only the call with most working bytes counts, and the layer with most gathered bytes: the price of a byte is shared
+    among variables (`working`) and among segments (`gathered`).
     """
 
     segments: tuple[Weights, ...]
@@ -41,14 +41,14 @@ class Multipliers:
 
 
 def weights_of(duals: Floats, rows: Sequence[int]) -> Weights:
-    """Return the weights of one segment from the duals of its rows; where none binds, computation alone counts."""
+    """Return the weights of one segment from the duals of its rows; if none binds, computation alone counts."""
     worth = [max(0.0, float(duals[row])) for row in rows]
     total = sum(worth)
     return (worth[0] / total, worth[1] / total, worth[2] / total) if total else (1.0, 0.0, 0.0)
 
 
 def _shared(byte: float, one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
-    """Share out the price of a byte halfway between two ways to do so."""
+    """Share the price of a byte halfway between two ways to divide it."""
     if not one or not other:
         one = other = one or other
     parts = [a + b for a, b in zip(one, other, strict=True)]

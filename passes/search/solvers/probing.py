@@ -27,9 +27,9 @@ Classes = Sequence[Sequence[Hashable]]  # per variable and strategy
 
 
 def is_empty(graph: FactorGraph, dual: Dual) -> bool:
-    """Tell whether no assignment costs less than the threshold that `dual` was pruned by.
+    """Return whether no assignment costs less than the threshold that `dual` was pruned by.
 
-    False where this was not found out in `PROBES`, or by the dual's deadline.
+    False if this was not proven within `PROBES`, or by the dual's deadline.
     """
     if dual.slack < 0:
         return True
@@ -77,7 +77,7 @@ class _Proof:
         return sum(int((~dual.pruned[variable]).sum()) for variable in self.order)
 
     def _probe(self, dual: Dual, classes: Classes, variable: int) -> bool:
-        """Prune classes that are in no shorter assignment; False where no probes, or no time, are left."""
+        """Prune classes that no shorter assignment has; return False if no probes, or no time, are left."""
         groups = _grouped(dual, classes, variable)
         if not 1 < len(groups) <= CLASSES:
             return True

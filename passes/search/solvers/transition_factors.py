@@ -12,8 +12,10 @@ from passes.search.model.transitions import INFEASIBLE, Endpoint
 
 
 class TransitionFactor:
-    """A value's pairwise factors, one per user: `costs[user, source, target]` is the user's share of the transition cost plus
-    the messages that were passed to it."""
+    """A value's pairwise factors, one per user.
+
+    `costs[user, source, target]` is the user's share of the transition cost plus the messages that were passed to it.
+    """
 
     def __init__(self, maker: Endpoint, users: list[Endpoint], transitions: Floats) -> None:
         """Share out `transitions[source, target]`, seconds that are paid once however many users need the target."""
@@ -63,7 +65,7 @@ class TransitionFactor:
         return new
 
     def share(self) -> None:
-        """Pool the shares that users do not need and give all users equal parts."""
+        """Pool the shares that users do not need and distribute them evenly."""
         if len(self.users) > 1:
             given = np.minimum(self.costs, self.paid)
             change = np.add.reduce(given, axis=0)
