@@ -59,7 +59,7 @@ class Letters:
         return self.format_dims(self.dims[node][result], layout, mesh)
 
     def format_dims(self, dims: Sequence[Factors], layout: Layout, mesh: Mesh, order: Sequence[int] | None = None) -> str:
-        """As `format`, with dims in another order if given."""
+        """Format as `format` does, with dims in another order if given."""
         found = []
         for dim in order if order is not None else range(len(dims)):
             axes = _axes_by_factor([self.sizes[self.names[f]] for f in dims[dim]], layout, dim, mesh)

@@ -167,7 +167,7 @@ class _Writer:
         )
 
     def modules(self) -> Iterator[tuple[str, _Module]]:
-        """What each module does itself in the forward, by FQN."""
+        """Return the nodes that each module computes itself in the forward, by FQN."""
         behind = behind_tangents(self.graph)
         sources = _sources(self.graph)
         groups: dict[str, list[Node]] = {}
