@@ -1,4 +1,5 @@
-"""Train a model written for one device on a mesh of many: same numbers, no change to the model.
+"""Distribute a PyTorch model written for one device over a mesh of devices, with the same results and an unchanged
+model.
 
     from autoshard import autoshard, plan, Mesh, Options
 """

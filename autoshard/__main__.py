@@ -1,4 +1,4 @@
-"""`python -m autoshard`: see `autoshard.cli.main`."""
+"""Run the command line with `python -m autoshard`; see `autoshard.cli.main`."""
 
 from __future__ import annotations
 

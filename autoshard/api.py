@@ -1,4 +1,4 @@
-"""What a user calls: `autoshard` (a function and a class decorator) and `plan`."""
+"""Public entry points: `autoshard` (a function and a class decorator) and `plan`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def plan(
     *,
     options: Options | None = None,
 ) -> ShardingPlan:
-    """Plan how `model` is distributed on `mesh`: nothing runs, and neither processes nor devices are needed.
+    """Plan how `model` is distributed on `mesh`, without running it and without processes or devices.
 
-    `args` and `kwargs` are the arguments of one call with the global batch; they, and the model's parameters,
-    may be on meta. The plan is for training where gradients are enabled and something needs one.
-    Raises a UserError that says what to change where the model, mesh or options cannot work.
+    `args` and `kwargs` are the arguments of one call with the global batch; they, and the model's parameters, may be
+    on meta. The plan is for training if gradients are enabled and any output needs one. Raises a UserError that says
+    what to change if the model, mesh or options cannot work.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
@@ -96,19 +96,20 @@ def autoshard(
     plan: ShardingPlan | str | PathLike[str] | None = None,
     options: Options | None = None,
 ) -> ShardedModule | Callable[[ModelClass], ModelClass]:
-    """Distribute `model`, written for one device, on `mesh`; all ranks of the mesh call it together.
+    """Distribute `model`, written for one device, on `mesh`; all ranks of the mesh must call it together.
 
-    Returns a module of the user's class (and a `ShardedModule`) whose parameters are DTensors; `model` is left as
-    it is. A call takes this rank's part of each input and returns this rank's part of each output; a scalar loss
-    is that of the global batch, and gradients are those of one device.
+    Returns a module of the user's class (also a `ShardedModule`) whose parameters are DTensors; `model` itself is not
+    changed. A call takes this rank's part of each input and returns this rank's part of each output; a scalar loss is
+    the loss of the global batch, and gradients equal those on one device.
 
-    `args` and `kwargs` are the arguments of one call with the global batch: the model is then captured and
-    compiled now, otherwise at its first call. Without `model`, returns a class decorator.
+    `args` and `kwargs` are the arguments of one call with the global batch. If they are given, the model is captured
+    and compiled now, otherwise at its first call. Without `model`, returns a class decorator.
 
-    `plan` is a plan to run, or the file of one; without options, those it was made with apply. The first rank's is
-    the one that counts. A call in another mode than it is for (an evaluation) is planned around its parameters.
+    `plan` is a plan to run, or the path of a saved one; if no options are given, the options it was made with apply.
+    The first rank's plan counts. A call in another mode than the plan's (evaluation, say) gets a plan of its own that
+    keeps the layouts of the parameters.
 
-    Raises a UserError that says what to change where the model, mesh, options or arguments cannot work.
+    Raises a UserError that says what to change if the model, mesh, options or arguments cannot work.
     """
     if mesh is None:
         raise MeshError("autoshard needs a mesh: autoshard(model, mesh), or @autoshard(mesh=mesh) on a class")
@@ -154,17 +155,19 @@ def _distribute(
 
 
 class _Planner:
-    """Plans a sharded module's programs: one per mode that it is called in. `given` is the plan for one of them."""
+    """Planner of a sharded module's programs, one for each mode that it is called in; `given` is the user's plan for
+    one mode.
+    """
 
     def __init__(self, device: str, mesh: Mesh, options: Options, given: ShardingPlan | None) -> None:
         check_options(options, mesh)
         if given is not None:
             check_asked(given, mesh, options)
         elif options.recipe == AUTO:
-            batch_axes_of(options, mesh)  # asked now, not at the first call
+            batch_axes_of(options, mesh)  # raise now rather than at the first call
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
-        self.awaits = given is not None  # no program was made of `given` yet
-        self.first: PlanRecord | None = given  # the plan that says how inputs are split
+        self.awaits = given is not None  # `given` has not been compiled yet
+        self.first: PlanRecord | None = given  # the plan that decides how inputs are split
 
     def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """Return the program for a call with this rank's part of each input."""
@@ -191,8 +194,11 @@ class _Planner:
         batch_axes: tuple[int, ...] | None = None,
         followed: Decided | None,
     ) -> LocalProgram:
-        """Return the program for a call with the whole of each input; `batch_axes` are those that the caller splits it over
-        (None: as the plan says). `followed` is what the first rank decided."""
+        """Return the program for a call with global inputs.
+
+        `batch_axes` are the axes that the caller splits the batch over (None: as the plan says). `followed` waits for
+        the plan that the first rank decided on.
+        """
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
             stored = {name: value.layout for name, value in self.given.parameters.items()}
@@ -213,14 +219,16 @@ class _Planner:
         return self._program(planned)
 
     def batch_axes(self) -> tuple[int, ...] | None:
-        """Axes that the caller splits the batch over. None: as the recipe, or the plan that is given, says.
+        """Return the axes that the caller splits the batch over; None: as the recipe or the given plan says.
 
-        A search does not decide what each rank is to be given: before there is a plan, the names of axes do.
+        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide.
         """
         return self._splits().data_axes if self.options.recipe == AUTO and self.given is None else None
 
     def _splits(self) -> Splits:
-        """Return how a call's inputs are split: as the first plan says; before there is one, over the axes of data recipes."""
+        """Return how a call's inputs are split: as in the first plan, or before that, over the axes of data-parallel
+        recipes.
+        """
         if self.first is None:
             return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
@@ -253,7 +261,9 @@ class _Planner:
         )
 
     def _scale(self, layout: Layout) -> float:
-        """Scale the loss of this rank's part: it stands for the mean over ranks, unless it is said to be summed."""
+        """Return the factor for the gradient of this rank's loss: one over the number of parts, or 1 if the losses are
+        summed.
+        """
         if self.options.loss == "sum":
             return 1.0
         pairs = zip(self.mesh.sizes, layout.placements, strict=True)
@@ -273,7 +283,7 @@ def _decorator(
         meta = type(kind)
 
         class Distributing(meta):  # type: ignore[misc, valid-type]
-            """Calling the class makes an instance as ever, and distributes it."""
+            """Metaclass that distributes each instance of the class when it is created."""
 
             def __call__(cls, *made_of: Any, **named: Any) -> Any:
                 return _distribute(super().__call__(*made_of, **named), mesh, args, kwargs, plan, options)

@@ -1,12 +1,12 @@
-"""The compiler, in order: five phases, the passes of each, and one reason per pass. Passes are composed here alone.
+"""The compiler's pipeline in order: five phases and the passes of each. Passes are composed only here.
 
-    prepare          the captured graph in few forms
-    place            a layout for every value
-    lower            layouts that disagree become collectives, shapes those of one device
-    rematerialize    what the backward computes again instead of keeping it
-    overlap          once partitioned, of the forward and of the backward: communication beside computation
+    prepare          normalize the captured graph to few forms
+    place            choose a layout for every value
+    lower            turn layouts that disagree into collectives, and global shapes into local ones
+    rematerialize    recompute values in the backward instead of keeping them
+    overlap          after partitioning, of the forward and of the backward: hide communication behind computation
 
-A new pass is a file in `passes/` and a line here, in the phase that it belongs to. For one run it is a line of the user's:
+A new pass is a file in `passes/` and a line here, in its phase. To add a pass for one run:
 `Options(passes=inserted(default_passes(), Mine(), before="lower_reshards"))`.
 """
 
@@ -37,10 +37,10 @@ Passes = tuple[Pass, ...]
 
 @dataclass(frozen=True)
 class Phases:
-    """The passes from a captured graph to a per-device program, set for one plan.
+    """The passes from a captured graph to a per-device program, configured for one plan.
 
-    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision; `choose` is a `Propagate` or a `Solve`; `kept`
-    is what blocks keep of their values (None: nothing is computed again).
+    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision; `choose` is a `Propagate` or a `Solve`;
+    `kept` is what blocks keep of their values (None: nothing is recomputed).
     """
 
     seed: Seed = field(default_factory=Seed)
@@ -50,77 +50,83 @@ class Phases:
 
     @property
     def passes(self) -> Passes:
-        """All phases up to the partitioner, in order."""
+        """Return the passes of all phases up to the partitioner, in order."""
         return (*self.prepare, *self.place, *self.lower, *self.rematerialize)
 
     @property
     def prepare(self) -> Passes:
-        """One form for the same program; plans of one model share what it gives."""
+        """Return the passes that normalize a captured graph; all plans of a model share the result."""
         return (Normalize(),)
 
     def prepare_folded(self, fold: Fold) -> Passes:
-        """As `prepare`, with equal layers written once: the graph that candidate plans are evaluated on."""
+        """Return the passes of `prepare` and the fold of equal layers; candidate plans are evaluated on the folded
+        graph.
+        """
         return (*self.prepare, fold)
 
     @property
     def place(self) -> Passes:
-        """A layout for every value."""
+        """Return the passes that choose a layout for every value."""
         return (*self.constrain, self.choose)
 
     @property
     def constrain(self) -> Passes:
-        """The part of `place` that a search has to respect."""
+        """Return the passes of `place` that set the constraints of a search."""
         return (
-            self.seed,  # what the user and the recipes ask for, as pins
+            self.seed,  # constraints of the user and the recipes, as pins
             self.cast,  # stored, computed and reduced dtypes: after the pins, so that casts precede gathers
         )
 
     @property
     def lower(self) -> Passes:
-        """The program of one device."""
+        """Return the passes that make the program of one device."""
         return (*self.make_explicit, *self.make_collectives, *self.make_local)
 
     @property
     def make_explicit(self) -> Passes:
-        """The part of `lower` that says what moves: enough to price a recipe by the solver's model."""
+        """Return the passes of `lower` that insert reshards; their result is enough to price a recipe by the solver's
+        model.
+        """
         return (
-            InsertReshards(),  # disagreements become nodes
-            FuseCollectives(),  # terms of a sum are added before they are reduced, what is cast moves in its narrower dtype
+            InsertReshards(),  # a node wherever a layout is not the one that a user of the value needs
+            FuseCollectives(),  # add terms before they are reduced, and send casts in the narrower dtype
         )
 
     @property
     def make_collectives(self) -> Passes:
-        """The part of `lower` that says how it moves, while shapes are global."""
+        """Return the passes of `lower` that turn reshards into collectives; shapes are still global."""
         return (
-            CancelReshards(),  # as few reshards as will do: after fusing, which wants them next to their sums
-            LowerReshards(),  # each as collectives
+            CancelReshards(),  # drop unneeded reshards; after fusing, which needs them next to their sums
+            LowerReshards(),  # each reshard becomes collectives
         )
 
     @property
     def make_local(self) -> Passes:
-        """The part of `lower` that leaves the global view."""
+        """Return the passes of `lower` that replace global shapes by local ones."""
         return (
             Localize(),  # shapes of one device
-            Decompose(),  # what the backend wants in pieces
+            Decompose(),  # ops that the backend cannot compile whole
         )
 
     @property
     def rematerialize(self) -> Passes:
-        """What the backward computes again: after all that makes or takes apart calls."""
+        """Return the passes that choose what the backward recomputes; they follow all passes that add or split calls.
+        """
         return (Rematerialize(self.kept),)
 
     def fill(self, passes: Passes) -> Passes:
-        """Return the user's `passes` with this plan's settings, where a pass was left as it is by default."""
+        """Return the user's `passes` with this plan's settings for passes that were left at their defaults."""
         unset, own = (one.constrain + one.rematerialize for one in (Phases(), self))
         return tuple(next((mine for usual, mine in zip(unset, own, strict=True) if usual == one), one) for one in passes)
 
 
 @dataclass(frozen=True)
 class OverlapPasses:
-    """The passes on the forward, or on the backward, once they are partitioned.
+    """The passes on the forward, or on the backward, after partitioning.
 
-    `memory_limit` is in bytes that the graph may take (None: about what it takes as it is), `bucket_bytes` in those that one
-    collective of parameters or gradients may bring; `fused` says that the backend fuses pointwise calls.
+    `memory_limit` is the peak in bytes that the graph may have (None: about what it has before), `bucket_bytes` the
+    maximum that one collective of parameters or gradients brings to a rank; `fused` says that the backend fuses
+    pointwise calls.
     """
 
     memory_limit: int | None
@@ -131,36 +137,38 @@ class OverlapPasses:
 
     @property
     def passes(self) -> Passes:
-        """The whole phase, in order."""
+        """Return all passes of the phase, in order."""
         return (*self.chunk, *self.schedule)
 
     @property
     def chunk(self) -> Passes:
-        """Messages of tensor parallelism beside the products that read or make them, where it pays."""
+        """Return the passes that send the messages of tensor parallelism concurrently with the products that read or
+        make them.
+        """
         return (DecomposeMatmuls(self.memory_limit, self.fused, self.symmetric_memory),) if self.split_matmuls else ()
 
     @property
     def schedule(self) -> Passes:
-        """The order of what is left."""
+        """Return the passes that bucket and order the remaining collectives."""
         return (
             BucketCollectives(self.bucket_bytes, self.memory_limit, self.fused),  # one message for many parameters
-            ScheduleOverlap(self.memory_limit, self.fused),  # after all that makes kernels and collectives
+            ScheduleOverlap(self.memory_limit, self.fused),  # after all passes that add kernels and collectives
         )
 
 
 def default_passes() -> Passes:
-    """Return the passes that run where `Options(passes=...)` says nothing, not yet set for a plan."""
+    """Return the passes that run if `Options(passes=...)` is not given, not yet configured for a plan."""
     return Phases().passes
 
 
 def inserted(passes: Passes, new: Pass, *, before: str) -> Passes:
-    """Return `passes` with a `new` one before the one of that name. Raises UserError where there is none."""
+    """Return `passes` with `new` before the pass of that name. Raises UserError if there is none."""
     at = _index(passes, before)
     return (*passes[:at], new, *passes[at:])
 
 
 def replaced(passes: Passes, name: str, *new: Pass) -> Passes:
-    """Return `passes` with others, or none, in the place of the one of that name. Raises UserError where there is none."""
+    """Return `passes` with others, or none, in place of the pass of that name. Raises UserError if there is none."""
     at = _index(passes, name)
     return (*passes[:at], *new, *passes[at + 1 :])
 

@@ -1,8 +1,8 @@
-"""An `nn.Module` and example arguments become one ATen graph of forward and backward, on fake tensors.
+"""Capture an `nn.Module` and example arguments as one ATen graph of forward and backward, on fake tensors.
 
-Dynamo reads the Python, AOTAutograd differentiates and functionalizes, Inductor's decompositions break up what
-has no kernel of its own. The result is the flat graph that `passes.ir.graph` describes: every parameter, buffer
-and tensor argument is a placeholder, used or not; every output, new buffer value and gradient is a result.
+Dynamo traces the Python code, AOTAutograd differentiates and functionalizes, and Inductor's decompositions break up
+ops that have no kernel of their own. The result is the flat graph that `passes.ir.graph` describes: every parameter,
+buffer and tensor argument is a placeholder, used or not; every output, new buffer value and gradient is a result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.ir.graph import InputRole
 
 aten = torch.ops.aten
 
-# Ops with a kernel of their own that shard better whole than in Inductor's pieces.
+# Ops with a kernel of their own that shard better than their decompositions.
 _WHOLE = frozenset(
     {
         aten.mm.default,
@@ -48,10 +48,10 @@ _WHOLE = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A module as a graph, with the way in and out.
+    """A module captured as a graph, with the signature of its calls.
 
-    `call` is what dynamo saw: forward alone, from which the graph is traced when it is asked for; `modules` has the
-    name of each traced module by its id. `tied` maps every other name of a tied parameter to the one in the graph.
+    `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
+    id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph.
     """
 
     call: FlatCall
@@ -65,26 +65,31 @@ class Captured:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """FQNs of the PARAMETER placeholders in order, unused and frozen ones included."""
+        """Return the FQNs of the PARAMETER placeholders in order, including unused and frozen parameters."""
         return tuple(self.shapes(InputRole.PARAMETER))
 
     def shapes(self, role: InputRole) -> dict[str, torch.Size]:
-        """Shapes of parameters, buffers or inputs by name, in the order of the placeholders."""
+        """Return the shapes of parameters, buffers or inputs by name, in the order of the placeholders."""
         return {key.name: tensor.shape for key, tensor in self.call.tensors.items() if key.role is role}
 
     @property
     def graph_module(self) -> GraphModule:
-        """Forward and backward, as ATen ops. Raises CaptureError for what cannot be one graph."""
+        """Return the joint graph of forward and backward in ATen ops. Raises CaptureError if it cannot be traced as
+        one graph.
+        """
         return self._whole[0]
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """Values of those BUFFER placeholders that are no buffers of the module: plain tensor attributes, tensors of the
-        surrounding code, literals. A constant is on meta if the module's attribute is."""
+        """Return the values of BUFFER placeholders that are not buffers of the module.
+
+        They are plain tensor attributes, tensors of the surrounding code, and literals. A constant is on meta if the
+        module's attribute is.
+        """
         return self.call.constants | self._whole[1]
 
     def trace(self) -> GraphModule:
-        """`graph_module`, for who wants it made now."""
+        """Trace `graph_module` now and return it."""
         return self.graph_module
 
     @cached_property
@@ -92,7 +97,8 @@ class Captured:
         return self.joint_of(self.call)
 
     def joint_of(self, call: FlatCall) -> tuple[GraphModule, dict[str, torch.Tensor]]:
-        """Forward and backward of `call`, this one or one with fewer layers, and the literals that became BUFFERs."""
+        """Return the joint graph of `call` (this one, or one with fewer layers) and the literals that became BUFFERs.
+        """
         with _tracing(training=self.training):
             joint = trace_joint(call.graph_module, tuple(call.tensors.values()), select_decompositions(whole=_WHOLE))
         return joint.graph_module, finish_graph(joint, call, self.modules)
@@ -100,7 +106,7 @@ class Captured:
 
 @contextmanager
 def _tracing(*, training: bool) -> Iterator[None]:
-    """Trace inside; what torch raises comes out as a CaptureError."""
+    """Set up torch for tracing, and raise torch's errors as CaptureErrors."""
     try:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
             yield
@@ -111,7 +117,7 @@ def _tracing(*, training: bool) -> Iterator[None]:
 
 
 def capture(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **how: Any) -> Captured:
-    """Do as `capture_call`, with the graph traced."""
+    """Capture a call as `capture_call` does, and trace its joint graph now."""
     captured = capture_call(module, args, kwargs, **how)
     captured.trace()
     return captured
@@ -127,16 +133,17 @@ def capture_call(
     compute_dtype: torch.dtype | None = None,
     cast_inputs: bool = True,
 ) -> Captured:
-    """Capture one call of `module` at the shapes of the arguments; neither is touched or run.
+    """Capture one call of `module` at the shapes of the arguments; neither is changed or run.
 
-    With `training`, the graph is forward and backward if any output needs a gradient, otherwise the forward as
-    under `torch.no_grad()`. Module and arguments may be real, fake or on meta; the graph is one of `device`. It
-    takes contiguous tensors, whatever the strides of the examples.
+    With `training`, the graph is forward and backward if any output needs a gradient, otherwise the forward as under
+    `torch.no_grad()`. Module and arguments may be real, fake or on meta; the graph is for `device`. It takes
+    contiguous tensors, whatever the strides of the examples.
 
-    With `compute_dtype`, floating-point parameters and (with `cast_inputs`) arguments are taken to be of that dtype
-    in the graph; `signature` says what was given.
+    With `compute_dtype`, floating-point parameters and (with `cast_inputs`) arguments have that dtype in the graph;
+    `signature` has the dtypes that were given.
 
-    Raises CaptureError for what dynamo cannot read; what cannot be differentiated is found when the graph is traced.
+    Raises CaptureError for code that dynamo cannot trace; what cannot be differentiated is found when the joint graph
+    is traced.
     """
     call = _bind(module, args, kwargs or {})
     mode, place = fake_mode(), torch.device(device)
@@ -159,8 +166,8 @@ def capture_call(
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
     """Return the trace of a call that changes no Python object.
 
-    Constants that a first call sets on an object beside the modules (a flag of a config, which the fake module has a
-    copy of) are set here, as that call would, if a second call then changes nothing any more.
+    Some modules set a flag on an object outside of them (a config, say) in their first call; the fake module has a
+    copy of it. If a second call changes nothing more, these constants are set here as the first call would set them.
     """
     traced = trace_module(call, args, kwargs)
     for effect in traced.side_effects:
@@ -182,14 +189,14 @@ def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 
 
 class _Call(nn.Module):
-    """Calls the module under a name that cannot clash with those of its children."""
+    """Module that calls the traced module under a name that cannot clash with those of its children."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.autoshard_module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo gives no graph where nothing is computed; the second result makes sure that something is.
+        # Dynamo returns no graph if nothing is computed; the second result makes sure that something is.
         return self.autoshard_module(*args, **kwargs), torch.zeros(())
 
 

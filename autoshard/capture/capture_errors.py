@@ -1,6 +1,6 @@
-"""What a model does that no graph can say, in words for the one who wrote it.
+"""Explain to the author of a model why it cannot be captured as a graph.
 
-A message says what the model does, why a graph cannot, what to change, and ends with the user's line.
+A message says what the model does, why a graph cannot express it, what to change, and ends with the user's line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.ir.graph import Origin
 
 @dataclass(frozen=True)
 class _Cause:
-    """A kind of failure: a pattern of torch's name for it, and our words; `{0}` is the group of `detail`."""
+    """A kind of failure: a pattern of torch's name for it, and our message; `{0}` stands for the group of `detail`."""
 
     kind: str
     message: str
@@ -33,7 +33,7 @@ _UNKNOWN_SHAPE = (
 
 
 def _sends(call: str) -> str:
-    """Say what is wrong with a model that makes such a call."""
+    """Return the message for a model that calls a collective itself."""
     return (
         f"the model sends values between ranks ({call}), but it computes as on one device: each value is that of all ranks "
         "together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)"
@@ -97,7 +97,7 @@ _CAUSES = (
 
 
 def capture_error(error: Exception) -> CaptureError:
-    """Return the CaptureError to raise from `error`, an exception of a trace."""
+    """Return the CaptureError to raise for `error`, an exception of a trace."""
     failure = trace_failure(error)
     return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
 
@@ -111,9 +111,9 @@ def check_shapes(graph: Graph) -> None:
 
 
 def check_messages(gm: GraphModule) -> None:
-    """Raise CaptureError where the model sends values between ranks by itself, as `all_reduce` over a group of its own does.
+    """Raise CaptureError if the model calls collectives itself, such as `all_reduce` over a group of its own.
 
-    Other ranks may not be in that group, or not run this program, and would be waited for.
+    Other ranks may not be in that group, or may not run this program, and the collective would wait for them forever.
     """
     for part in gm.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
@@ -123,7 +123,7 @@ def check_messages(gm: GraphModule) -> None:
                 raise CaptureError(_sends(call) + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
-# Namespaces of the ops that torch makes of messages, functional and in place, of DTensor and of symmetric memory.
+# Namespaces of torch's communication ops: functional, in place, of DTensor and of symmetric memory.
 _SENDING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 
 
@@ -154,7 +154,7 @@ def side_effect_error(effect: SideEffect) -> CaptureError:
 
 
 def user_name(source: str) -> str:
-    """Dynamo's name of where a value comes from, as the user writes it: `layers[0].weight`, `MASK`."""
+    """Return dynamo's name for the source of a value as the user writes it: `layers[0].weight`, `MASK`."""
     name = re.sub(
         r"^L\['self'\]\._modules\['autoshard_module'\]\.?|^G\['__import_[^']*'\]\.|^G\['([^']*)'\]", r"\1", source
     )
@@ -163,5 +163,5 @@ def user_name(source: str) -> str:
 
 
 def format_place(origin: Origin) -> str:
-    """Return the end of a message: the user's line."""
+    """Return the user's line as the end of a message."""
     return f"\n  {origin.file}:{origin.line}: {origin.source}" if origin.file else ""

@@ -1,7 +1,7 @@
-"""A copy of the user's module whose tensors have no data, to trace instead of the module.
+"""Copy the user's module onto tensors without data, so that tracing cannot change the original.
 
-Tracing runs the user's Python: on the copy it cannot change the module's buffers or attributes, and it needs no
-memory, whatever the size of the model.
+Tracing runs the user's Python: on the copy it cannot change the module's buffers or attributes, and it needs no memory
+for tensors, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from passes.ir.graph import Input, InputRole
 
 @dataclass(frozen=True)
 class FakeModule:
-    """The copy, and what the module holds, in the order of `named_parameters` and `named_buffers`.
+    """The fake copy and the tensors it holds, in the order of `named_parameters` and `named_buffers`.
 
-    `tensors` maps what a tensor stands for to the fake that stands for it: parameters, buffers, then tensors
-    that are plain attributes; a tied tensor appears once, under its first name. `attributes` holds the
-    module's own tensor per plain attribute.
+    `tensors` maps the role and name of each tensor to its fake: parameters, buffers, then tensors that are plain
+    attributes; a tied tensor appears once, under its first name. `attributes` holds the original tensor of each plain
+    attribute.
     """
 
     module: nn.Module
@@ -36,9 +36,9 @@ class FakeModule:
 
 
 def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch.dtype | None = None) -> FakeModule:
-    """Copy `module` onto fake tensors of `device`; ties between parameters stay ties.
+    """Copy `module` onto fake tensors on `device`; tied parameters stay tied.
 
-    Floating-point parameters are of `dtype`, if given.
+    If `dtype` is given, floating-point parameters have that dtype.
     """
     memo: dict[int, Any] = {}
     tensors: dict[Input, torch.Tensor] = {}
@@ -66,7 +66,9 @@ def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch
 def fake_tensor(
     tensor: torch.Tensor, mode: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a contiguous leaf without data, of the same shape, dtype and need of a gradient; floating point in `dtype`."""
+    """Return a contiguous fake leaf of the same shape, dtype and requires_grad; floating-point values get `dtype` if
+    given.
+    """
     with mode:
         return _empty_like(tensor, device, dtype).requires_grad_(tensor.requires_grad)
 
@@ -89,7 +91,7 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
 
 
 def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that modules hold as plain attributes, in lists, tuples and dicts too."""
+    """Yield the tensors that modules hold as plain attributes, also inside lists, tuples and dicts."""
     internal = set(nn.Module().__dict__)
     for prefix, child in module.named_modules():
         for name, value in child.__dict__.items():

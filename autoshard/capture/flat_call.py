@@ -1,8 +1,8 @@
-"""A traced call of a module made flat: one placeholder per tensor in a fixed order, one fresh result per output.
+"""Flatten a traced call: one placeholder per tensor in a fixed order, one result per tensor of the output.
 
-Dynamo gives a placeholder only to what is used, in the order of use, and returns what the Python needs to build
-the output. Here every parameter, buffer and argument has a placeholder, and every tensor of the output is a
-result of its own: each is cloned, so that autograd sees no output that is an input, a view or another output.
+Dynamo gives a placeholder only to tensors that are used, in the order of use, and returns whatever the Python code
+needs to build the output. Here every parameter, buffer and argument has a placeholder, and every tensor of the output
+is a result of its own: each is cloned, so that autograd sees no output that is an input, a view or another output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.ir.graph import Input, InputRole
 
 @dataclass(frozen=True)
 class FlatCall:
-    """`graph_module(*tensors.values())` gives the tensors of `signature.outputs`."""
+    """A flat graph with its signature; `graph_module(*tensors.values())` returns the tensors of `signature.outputs`."""
 
     graph_module: GraphModule
     tensors: dict[Input, torch.Tensor]
@@ -41,7 +41,9 @@ def flatten_call(
     leaves: dict[str, Any],
     fake_constant: Callable[[torch.Tensor], torch.Tensor],
 ) -> FlatCall:
-    """Flatten `traced`, a call of `fake` with `leaves`; `fake_constant` makes fakes of other tensors that it reads."""
+    """Flatten `traced`, a call of `fake` with `leaves`; `fake_constant` makes fakes of any other tensors that it
+    reads.
+    """
     arguments = {Input(InputRole.INPUT, path): leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
     tensors, constants = dict(fake.tensors), dict(fake.attributes)

@@ -1,4 +1,4 @@
-"""No garbage collection while a graph grows or programs are made: it would walk what is alive again and again."""
+"""Pause garbage collection while large graphs are built, since each collection would walk all live nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage inside: it takes a quarter of a capture of 40 layers, and half of an evaluation."""
+    """Pause garbage collection in a `with` block: it would take a quarter of a capture of 40 layers, and half of an
+    evaluation.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

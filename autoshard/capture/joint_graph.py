@@ -1,4 +1,4 @@
-"""AOTAutograd's joint graph in our words: roles, readable names, results in order, an origin per node."""
+"""Turn AOTAutograd's joint graph into a CAPTURED graph: roles, readable names, ordered results, an origin per node."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from passes.ir.text import DTYPE_NAMES
 
 aten = torch.ops.aten
 
-# Checks of values have no result to lay out, and a rank that raised alone would leave the others waiting.
+# Assertions on values have no result to lay out, and a rank that raised alone would leave the others waiting.
 _CHECKS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default)
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 
 
 def finish_graph(joint: JointGraph, flat: FlatCall, fqns: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """Make `joint` a CAPTURED graph in place; returns the literals that became BUFFER placeholders, by name.
+    """Turn `joint` into a CAPTURED graph in place; return the literals that became BUFFER placeholders, by name.
 
-    `fqns` maps the id of a traced module to its name. Raises CaptureError for a changed input or parameter.
+    `fqns` maps the id of a traced module to its name. Raises CaptureError if the model changes an input or parameter.
     """
     gm, keys = joint.graph_module, tuple(flat.tensors)
     graph = gm.graph
@@ -116,7 +116,7 @@ def _set_results(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str,
 
 
 def _share_outputs(graph: Graph) -> None:
-    """Undo the clones of `flat_call`, but for an output that shares memory with an input or another result."""
+    """Undo the clones of `flat_call`, except for an output that shares memory with an input or another result."""
     results = list(returned(graph))
     bases = [_base(_uncloned(node)) for node in results if isinstance(node, Node)]
     for number, node in enumerate(results):
@@ -151,7 +151,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Placeholders with roles and readable names; literals become BUFFER placeholders after the others."""
+    """Give placeholders their roles and readable names; literals become BUFFER placeholders after the others."""
     gm = joint.graph_module
     old = gm.graph.find_nodes(op="placeholder")
     inputs = [
@@ -185,7 +185,7 @@ def _replace_placeholder(graph: Graph, old: Node, key: Input) -> None:
 
 
 def _set_regions(graph: Graph) -> None:
-    """Compute again in the backward what the model computes inside of `torch.utils.checkpoint`."""
+    """Mark what the model computes inside of `torch.utils.checkpoint` to be recomputed in the backward."""
     for node in graph.nodes:
         found = checkpoint_of(node)
         if found is not None and found[1]:
@@ -210,7 +210,7 @@ def _check_ops(graph: Graph) -> None:
                 f"write it with plain tensor operations{format_place(origin_of(node))}"
             )
         dtypes = dict.fromkeys(tensor_of(value).dtype for value in node.all_input_nodes) if node.target in _PRODUCTS else {}
-        if len(dtypes) > 1:  # which tracing lets pass
+        if len(dtypes) > 1:  # tracing does not reject this
             raise CaptureError(
                 f"the model multiplies {' by '.join(DTYPE_NAMES[dtype] for dtype in dtypes)}, which no device does; cast one, "
                 "such as x.to(weight.dtype) (with mixed precision, parameters and inputs come in its param_dtype)"

@@ -1,8 +1,8 @@
-"""Where in the user's code each node of a captured graph comes from: module FQN, file, line and text.
+"""Record where in the user's code each node of a captured graph comes from: module FQN, file, line and text.
 
-A node has the stack of the call that made it; a backward node has that of its forward node. One of a module of torch's
-own that no line of the user's calls (in `nn.Sequential`, say) has the line where that module's forward begins. A node
-without any (the sum of two gradients, say) takes the origin of its nearest operand or user.
+A forward node has the stack of the call that made it; a backward node has that of its forward node. If a module of
+PyTorch's own is called without a line of the user's (inside `nn.Sequential`, say), the line is where that module's
+forward begins. A node without a stack (a sum of two gradients, say) takes the origin of its nearest operand or user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HERE = str(Path(__file__).parent.parent) + "/"
 
 
 def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:
-    """Give every call its origin; `fqns` maps the id of a traced module to its name."""
+    """Set the origin of every call; `fqns` maps the id of a traced module to its name."""
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     for node in calls:
         fqn, forward = _module_of(node, fqns)
@@ -41,7 +41,7 @@ def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:
 
 
 def user_frame(stack: str | None) -> Origin:
-    """Return the innermost frame of a printed stack that is the user's; torch's own where the user wrote none."""
+    """Return the innermost frame of a printed stack that is in the user's code, or else in torch's."""
     frames = [(match["file"], int(match["line"])) for match in _FRAME.finditer(stack or "")]
     frames = [frame for frame in frames if not frame[0].startswith(_HERE)]
     if not frames:
@@ -51,7 +51,7 @@ def user_frame(stack: str | None) -> Origin:
 
 
 def _module_of(node: Node, fqns: Mapping[int, str]) -> tuple[str, Origin]:
-    """Return the innermost module of the model that a call is in, and where its forward begins."""
+    """Return the innermost module of the model that made a call, and where its forward begins."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for key, (_, kind) in reversed(stack.items()):
         number = key.partition("@")[0]  # dynamo counts repeated calls of a module: "1234@1"

@@ -1,7 +1,8 @@
-"""The joint graph of many equal layers, traced of a few: tracing then does not grow with depth.
+"""Trace the joint graph of a model with many equal layers from a few of them, so that tracing time does not grow with
+depth.
 
-Equal layers are left out of the forward that dynamo saw, with a margin; the joint graph of the rest is folded as that of
-the whole would be. A plan made of it is one of the whole.
+Equal layers, but for a margin, are removed from dynamo's forward graph before it is traced. Folding the joint graph of
+the rest gives the same graph as folding that of the whole model, so a plan for it is a plan for the whole.
 """
 
 from __future__ import annotations
@@ -33,20 +34,22 @@ from passes.ir.graph import (
 )
 from passes.manager import PassManager
 
-MARGIN = 2  # equal layers kept beside those that stay in the joint graph, where gradients of a value that two layers use are
-# summed in the layer next to them
+# Equal layers kept on either side, in addition to those that stay in the joint graph: if two layers use a value, its
+# gradients are summed in the layer next to them, whose graph then differs from that of the others.
+MARGIN = 2
 
 
 def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Progress) -> GraphModule | None:
-    """Return the normalized joint graph of `captured` as `fold` makes it, traced of few layers; None where that is not possible.
+    """Return the folded and normalized joint graph of `captured`, traced from few layers; None if that is not
+    possible.
 
-    `repeats_of` it says what was left out: `mm_3@layers.7` is what `mm_3` stands for.
+    `repeats_of` the graph says which layers were left out: `mm_3@layers.7` is represented by `mm_3`.
     """
     call = captured.call
-    gm, unsaid = copy_graph(call.graph_module), PassContext(ctx.mesh)
+    gm, scratch = copy_graph(call.graph_module), PassContext(ctx.mesh)
     _describe(gm, captured)
     _share_parts(gm)
-    if not replace(fold, margin=fold.margin + MARGIN).run(gm, unsaid):
+    if not replace(fold, margin=fold.margin + MARGIN).run(gm, scratch):
         return None
     before = repeats_of(gm)
     kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
@@ -64,7 +67,9 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
 
 
 def _joined(before: tuple[Run, ...], after: tuple[Run, ...]) -> tuple[Run, ...] | None:
-    """Join runs that were removed before the trace and after it; None where the latter do not hold the former."""
+    """Join the runs of layers removed before the trace with those removed after it; None if the latter do not contain
+    them.
+    """
     left, found = list(before), []
     for run in after:
         inside = [
@@ -81,7 +86,7 @@ def _joined(before: tuple[Run, ...], after: tuple[Run, ...]) -> tuple[Run, ...] 
 
 
 def _copies(gm: GraphModule, runs: tuple[Run, ...]) -> dict[str, str]:
-    """Return names for the calls of removed layers, and what stands for each."""
+    """Return names for the nodes of removed layers, and the node that represents each."""
     graph = Indexed.of(gm.graph, {})
     levels = [Layers.of(graph, level) for level in range(depth_of(graph))]
     names = {}
@@ -95,7 +100,7 @@ def _copies(gm: GraphModule, runs: tuple[Run, ...]) -> dict[str, str]:
 
 
 def _describe(gm: GraphModule, captured: Captured) -> None:
-    """Say of dynamo's graph what passes ask of one: where calls come from, what inputs, results and values are."""
+    """Annotate dynamo's graph with what passes need: origins, inputs, outputs and values."""
     set_origins(gm.graph, captured.modules)
     inputs = gm.graph.find_nodes(op="placeholder")
     for node, (key, tensor) in zip(inputs, captured.call.tensors.items(), strict=True):
@@ -108,7 +113,8 @@ def _describe(gm: GraphModule, captured: Captured) -> None:
 
 
 def _share_parts(gm: GraphModule) -> None:
-    """Take equal parts of a value once: `layer(x, self.cos[:n])` in a loop would tell each layer from the next."""
+    """Merge equal slices of a value: `layer(x, self.cos[:n])` in a loop would make each layer different from the next.
+    """
     parts: dict[tuple[Node, str], Node] = {}
     for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
         source, index = node.args

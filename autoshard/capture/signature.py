@@ -1,6 +1,6 @@
-"""How a call of the user's model becomes the flat tensors of a graph, and the flat results its output.
+"""Convert a call of the user's model to the flat tensors of a graph, and the flat results to the model's output.
 
-A call is known by the paths of its leaves (`tokens`, `batch.labels`, `args.0`), not by how it was written: an
+The leaves of a call are identified by their paths (`tokens`, `batch.labels`, `args.0`), not by how it was written: an
 argument may be given by position or by name, and a dict in any order. Tensors are inputs of the graph; numbers,
 strings and None are constants of the capture.
 """
@@ -40,7 +40,7 @@ _CONSTANT_TYPES = (
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A tensor argument as it was captured; the shape is global."""
+    """A tensor argument as it was captured, with its global shape."""
 
     path: str
     shape: tuple[int, ...]
@@ -53,21 +53,23 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one call: every leaf by its path, and how to give them to `forward` again."""
+    """Arguments of one call: every leaf by its path, and how to pass them to `forward` again."""
 
     bound: inspect.BoundArguments
     leaves: dict[str, Any]
     spec: TreeSpec
 
     def with_leaves(self, leaves: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return `args` and `kwargs` of the same call with other leaves: by position what can be; defaults stay unsaid."""
+        """Return `args` and `kwargs` of the same call with other leaves, by position if possible; defaults are left
+        out.
+        """
         other = inspect.BoundArguments(self.bound.signature, self._arguments(leaves))
         return other.args, other.kwargs
 
     def as_written(
         self, leaves: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the `args` and `kwargs` that this call was made from with other leaves: by name what was given by name."""
+        """Return `args` and `kwargs` with other leaves; arguments that were given by name are again given by name."""
         arguments = self._arguments(leaves)
         by_name = dict(arguments)
         for name, parameter in self.bound.signature.parameters.items():
@@ -88,7 +90,7 @@ class Call:
 
 
 def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the leaves of a call. Raises TypeError where `forward` would."""
+    """Bind the arguments of a call and return its leaves. Raises TypeError where `forward` would."""
     bound = signature.bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
@@ -113,7 +115,7 @@ def is_constant(value: object) -> bool:
 
 
 def same_constant(left: object, right: object) -> bool:
-    """Equality of constants as a trace sees them: 1, 1.0 and True are three, nan is one."""
+    """Compare constants as a trace does: 1, 1.0 and True are different, and nan equals nan."""
     if type(left) is not type(right):
         return False
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
@@ -122,7 +124,7 @@ def same_constant(left: object, right: object) -> bool:
 
 
 def format_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """`float32[4, 16]`."""
+    """Return a tensor's type as text: `float32[4, 16]`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -133,11 +135,11 @@ def format_leaf(value: object) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """The border between the user's calls and the graph.
+    """The mapping between the user's calls and the inputs and outputs of the graph.
 
     `inputs` are in the order of the INPUT placeholders, `outputs` are the paths of the OUTPUT results in order.
-    `constants` are the arguments that are no tensors, by path; `results` holds, per leaf of the model's output,
-    the number of an OUTPUT or, where the leaf is no tensor, its value.
+    `constants` are the non-tensor arguments, by path; `results` holds, for each leaf of the model's output, the number
+    of an OUTPUT or, if the leaf is not a tensor, its value.
     """
 
     forward: inspect.Signature
@@ -148,7 +150,7 @@ class Signature:
     out_spec: TreeSpec
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a call in the order of `inputs`; their shapes are the caller's to check.
+        """Return the tensors of a call in the order of `inputs`; the caller has to check their shapes.
 
         Raises InputError for a call of another structure or with other constants than captured.
         """

@@ -1,4 +1,4 @@
-"""`crossover` and `hsdp`: questions about a cluster that the cost's formulas answer without a model."""
+"""Commands `crossover` and `hsdp`: answer questions about a cluster with the cost formulas, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`calibrate`: the figures of this machine, for `--hardware`."""
+"""Command `calibrate`: measure the figures of this machine, for `--hardware`."""
 
 from __future__ import annotations
 

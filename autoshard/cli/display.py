@@ -1,4 +1,4 @@
-"""The phases of a planning as it runs, on stderr: a line each, with a clock on a terminal."""
+"""Show the phases of planning on stderr while it runs: one line per phase, with a clock on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KIB = 1024  # ru_maxrss is in KiB on Linux
 
 
 class Display:
-    """A `Progress` to enter before and leave after; in a pipe it writes plain lines, and no clock."""
+    """A `Progress` that is also a context manager; if stderr is not a terminal, it writes plain lines without a clock.
+    """
 
     def __init__(self, console: Console) -> None:
         columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -26,7 +27,7 @@ class Display:
         self.bar: TaskID | None = None
 
     def __call__(self, phase: str) -> None:
-        """`phase` begins; the one before it is over."""
+        """Show that `phase` has begun and that the one before it is over."""
         self._end()
         self.phase, self.phase_began = phase, time.perf_counter()
         self.bar = self.bars.add_task(phase, total=1)

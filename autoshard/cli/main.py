@@ -1,7 +1,7 @@
-"""`python -m autoshard <command>`: what to plan, on which mesh, in words of a shell.
+"""Run a command of `python -m autoshard <command>`.
 
-Exit codes: 0 done; 2 what was asked cannot be done, with one message on stderr that says what to change; 130 stopped
-by the user. Anything else is a fault of autoshard, with its traceback.
+Exit codes: 0 done; 2 the request cannot be fulfilled, with one message on stderr that says what to change; 130 stopped
+by the user. Anything else is a bug of autoshard, with its traceback.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ DONE, USERS_FAULT, STOPPED = 0, 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what it cannot read as every other mistake is reported."""
+    """Argument parser that reports its errors in the same form as all others."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, given as words (by default the process's own); the exit code."""
+    """Run one command, given as words (by default the process's arguments), and return its exit code."""
     try:
         given = _parser().parse_args(arguments)
         given.run(given)

@@ -1,4 +1,4 @@
-"""Where a command saves what it found."""
+"""Write the files that a command was asked to save."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from passes.errors import UserError
 
 
 def add_reports(parser: argparse.ArgumentParser) -> None:
-    """Return the options of what is written of a plan for people."""
+    """Add the options that write a plan as a page or a trace."""
     parser.add_argument("--html", metavar="FILE", help="where to write the plan as one page for a browser")
     parser.add_argument("--trace", metavar="FILE", help="where to write the simulated step, for ui.perfetto.dev")
 
 
 def write_reports(plan: ShardingPlan, given: argparse.Namespace) -> None:
-    """Write what `add_reports` asks for. Raises UserErrors."""
+    """Write the files requested with the options of `add_reports`. Raises UserErrors."""
     console = Console(stderr=True)
     for path, write in ((given.html, plan.to_html), (given.trace, plan.to_trace)):
         if path is not None:
@@ -27,6 +27,6 @@ def write_reports(plan: ShardingPlan, given: argparse.Namespace) -> None:
 
 
 def check_output(path: str | None) -> None:
-    """Raise UserError, before the work is done, where its result could not be saved."""
+    """Raise UserError early if the folder to save the result in does not exist."""
     if path is not None and not Path(path).parent.is_dir():
         raise UserError(f"there is no folder {str(Path(path).parent)!r} to save {path} in; make it, or give another path")

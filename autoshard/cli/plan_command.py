@@ -1,4 +1,4 @@
-"""`plan` and `recipes`: a plan for a model in a file, and how it compares with what an expert would write."""
+"""Commands `plan` and `recipes`: plan a model in a file, and compare the plan with the recipes of experts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def sizes_of(given: argparse.Namespace) -> dict[str, int]:
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:
-    """`"fsdp"` as it is, `"dp=fsdp,tp=none"` per axis."""
+    """Return a recipe as given (`"fsdp"`), or one per axis as a dict (`"dp=fsdp,tp=none"`)."""
     if "=" not in text:
         return text
     pairs = (part.partition("=") for part in text.split(","))

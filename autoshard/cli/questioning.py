@@ -1,4 +1,4 @@
-"""`diff`, `explain`, `replay`, `bisect`: what a plan or a dump is asked once it is made."""
+"""Commands `diff`, `explain`, `replay` and `bisect`: ask questions about a saved plan or a dump."""
 
 from __future__ import annotations
 

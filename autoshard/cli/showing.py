@@ -1,4 +1,4 @@
-"""`show`: a saved plan, as it was printed when it was made, or as a page or a trace."""
+"""Command `show`: print a saved plan, or write it as a page or a trace."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`file.py:function` on a command line: a function of the user's that gives a model and its arguments.
+"""Load `file.py:function` from a command line: a function of the user's that returns a model and its arguments.
 
     def llama3_8b(batch: int = 64, seq: int = 8192):
         tokens = torch.empty(batch, seq, dtype=torch.long)
         return Llama(LLAMA3_8B), (tokens, tokens)
 
-It is called on meta: a model of any size takes no memory. It gives `(model, args)` or `(model, args, kwargs)`.
+It is called on meta, so a model of any size takes no memory. It returns `(model, args)` or `(model, args, kwargs)`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Target:
 
 
 def load_target(text: str, given: Mapping[str, int], *, device: str = "meta") -> Target:
-    """Return what the function of `"file.py:function"` gives on a device; `given` are keyword arguments for it.
+    """Return what the function of `"file.py:function"` returns on a device; `given` are keyword arguments for it.
 
-    Raises UserError that says what is wrong with the file, the function or what it gives.
+    Raises UserError that says what is wrong with the file, the function or its result.
     """
     path, colon, name = text.rpartition(":")
     if not colon or not path or not name:
@@ -57,14 +57,14 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{str(path)!r} is no Python file; the target is 'file.py:function'")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # where dataclasses look for their module
+    sys.modules[module.__name__] = module  # dataclasses look up their module here
     sys.path[:0] = [str(path.parent.resolve()), str(Path.cwd())]
     _guarded(lambda: spec.loader.exec_module(module) if spec.loader else None, f"{path} cannot be imported:")
     return module
 
 
 def _guarded(call: Callable[[], Any], what: str) -> Any:
-    """`call()`; whatever it raises is the user's: what, and where in their code."""
+    """Return `call()`; raise UserError, with the user's line, for anything that it raises."""
     try:
         return call()
     except Exception as error:

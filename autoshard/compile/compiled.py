@@ -1,4 +1,4 @@
-"""A LOCAL graph as code: partitioned into forward and backward, each compiled by Inductor or run as FX graph."""
+"""Partition a LOCAL graph into forward and backward, and compile each with Inductor or run it as an FX graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STATIC_ROLES = (InputRole.PARAMETER, InputRole.BUFFER)
 
 @dataclass(frozen=True)
 class Split:
-    """A program before it is compiled: what a rank can do before it knows that the others got as far."""
+    """A partitioned program before compilation; a rank can make it without waiting for the others."""
 
     forward: GraphModule
     backward: GraphModule | None  # None: forward only
@@ -64,14 +64,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program. Tensors are per-device; every list given is emptied, so that inputs can die early."""
+    """A compiled program. Tensors are per-device; every list passed in is emptied, so that inputs can be freed early.
+    """
 
     split: Split
     _forward: Code
     _backward: Code | None
 
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, new values of buffers, and tensors saved for the backward.
+        """Return the outputs, the new values of buffers, and the tensors saved for the backward.
 
         `inputs` are in the order of `split.inputs`; the results in that of `split.outputs`.
         """
@@ -81,7 +82,7 @@ class Program:
         return results[: count - buffers], results[count - buffers : count], results[count:]
 
     def backward(self, saved: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients in the order of `split.gradients`; `tangents` in the order of `split.tangents`."""
+        """Return the gradients in the order of `split.gradients`; `tangents` are in the order of `split.tangents`."""
         if self._backward is None:
             raise CompilerError("this program was captured without gradients")
         arguments = [*saved, *tangents]
@@ -93,10 +94,9 @@ class Program:
 def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     """Partition a LOCAL graph into forward and backward.
 
-    A gathered parameter (`is_recompute`), and what is computed from such alone, is gathered again in the
-    backward, right before its use; so is another value that is to be moved again, with the views and copies of it.
-    What other collectives give is saved, unless the graph says of a value that it is to be made again, or saved
-    (`saving_of`).
+    A gathered parameter (`is_recompute`), and whatever is computed from such parameters alone, is gathered again in
+    the backward, right before its use; so is any other value that is marked to be sent again, with its views and
+    copies. Results of other collectives are saved, unless the graph marks a value as remade or saved (`saving_of`).
     """
     outputs = outputs_of(gm.graph)
     gradients = tuple(output for output in outputs if output.role is OutputRole.GRADIENT)
@@ -128,14 +128,19 @@ def split_program(gm: GraphModule, *, mode: Mode) -> Split:
 
 
 def _drop_unread(gm: GraphModule) -> None:
-    """The partitioner leaves gathers in the forward that the backward alone reads, and makes again: waits count as impure."""
+    """Remove the gathers from the forward that only the backward reads.
+
+    The backward makes them again, but the partitioner keeps them in the forward because it treats waits as impure.
+    """
     gm.graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_functional_collective(node))
 
 
 def _set_roles(
     forward: GraphModule, backward: GraphModule, outputs: tuple[Output, ...], gradients: tuple[Output, ...]
 ) -> None:
-    """Set what the ends of the two graphs stand for: the partitioner keeps it of what the joint graph was given."""
+    """Set the roles of the inputs and outputs of both graphs; the partitioner keeps only those of the joint graph's
+    inputs.
+    """
     kept = [value for value in returned(forward.graph)[len(outputs) :] if isinstance(value, Node)]
     set_outputs(forward.graph, (*outputs, *(Output(OutputRole.SAVED, value.name) for value in kept)))
     set_outputs(backward.graph, gradients)
@@ -147,7 +152,7 @@ def _set_roles(
 
 
 def _with_partitioner_names(gm: GraphModule) -> GraphModule:
-    """A copy whose placeholders the partitioner can tell apart: primals first, then tangents."""
+    """Return a copy with the placeholder names that the partitioner expects: primals first, then tangents."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     ordered = sorted(placeholders(gm.graph), key=lambda node: input_of(node).role is InputRole.TANGENT)
@@ -180,13 +185,13 @@ def _tag_savings(graph: Graph) -> None:
 
 
 def compile_split(split: Split, *, mode: Mode) -> Program:
-    """Code for both halves."""
+    """Compile both halves."""
     if mode == "eager":
         return Program(split, box(split.forward), None if split.backward is None else box(split.backward))
     keep_order = _has_collectives(split.forward) or (split.backward is not None and _has_collectives(split.backward))
     static = [i for i, given in enumerate(split.inputs) if given.role in STATIC_ROLES]
     forward = inductor_compile(
-        copy_graph(split.forward),  # Inductor rewrites what it is given; a profile runs the graph as it was
+        copy_graph(split.forward),  # Inductor rewrites its input; a profile runs the original graph
         split.input_values,
         static_inputs=static,
         visible_outputs=_nodes_among(split.forward, len(split.outputs)),
@@ -214,7 +219,7 @@ def placeholders_of(gm: GraphModule) -> tuple[Node, ...]:
 
 
 def _backward_values(split: Split, saved_strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
-    """Fake inputs of the backward, with the strides that the compiled forward gives its saved tensors."""
+    """Return fake inputs of the backward, with the strides that the compiled forward gives to saved tensors."""
     assert split.backward is not None
     values = [value_of(node) for node in placeholders_of(split.backward)]
     for position, stride in enumerate(saved_strides):
@@ -233,5 +238,5 @@ def _has_collectives(gm: GraphModule) -> bool:
 
 
 def _is_functional_collective(node: Node) -> bool:
-    """Or the wait for one."""
+    """Return whether a node is a functional collective or the wait for one."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"

@@ -1,4 +1,4 @@
-"""A partitioned program in the order in which its communication hides best, forward and backward."""
+"""Reorder a partitioned program, forward and backward, so that computation hides as much communication as possible."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from passes.manager import PassManager
 
 @dataclass(frozen=True)
 class OverlapPhase:
-    """What a program may take of a device to hide its communication."""
+    """How communication is hidden in a program, and the device memory that this may take."""
 
     mesh: Mesh
-    memory_limit: int | None  # bytes at the peak of a step; None: the device's memory is not known, nor a limit given
+    memory_limit: int | None  # bytes at the peak of a step; None: no limit is given and the device's memory is unknown
     optimizer: str | None
     given: Overlap = field(default_factory=Overlap)
 
     @staticmethod
     def of(options: Options, mesh: Mesh) -> OverlapPhase | None:
-        """Return what options ask for; None: the program stays as it was lowered."""
+        """Return the phase for these options; None: the program is not reordered."""
         given = options.hiding
         if given is None:
             return None
@@ -40,7 +40,7 @@ class OverlapPhase:
         return OverlapPhase(mesh, memory, options.optimizer, given)
 
     def apply(self, split: Split, *, mode: Mode, observers: tuple[Observer, ...] = ()) -> tuple[Remark, ...]:
-        """Cut and join messages of both graphs of `split`, and order them, in place."""
+        """Split, bucket and order the messages of both graphs of `split`, in place."""
         ctx = PassContext(self.mesh)
         for gm in (split.forward, split.backward):
             if gm is not None:
@@ -49,10 +49,10 @@ class OverlapPhase:
         return tuple(ctx.remarks)
 
     def cut(self, split: Split, gm: GraphModule, *, mode: Mode) -> tuple[Remark, ...]:
-        """Return what `apply` does first to `gm`, one of the graphs of `split`, in place: messages cut into chunks, none joined.
+        """Split messages of `gm`, one of the graphs of `split`, into chunks in place: the first step of `apply`.
 
-        Where the graphs leave out layers, as `repeats_of` them says, it is decided for all. Raises UnlikeLayersError where
-        those that are kept do not look alike.
+        If the graph leaves out layers (`repeats_of`), the decision is made for all of them. Raises UnlikeLayersError
+        if the remaining layers do not look alike.
         """
         ctx = PassContext(self.mesh)
         for one in self._passes(split, gm, mode).chunk:
@@ -69,7 +69,7 @@ class OverlapPhase:
         )
 
     def _beside(self, split: Split, gm: GraphModule) -> int:
-        """Bytes that a device holds while `gm` runs and that are none of its values."""
+        """Return the bytes that a device holds while `gm` runs and that are not values of `gm`."""
         given, count = {input_of(node) for node in placeholders(gm.graph)}, repeats_of(gm).count
         others = zip(split.inputs, split.input_values, strict=True)
         total = sum(count(one.name) * _nbytes(value) for one, value in others if one not in given)

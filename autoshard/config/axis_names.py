@@ -1,4 +1,4 @@
-"""What the name of a mesh axis says where no recipe, input or plan does: whether the batch is split over it."""
+"""Decide by the name of a mesh axis whether the batch is split over it, if no recipe, input or plan says so."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DATA_AXES = (
     "dp_shard",
     "pod",
 )
-TENSOR_AXIS = "tp"  # the name that torchtitan and Megatron-LM give the axis of tensor parallelism: all of it has one batch
+TENSOR_AXIS = "tp"  # torchtitan's and Megatron-LM's name for the tensor-parallel axis: its ranks share one batch
 
 
 def batch_axes_of(options: Options, mesh: Mesh) -> tuple[int, ...]:
     """Return the axes that a caller splits the batch over with `recipe="auto"`, before there is a plan.
 
-    Axes of one rank and those that `Options(inputs=...)` speaks of are not asked about. Raises MeshError for another
-    one whose name does not say it: `model`, `ep`, `cp`, `x`.
+    Axes of one rank and those named in `Options(inputs=...)` need no conventional name. Raises MeshError for any other
+    axis whose name does not say whether the batch is split over it: `model`, `ep`, `cp`, `x`.
     """
-    said = {axis for axes in (options.inputs or {}).values() for axis in axes}
+    constrained = {axis for axes in (options.inputs or {}).values() for axis in axes}
     for name, size in zip(mesh.names, mesh.sizes, strict=True):
-        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *said):
+        if size > 1 and name not in (*DATA_AXES, TENSOR_AXIS, *constrained):
             raise MeshError(_question(name, mesh))
     return tuple(axis for axis, name in enumerate(mesh.names) if name in DATA_AXES)
 
@@ -51,7 +51,7 @@ def _question(name: str, mesh: Mesh) -> str:
 
 
 def usual_recipe(name: str) -> str | None:
-    """Return the recipe for an axis of this name, by rule of thumb; None where the name does not say what it is for."""
+    """Return the usual recipe for an axis of this name; None if the name does not say what the axis is for."""
     if name == TENSOR_AXIS:
         return MEGATRON.name
     return FSDP.name if name in DATA_AXES else None

@@ -9,7 +9,7 @@ from passes.errors import RecipeError
 from passes.ir.mesh import Mesh
 from passes.recipes import Recipe, recipe_named
 
-AUTO = "auto"  # layouts are searched for; where they cannot be, and before a search, `rule_of_thumb` holds
+AUTO = "auto"  # search for layouts; before a search, or if none is possible, use `rule_of_thumb`
 
 
 def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tuple[str | None, ...]:
@@ -22,7 +22,7 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
 
 
 def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
-    """Return `megatron` for an axis named `tp`, `fsdp` for those that carry data by their name, None for every other."""
+    """Return `megatron` for an axis named `tp`, `fsdp` for axes with a data-parallel name, None for every other."""
     return tuple(map(usual_recipe, mesh.names))
 
 
@@ -41,7 +41,7 @@ def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe |
 
 
 def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
-    """`"a+b"` on n axes: `b` on the last, `a` on all before it."""
+    """Read `"a+b"` on n axes: `b` on the last, `a` on all before it."""
     recipes = [recipe_named(name.strip()) for name in recipe.split("+")]
     if len(recipes) > mesh.ndim:
         raise RecipeError(
@@ -52,7 +52,7 @@ def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
 
 
 def _spread(recipes: tuple[Recipe | None, ...], mesh: Mesh) -> tuple[Recipe | None, ...]:
-    """Replace each recipe that is made of others by them, over the axes that it is given."""
+    """Replace each recipe that combines others by its parts, over the axes that it is given for."""
     found = list(recipes)
     for recipe in dict.fromkeys(recipes):
         if recipe is not None and recipe.spread is not None:

@@ -18,7 +18,7 @@ from passes.seed import Constraint
 
 
 def check_options(options: Options, mesh: Mesh) -> None:
-    """Raise RecipeError or MeshError for what is wrong whatever the model is."""
+    """Raise RecipeError or MeshError for options that cannot work with any model."""
     recipes_of(options.recipe, mesh)
     for placements in (options.params, options.inputs, options.outputs):
         for axes in (placements or {}).values():
@@ -29,10 +29,10 @@ def check_options(options: Options, mesh: Mesh) -> None:
 def constraints_on(
     given: Placements | None, what: str, shapes: Mapping[str, Sequence[int]], mesh: Mesh
 ) -> tuple[Constraint, ...]:
-    """Return the constraints on values of one kind (`what`: "params", "inputs" or "outputs"), globs resolved.
+    """Return the constraints on values of one kind (`what`: "params", "inputs" or "outputs"), with globs resolved.
 
-    Raises ConstraintError for a glob that matches nothing, a dim that a value does not have or that the axis
-    does not divide, a placement that cannot be read; MeshError for an unknown axis.
+    Raises ConstraintError for a glob that matches nothing, a dim that a value does not have or whose size the axis
+    does not divide, or a placement that cannot be read; MeshError for an unknown axis.
     """
     found: dict[tuple[str, str], Constraint] = {}
     for pattern, axes in (given or {}).items():
@@ -57,7 +57,7 @@ def _no_match(pattern: str, what: str, names: tuple[str, ...]) -> str:
 
 
 def placement_of(given: dt.Placement | str, what: str, name: str, shape: Sequence[int]) -> Placement:
-    """Read a placement as a user gives it, for a value of this shape. Raises ConstraintError."""
+    """Parse a placement given by the user for a value of this shape. Raises ConstraintError."""
     try:
         placement = parse_placement(given) if isinstance(given, str) else _from_dtensor(given)
         placement = None if isinstance(placement, Partial) else placement
@@ -89,7 +89,7 @@ def _from_dtensor(given: dt.Placement) -> Placement | None:
 
 
 def _check_even(name: str, what: str, shape: Sequence[int], constraints: list[Constraint], mesh: Mesh) -> None:
-    """Raise ConstraintError where constraints split a dim unevenly, or cut through each other's parts."""
+    """Raise ConstraintError if constraints split a dim unevenly, or cut through each other's parts."""
     shards = {one.axis: one.placement for one in constraints if isinstance(one.placement, Shard)}
     for dim, size in enumerate(shape):
         _check_dim(name, what, dim, size, {axis: shard for axis, shard in shards.items() if shard.dim == dim}, mesh)

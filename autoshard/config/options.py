@@ -1,4 +1,4 @@
-"""What a user may choose; every field says what it trades."""
+"""The options of a plan, each documented with what it trades."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware
 
-USABLE_MEMORY = 0.9  # share of a device's memory: the rest is for allocator, kernels and communication libraries
+USABLE_MEMORY = 0.9  # share of a device's memory; the rest is left to the allocator, kernels and NCCL
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
 
@@ -31,22 +31,26 @@ PRECISION = "a policy: torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat1
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How communication is hidden by computation: `Options(overlap=Overlap(split_matmuls=False))`."""
+    """Settings for hiding communication behind computation: `Options(overlap=Overlap(split_matmuls=False))`."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """Bytes that one collective of parameters, or of gradients, may bring to a rank at most. Messages are joined in the
-    size with the shortest predicted step, where joining pays at all; on devices whose figures are not known, up to a
-    sixteenth of this. 0: one collective per parameter."""
+    """Maximum bytes that one bucketed collective of parameters or gradients may bring to a rank. Buckets have the size
+    with the shortest predicted step, if bucketing pays at all; on unknown hardware, at most a sixteenth of this. 0:
+    one collective per parameter.
+    """
 
     split_matmuls: bool = True
-    """Cut a matrix product, and the gather that it reads or the reduction of what it makes, into chunks that are computed
-    and sent side by side, where that is predicted to pay. Sums of a product's rows are the same; a backend may add up a
-    smaller product in another order. `False`: each product and message is whole."""
+    """Split a matrix product, together with the gather that it reads or the reduction of its result, into chunks that
+    are computed and sent concurrently, if that is predicted to pay. Each row is still summed in full, but a backend
+    may add the terms of a smaller product in another order. `False`: products and messages stay whole.
+    """
 
     symmetric_memory: bool = False
-    """With `split_matmuls`, on CUDA: where the ranks of a group reach each other's memory (NVLink), make one of PyTorch's
-    operators of a gather and the products that read it, or of a product and its reduce-scatter, where that is predicted to
-    be faster than chunks. It sends with copies, beside the products; it takes memory that no allocator counts."""
+    """With `split_matmuls`, on CUDA, if the ranks of a group reach each other's memory (NVLink): replace a gather and
+    the products that read it, or a product and its reduce-scatter, by one of PyTorch's fused operators where that is
+    predicted to be faster than chunks. They send with copies, concurrently with the products, and use memory outside
+    of the allocator.
+    """
 
     def __post_init__(self) -> None:
         check_count("Overlap", "bucket_bytes", self.bucket_bytes, "bytes")
@@ -56,15 +60,15 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Dump:
-    """What is written of the graphs, and where: `Options(dump=Dump("folder", mode="diff"))`."""
+    """Where to write the graphs, and how much of them: `Options(dump=Dump("folder", mode="diff"))`."""
 
     folder: str | PathLike[str]
 
     mode: Literal["full", "diff"] = "full"
-    """Whole graphs, which can be read back, or after the first what each pass changed."""
+    """Whole graphs, which can be read back, or after the first one only what each pass changed."""
 
     ranks: Literal["first", "all"] = "first"
-    """The first rank's files, or a folder for each rank."""
+    """Files of the first rank only, or a folder for each rank."""
 
     def __post_init__(self) -> None:
         check_kind("Dump", "folder", self.folder, (str, PathLike), "the path of a folder")
@@ -74,83 +78,100 @@ class Dump:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to distribute a model.
+    """Options that say how to distribute a model.
 
     A placement is one of DTensor's (`Shard(0)`, `Replicate()`) or its text (`"S(0)"`, `"R"`).
     """
 
     recipe: str | Mapping[str, str | None] | None = "auto"
-    """`"auto"`: the layouts with the shortest predicted step, searched for beside all experts' recipes; on hardware whose
-    figures are not known, `megatron` on an axis named `tp` and `fsdp` on those that carry data by their name (`dp`, `data`,
-    `fsdp`, ...). Or an expert's: `"ddp"`,
-    `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or
-    one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below."""
+    """`"auto"`: search for the layouts with the shortest predicted step, and compare them with all recipes; on unknown
+    hardware, use `megatron` on an axis named `tp` and `fsdp` on axes with a data-parallel name (`dp`, `data`, `fsdp`,
+    ...). Or a recipe: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"megatron"`, two of them joined (`"fsdp+megatron"`: the
+    last is for the last axis), or one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below.
+    """
 
     hardware: str | Hardware | None = "auto"
-    """What a step is predicted for, on a DeviceMesh or a mesh that names no hardware: a preset such as `"h100"`, a file that
-    `python -m autoshard calibrate` wrote, a `Hardware`, or `None` for unknown figures. `"auto"`: what the mesh names
-    (`Mesh("dp=8", hardware="h100")`), else this machine's. Where both are given they have to be the same."""
+    """Hardware that a step is predicted for, if the mesh is a DeviceMesh or names none: a preset such as `"h100"`, a
+    file that `python -m autoshard calibrate` wrote, a `Hardware`, or `None` for unknown hardware. `"auto"`: the
+    hardware that the mesh names (`Mesh("dp=8", hardware="h100")`), else this machine's. If both are given, they have
+    to be the same.
+    """
 
     memory_limit: int | str | None = None
-    """Memory of one device that a plan may use at its peak: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine
-    tenths of the hardware's, for what allocators and libraries take. Less memory for more communication."""
+    """Peak memory of one device that a plan may use: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine tenths
+    of the device's memory, since allocators and libraries need some. A lower limit costs more communication.
+    """
 
     optimizer: Literal["adamw", "sgd"] | None = "adamw"
-    """What the predicted memory and step time count for the optimizer: AdamW's two states per parameter, none for
-    SGD; `None`: no update at all."""
+    """Optimizer whose memory and time are part of the prediction: AdamW's two states per parameter, none for SGD;
+    `None`: no update at all.
+    """
 
     time_limit: float | None = None
-    """Seconds that the search after capture may take: stating the problem, solving it, simulating its plans and recipes'. The
-    best plan so far counts, with the gap that was proven by then; the plan's candidates say what was left out. A phase that
-    has started is finished, and the search goes on until one plan fits: 0 asks for the first that does. Without a limit the
-    same model, mesh and options give the same plan everywhere."""
+    """Seconds for the search after capture: preparing the problem, solving it, and simulating its plans and the
+    recipes. The best plan found in that time is used, with the gap proven by then; the plan's candidates say what was
+    left out. A phase that has started is finished, and the search goes on until one plan fits: 0 requests the first
+    that does. Without a limit the same model, mesh and options give the same plan everywhere.
+    """
 
     params: Placements | None = None
-    """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; of several that match
-    a name, the last counts. They come before any recipe."""
+    """Placements of parameters by FQN or glob, such as `{"layers.*.wq.weight": {"tp": Shard(0)}}`; if several match a
+    name, the last one counts. They take precedence over any recipe.
+    """
 
     inputs: Placements | None = None
     """Placements of inputs by path, such as `{"tokens": {"dp": Shard(0)}}`."""
 
     outputs: Placements | None = None
-    """Placements of outputs by path. By default an output is this rank's part on data axes, whole on others."""
+    """Placements of outputs by path. By default an output is this rank's part on data-parallel axes, and whole on
+    others.
+    """
 
     mixed_precision: MixedPrecisionPolicy | None = None
-    """As for FSDP2: parameters are stored as they are, cast to `param_dtype` before they are gathered, and their
-    gradients reduced in `reduce_dtype`. Fewer bytes and faster products for fewer digits."""
+    """Mixed precision as in FSDP2: parameters are stored in their own dtype, cast to `param_dtype` before they are
+    gathered, and their gradients reduced in `reduce_dtype`. Fewer bytes and faster products at lower precision.
+    """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one more
-    gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) hold for all that is gathered, by a recipe or by the
-    search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth it and fit."""
+    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one
+    more gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) apply to all gathered parameters, of a
+    recipe or of the search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth
+    it and fit.
+    """
 
     recompute: Literal["auto", "none", "block"] = "auto"
-    """What of the forward is computed again in the backward, so that it need not be kept. `"none"`: what costs next to
-    nothing. `"block"`: all of a layer but what the next one takes (a layer is a module of a list; in a model without
-    lists, a child of the model): the least memory for a forward more. `"auto"`: as `"none"` where that fits into
-    `memory_limit`, else what costs least time of what makes it fit, collectives included."""
+    """Which values of the forward the backward recomputes instead of keeping them. `"none"`: only those that cost next
+    to nothing. `"block"`: everything in a layer but its inputs (a layer is a module of a list; in a model without
+    lists, a child of the model): the least memory, for one more forward. `"auto"`: as `"none"` if that fits into
+    `memory_limit`, else the values whose recomputation takes the least time, collectives included.
+    """
 
     loss: Literal["mean", "sum"] = "mean"
-    """For a loss that is computed outside of the model, from this rank's part of an output: whether the loss of the
-    global batch is the mean over ranks (as DDP and FSDP average gradients) or their sum."""
+    """How a loss that is computed outside of the model, from this rank's part of an output, combines over ranks: the
+    loss of the global batch is their mean (as DDP and FSDP average gradients) or their sum.
+    """
 
     overlap: bool | Overlap = True
-    """Issue collectives early and await them late, in the order with the shortest predicted step, as far as `memory_limit`
-    allows; `Overlap(...)` says how. `False`: each is awaited where it is issued, for less memory and slower steps."""
+    """Issue collectives early and await them late, in the order with the shortest predicted step that `memory_limit`
+    allows; `Overlap(...)` has the details. `False`: each is awaited where it is issued, for less memory and slower
+    steps.
+    """
 
     unknown_ops: Literal["replicate", "error"] = "replicate"
-    """An op without a sharding rule runs on whole tensors, with a remark, or is an error."""
+    """What to do with an op without a sharding rule: run it on whole tensors, with a remark, or raise an error."""
 
     compile: Literal["inductor", "eager"] = "inductor"
-    """Compile with Inductor: faster steps, slower start. Or run the graphs op by op."""
+    """Compile with Inductor (faster steps, slower start), or run the graphs op by op."""
 
     passes: tuple[Pass, ...] | None = None
-    """Passes to run instead of `autoshard.phases.default_passes()`. They place values themselves: with `recipe="auto"` nothing is
-    searched for, unless a `passes.solve.Solve()` is among them."""
+    """Passes to run instead of `autoshard.phases.default_passes()`. They have to place values themselves: with
+    `recipe="auto"` there is no search, unless a `passes.solve.Solve()` is among them.
+    """
 
     dump: str | PathLike[str] | Dump | Literal[False] | None = None
-    """A folder for the graph after every pass that changed it, and for what is compiled, or a `Dump`. `None`: as the
-    environment says (`AUTOSHARD_DUMP`, `AUTOSHARD_DUMP_MODE`, `AUTOSHARD_DUMP_RANKS`). `False`: none."""
+    """A folder, or a `Dump`, for the graph after every pass that changed it and for the compiled graphs. `None`: use
+    the environment (`AUTOSHARD_DUMP`, `AUTOSHARD_DUMP_MODE`, `AUTOSHARD_DUMP_RANKS`). `False`: no dump.
+    """
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -203,7 +224,7 @@ class Options:
 
     @property
     def keeps_gathered(self) -> bool | None:
-        """Return whether gathered parameters stay for the backward; None: as the recipe says, or the search finds."""
+        """Return whether gathered parameters are kept for the backward; None: the recipe or the search decides."""
         return None if self.reshard_after_forward == "auto" else not self.reshard_after_forward
 
     def memory_bytes(self, available: int) -> int:
@@ -222,7 +243,7 @@ class Options:
 
 
 def _check_placements(what: str, given: object) -> None:
-    """Check that names have mappings of axes to placements; which names and axes there are is not known yet."""
+    """Check that names map to axes and axes to placements; which names and axes exist is not known yet."""
     if given is None:
         return
     if not isinstance(given, Mapping) or not is_mapping_by_name(given):
@@ -243,7 +264,7 @@ def _check_placements(what: str, given: object) -> None:
 
 
 def options_given(options: object) -> Options:
-    """Return the options of a call, the defaults where none are given. Raises UserError for what is no `Options`."""
+    """Return the options of a call, or the defaults if none are given. Raises UserError if they are not `Options`."""
     if options is None:
         return Options()
     if not isinstance(options, Options):

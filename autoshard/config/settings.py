@@ -1,4 +1,4 @@
-"""What a plan was asked for, as data that a file can hold: it runs only where the same is asked for."""
+"""Store the options that a plan was made with as data for its file; a plan only runs with the same options."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autoshard.config.options import Options, Overlap, Placements
 
 @dataclass(frozen=True)
 class Settings:
-    """The options that a plan depends on, by name, and what it was captured for and with."""
+    """Options that a plan depends on, by name, and the mode, device and torch version of its capture."""
 
-    options: Mapping[str, object]  # as JSON has them
+    options: Mapping[str, object]  # JSON values
     training: bool  # forward and backward, or the forward alone
     device: str  # of the captured graph: "cpu" or "cuda"; some ops differ
     torch: str  # version
@@ -41,7 +41,7 @@ def settings_of(options: Options, *, training: bool, device: str) -> Settings:
 
 
 def options_of(settings: Settings) -> Options:
-    """Options that make the same plan again; a pipeline of the user's own is not kept and stays the default."""
+    """Return options that make the same plan again; the user's own pipeline is not saved and becomes the default."""
     given: dict[str, Any] = {name: value for name, value in settings.options.items() if name != "passes"}
     policy: Mapping[str, Any] | None = given["mixed_precision"]
     if policy is not None:
@@ -53,7 +53,7 @@ def options_of(settings: Settings) -> Options:
 
 
 def _overlap(options: Options) -> object:
-    """True for the defaults, False for none, else what is given instead of the defaults, by name."""
+    """Return True for the default `Overlap`, False for none, else the fields that differ from the defaults, by name."""
     given = options.hiding
     if given is None:
         return False

@@ -1,4 +1,4 @@
-"""From the meshes that users have to the mesh that passes know, and from the device at hand to its figures."""
+"""Convert the mesh that a user gives to a `Mesh` of the passes, and find the figures of the present device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RACK_WIDE = ("gb200",)  # NVLink joins GPUs of several hosts
 def mesh_of(mesh: DeviceMesh | Mesh | str, hardware: str | Hardware | None = "auto") -> Mesh:
     """Return the axes, sizes, ranks and hardware of a `DeviceMesh`, of `"dp=2,tp=4"`, or of a `Mesh` itself.
 
-    A `Mesh` that names its hardware says what is planned for; `hardware`, that of the options, says it for a DeviceMesh,
-    instead of what the device is known by, and for a mesh that names none. Raises MeshError where both name some and they
-    differ, where a DeviceMesh has no axis names, and where it has more ranks than the world.
+    A `Mesh` that names its hardware is planned for that. `hardware`, from the options, is used for a `Mesh` that names
+    none, and for a DeviceMesh instead of its device's preset. Raises MeshError if both name some and they differ, if a
+    DeviceMesh has no axis names, or if it has more ranks than the world.
     """
     if isinstance(mesh, Mesh):
         _check_one_hardware(mesh, hardware)
@@ -50,9 +50,9 @@ def mesh_of(mesh: DeviceMesh | Mesh | str, hardware: str | Hardware | None = "au
 def _check_one_hardware(mesh: Mesh, hardware: str | Hardware | None) -> None:
     if mesh.hardware is None or hardware == "auto":
         return
-    asked = hardware_named(hardware) if isinstance(hardware, str) else hardware
-    if asked != mesh.hardware:
-        name = None if asked is None else asked.name
+    requested = hardware_named(hardware) if isinstance(hardware, str) else hardware
+    if requested != mesh.hardware:
+        name = None if requested is None else requested.name
         raise MeshError(
             f"Mesh(..., hardware={mesh.hardware.name!r}) and Options(hardware={name!r}) name different hardware; remove one: "
             "the mesh's is for planning without devices, the options' for a DeviceMesh or a mesh that names none"
@@ -60,7 +60,7 @@ def _check_one_hardware(mesh: Mesh, hardware: str | Hardware | None) -> None:
 
 
 def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> Mesh:
-    """`mesh` with the hardware asked for; with `"auto"` its own, else this machine's (None where that is unknown)."""
+    """Return `mesh` with the requested hardware; `"auto"` is its own, else this machine's (None if that is unknown)."""
     if hardware != "auto":
         return mesh.on(hardware_named(hardware) if isinstance(hardware, str) else hardware)
     if mesh.hardware is not None:
@@ -70,10 +70,10 @@ def equipped(mesh: Mesh, hardware: str | Hardware | None, device_type: str) -> M
 
 
 def hardware_of(device_type: str) -> Hardware | None:
-    """Return the figures of this process's device: the preset of its name; None for a device that has none.
+    """Return the figures of this process's device from the preset of its name; None for a device without a preset.
 
-    Of a GPU, memory is what it reports where that is less, and nodes are as large as torchrun starts processes on
-    them.
+    For a GPU, the memory is at most what the device reports, and a node has as many devices as torchrun starts
+    processes on it.
     """
     if device_type == "cpu":
         return hardware_named("cpu")

@@ -1,4 +1,4 @@
-"""Checks of what a user gives: the type and range of an argument, and a message that says what to write instead."""
+"""Check the types and ranges of arguments, with messages that say what to write instead."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 
 from passes.errors import UserError
 
-SHOWN_CHARACTERS = 60  # of a value that a message repeats; a longer one is shown by its type
+SHOWN_CHARACTERS = 60  # longest text of a value in a message; of a longer one it shows the type
 
 
 def shown(value: object) -> str:
-    """Return `value` as a message shows it: its text, or its type where the text is long."""
+    """Return `value` as a message shows it: its text, or its type if the text is long."""
     text = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS and "\n" not in text else type(value).__name__
 
 
 def check_choice(where: str, name: str, value: object, known: Iterable[object]) -> None:
-    """Raise UserError for a value that is none of `known`; 1 is not True."""
+    """Raise UserError for a value that is not in `known`; 1 does not count as True."""
     known = tuple(known)
     if not any(type(value) is type(one) and value == one for one in known):
         raise UserError(f"{where}({name}={shown(value)}): choose {' or '.join(map(repr, known))}")
 
 
 def check_count(where: str, name: str, value: object, unit: str) -> None:
-    """Raise UserError for what is no whole number, 0 or more."""
+    """Raise UserError for a value that is not a whole number, 0 or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UserError(f"{where}({name}={shown(value)}): give {unit}, a whole number of 0 or more")
 
@@ -47,7 +47,7 @@ def is_mapping_by_name(value: object) -> bool:
 
 
 def check_call(args: object, kwargs: object) -> None:
-    """Raise UserError where `args` is no tuple, or `kwargs` no dict by name; None is neither given."""
+    """Raise UserError if `args` is not a tuple or `kwargs` not a dict by name; either may be None."""
     if args is not None and not isinstance(args, tuple | list):
         raise UserError(f"args={shown(args)}: give the arguments of one call as a tuple, such as args=(tokens, labels)")
     if kwargs is not None and not is_mapping_by_name(kwargs):

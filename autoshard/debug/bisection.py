@@ -1,4 +1,4 @@
-"""The first pass after which the numbers are not those of one device."""
+"""Find the first pass after which the program's numbers differ from those on one device."""
 
 from __future__ import annotations
 
@@ -38,16 +38,19 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Step:
-    """What a pass gave: the results that differ from the model's."""
+    """The results after a pass that differ from the model's."""
 
-    pass_name: str  # "capture": what was there before the first
+    pass_name: str  # "capture": the graph before the first pass
     differs: tuple[Difference, ...]
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """True where the numbers are right after every pass. `check` says more where they are not after a pass that makes the
-    program of a device: the value that differs first is of a rule or a collective, not of that pass."""
+    """Result of `bisect`; true if the numbers are right after every pass.
+
+    If they are wrong after a pass that makes the per-device program, `check` names the first value that differs: its
+    sharding rule or collective is wrong, rather than that pass.
+    """
 
     mesh: Mesh
     steps: tuple[Step, ...]
@@ -81,11 +84,11 @@ def bisect(
 ) -> Bisection:
     """Run the program after every pass, and compare its results with the model's.
 
-    Up to collectives a program is one of whole tensors, and is run as such; from then on it is run on simulated ranks.
-    What rounding alone moves as far (`autoshard/debug/rounding.py`) is no difference.
-    The model is given the random numbers that the ranks draw.
+    Until collectives are lowered, a program computes whole tensors and runs as such; after that it runs on simulated
+    ranks. Differences no larger than those that rounding alone causes (`autoshard/debug/rounding.py`) are ignored.
+    The model gets the random numbers that the ranks draw.
     Raises InputError for a model on meta; UserError for one whose results cannot be compared: with mixed precision, or
-    where it draws otherwise than the program.
+    if it draws random numbers differently from the program.
     """
     call, options = Call(model, args, kwargs or {}), options or Options()
     check_values(call)
@@ -122,7 +125,7 @@ def bisect(
 
 @dataclass
 class _Every(Observer):
-    """A copy of the graph after every pass that changed it, and before the first."""
+    """Observer that copies the graph before the first pass and after every pass that changed it."""
 
     kept: list[tuple[str, Stage, GraphModule]] = field(default_factory=list)
 

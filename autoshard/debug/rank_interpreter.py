@@ -1,7 +1,7 @@
-"""Run a per-device program for every rank of a mesh, in one process: what the ranks would compute.
+"""Run a per-device program for every rank of a mesh in one process, to compute the ranks' results.
 
-An oracle for tests and checks. Ranks go through the program in lockstep; a collective takes the list of
-local values. Nothing here knows a process group.
+It is the reference for tests and checks. Ranks go through the program in lockstep; a collective takes the list of
+local values. No process group is needed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def run_ranks(
     inputs: Sequence[Sequence[Any]],
     watch: Callable[[Node, Sequence[Any]], None] | None = None,
 ) -> list[tuple[Any, ...]]:
-    """Return the outputs of a LOCAL graph for each rank, from each rank's placeholder values, both in mesh order.
+    """Return the outputs of a LOCAL graph for each rank, given each rank's placeholder values, both in mesh order.
 
-    `watch` is given each call as it is made, with every rank's value.
+    `watch` is called after each call with its node and every rank's value.
     """
     count = len(inputs)
     values: list[dict[Node, Any]] = [{} for _ in range(count)]

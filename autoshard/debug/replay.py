@@ -1,4 +1,4 @@
-"""Read a dump back and run the passes after it again."""
+"""Read a dumped graph, and run the passes that follow on it again."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ class Replayed:
 def replay(
     path: Path, *, behind: str | None = None, folder: Path | None = None, recipe: str | None = None
 ) -> Replayed:
-    """Read the graph in `path` and run the pipeline from behind the pass `behind` on: by default the one that the file is
-    named after. Passes are set as the dump's header says; a text without one is run by the default pipeline. `folder` is
-    where to write what each pass makes of it, named as in the dump. With a `recipe` it is placed by that, without
-    constraints: where the dump is from in front of a search, or lacks a header.
+    """Read the graph in `path` and run the passes that follow the pass `behind`, by default the one that the file is
+    named after.
 
-    Raises UserError for a pass that there is not, or from in front of which a text is not enough; GraphTextError for text
-    that is no graph.
+    Passes are configured as in the dump's header; a text without one is run by the default pipeline. The graph after
+    each pass is written to `folder`, named as in the dump. A `recipe` places values, without constraints: needed for a
+    dump from before the search, or without a header.
+
+    Raises UserError for an unknown pass, or if the passes to run need more than the file holds; GraphTextError for
+    text that is not a graph.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,13 +55,13 @@ def replay(
         )
     passes = tuple(one for _, one in header.passes[start:] if one is not None)
     ctx, dumper = PassContext(mesh, unknown_ops=header.unknown_ops), Dumper(folder, header=format_header(header))
-    dumper.dumped.extend([""] * (start + 1))  # so that files are numbered as in the dump that it comes from
+    dumper.dumped.extend([""] * (start + 1))  # number files as in the original dump
     PassManager(passes, (Verifier(), dumper)).run(gm, ctx)
     return Replayed(tuple(one.name for one in passes), format_graph(gm, mesh), tuple(ctx.remarks))
 
 
 def _named(path: Path) -> str:
-    """The pass that a file of a dump is named after."""
+    """Return the name of the pass that a dump file is named after."""
     match = re.fullmatch(r"\d+_(\w+)", path.stem)
     if match is None:
         raise UserError(f"{path.name} is not named after a pass, as 05_insert_reshards.txt is; say behind which: --from PASS")
@@ -67,7 +69,7 @@ def _named(path: Path) -> str:
 
 
 def _place(names: list[str], name: str) -> int:
-    """The place of a pass in the pipeline; of what was captured, in front of it."""
+    """Return the place of a pass in the pipeline; -1 for "capture", which precedes all passes."""
     if name == "capture":
         return -1
     place = next((place for place, one in enumerate(names) if one == name or {one, name} == set(PLACING)), None)

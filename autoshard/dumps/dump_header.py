@@ -1,4 +1,4 @@
-"""The passes of a pipeline and how each was set, as comments before a dumped graph: so that it runs again as it ran."""
+"""Write a pipeline and the settings of its passes as comments above a dumped graph, so that it can be run again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from passes.ir.mesh import Mesh
 from passes.seed import Seed
 
 UnknownOps = Literal["replicate", "error"]
-PLACING = ("propagate", "solve")  # either has the same place
+PLACING = ("propagate", "solve")  # either one places values, at the same position in the pipeline
 _KINDS = {one.name: type(one) for one in default_passes()}
 _LINE = re.compile(r"# pass (\w+)(?: (\{.*\}))?")
 
 
 @dataclass(frozen=True)
 class Header:
-    """Passes by name. None is one whose settings no text holds: a search, a pass of the user's own."""
+    """Passes by name; None for one whose settings cannot be written as text: a search, or a pass of the user's own."""
 
     passes: tuple[tuple[str, Pass | None], ...]
     unknown_ops: UnknownOps = "replicate"
@@ -36,11 +36,12 @@ class Header:
 
     @staticmethod
     def unknown() -> Header:
-        """The default passes, of which nobody says what the model and the user set."""
+        """Return the default passes for a dump without a header, without those that depend on the model and the user.
+        """
         return Header(tuple((one.name, None if one.name in ("seed", "cast_parameters") else one) for one in default_passes()))
 
     def placed_by(self, recipe: str, mesh: Mesh) -> Header:
-        """Return the header with layouts by a recipe, without constraints or a search."""
+        """Return the header with a recipe's layouts, instead of constraints and searched layouts."""
         cast = next((one for _, one in self.passes if isinstance(one, CastParameters)), CastParameters())
         phases = Phases(Seed(recipes_of(recipe, mesh)), cast)
         given = {one.name: one for one in phases.constrain} | dict.fromkeys(PLACING, phases.choose)
@@ -48,7 +49,7 @@ class Header:
 
 
 def format_header(header: Header) -> str:
-    """Lines of comment: of each pass, what is not as it is by default."""
+    """Return one comment line per pass, with the settings that differ from the default."""
     lines = [f"# unknown_ops {header.unknown_ops}"] if header.unknown_ops != "replicate" else []
     for name, one in header.passes:
         given = {} if one is None else _given(one)
@@ -57,12 +58,12 @@ def format_header(header: Header) -> str:
 
 
 def _given(one: Pass) -> dict[str, object]:
-    usual, said = encode(type(one)()), encode(one)
-    return {field.name: said[field.name] for field in fields(one) if said[field.name] != usual[field.name]}
+    default, own = encode(type(one)()), encode(one)
+    return {field.name: own[field.name] for field in fields(one) if own[field.name] != default[field.name]}
 
 
 def parse_header(text: str) -> Header:
-    """Inverse of `format_header`, before a graph; of a text without one, `Header.unknown()`.
+    """Parse the header above a graph, as `format_header` wrote it; return `Header.unknown()` for a text without one.
 
     Raises PlanError, or UserError, that says what is damaged.
     """
@@ -80,8 +81,8 @@ def _read(name: str, given: str, line: str) -> Pass | None:
     if name not in _KINDS:
         return None
     try:
-        said = json.loads(given)
+        settings = json.loads(given)
     except json.JSONDecodeError as error:
         raise UserError(f"the dump's line {line!r} cannot be read: {error.msg}; replay a file as it was written") from error
     kind: type[Pass] = _KINDS[name]
-    return decode(kind, encode(kind()) | said, name)
+    return decode(kind, encode(kind()) | settings, name)

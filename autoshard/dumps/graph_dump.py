@@ -1,4 +1,4 @@
-"""Where a run writes its graphs, and which: from options and the environment."""
+"""Choose from options and environment which graphs a run writes, and where."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FROM_ENVIRONMENT = {"folder": "AUTOSHARD_DUMP", "mode": "AUTOSHARD_DUMP_MODE", 
 
 @dataclass(frozen=True)
 class GraphDump:
-    """What is written where; by a rank that writes nothing, only to PyTorch's structured trace, where that is on."""
+    """Writer of a run's graphs: to files, or on ranks that write none, to PyTorch's structured trace if that is on."""
 
     dumper: Dumper
 
     def of(self, passes: Sequence[Pass], options: Options) -> Dumper:
-        """Writes what each of these passes makes of a graph, so that it can be replayed."""
+        """Return the observer that writes the graph after each of these passes, so that it can be replayed."""
         return replace(self.dumper, header=format_header(Header.of(passes, options.unknown_ops)))
 
     def compiled(self, name: str, gm: GraphModule) -> None:
-        """Write a graph as it is given to the backend, as code: `compiled_forward.txt`."""
+        """Write a graph, as passed to the backend, as code: `compiled_forward.txt`."""
         text = gm.print_readable(print_output=False)
         trace_artifact(f"autoshard_compiled_{name}", text)
         if (folder := self.dumper.place) is not None:
@@ -40,16 +40,16 @@ class GraphDump:
 
 
 def dump_of(options: Options) -> GraphDump | None:
-    """Return what `options`, or else the environment, ask this rank to dump. Raises UserError for an unknown mode."""
-    asked = _asked(options)
-    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, asked.ranks == "all"
-    if asked.folder and (is_each or rank == 0):
-        return GraphDump(Dumper(Path(asked.folder), asked.mode, rank if is_each else None))
-    return GraphDump(Dumper(None, asked.mode)) if is_traced() else None
+    """Return what this rank dumps, by `options` or else by the environment. Raises UserError for an unknown mode."""
+    chosen = _asked(options)
+    rank, is_each = dist.get_rank() if dist.is_initialized() else 0, chosen.ranks == "all"
+    if chosen.folder and (is_each or rank == 0):
+        return GraphDump(Dumper(Path(chosen.folder), chosen.mode, rank if is_each else None))
+    return GraphDump(Dumper(None, chosen.mode)) if is_traced() else None
 
 
 def _asked(options: Options) -> Dump:
-    """Return what is dumped and where; no folder: nothing."""
+    """Return what is dumped and where; without a folder, nothing is."""
     if isinstance(options.dump, Dump):
         return options.dump
     given: dict[str, Any] = {name: os.environ.get(variable) for name, variable in _FROM_ENVIRONMENT.items()}

@@ -1,4 +1,4 @@
-"""Plans as a test expects them: counts of collectives, exposed time, memory, fallbacks."""
+"""Assert properties of a plan in a test: counts of collectives, exposed time, memory, fallbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.errors import UserError
 from passes.ir.units import format_bytes
 
 GB = 1e9
-SHOWN = 6  # collectives that a message lists, or lines of equal ones
+SHOWN = 6  # lines of collectives that a message lists; equal ones share a line
 KINDS = {
     "all_gathers": "all_gather",
     "reduce_scatters": "reduce_scatter",
@@ -36,12 +36,13 @@ def assert_plan(
     fallbacks: int | None = None,
     golden: str | PathLike[str] | None = None,
 ) -> None:
-    """Raise AssertionError where `plan` is not as expected, with what was found and which collectives.
+    """Raise AssertionError if `plan` is not as expected, with the actual value and the collectives.
 
-    Counts are exact, of one step: what runs again in the backward counts twice; `axis` limits them to collectives over it.
-    `step_ms`, `exposed_ms` (predicted) and `peak_gb` (1e9 bytes on a device) are limits, as is `fallbacks`: how many ops
-    run on whole tensors because no rule shards them. `golden` is a saved plan that this one has to equal. Raises UserError
-    for a limit on what was not predicted, and PlanError for a golden plan that cannot be read.
+    Counts are exact, for one step: a collective that runs again in the backward counts twice; `axis` limits them to
+    collectives over it. `step_ms`, `exposed_ms` (predicted) and `peak_gb` (1e9 bytes on a device) are upper limits, as
+    is `fallbacks`: the number of ops that run on whole tensors because no rule shards them. `golden` is a saved plan
+    that this one has to equal. Raises UserError for a limit on something that was not predicted, and PlanError for a
+    golden plan that cannot be read.
     """
     if axis is not None:
         plan.mesh.index(axis)

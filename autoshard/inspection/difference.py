@@ -1,4 +1,4 @@
-"""What is different between two plans: settings, time and memory, layouts, collectives, remarks; equal layers as one line."""
+"""Compare two plans: settings, time and memory, layouts, collectives, remarks; equal layers share a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 12  # lines of a section that are printed; `changes` has all
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not the same: before and after, and by how much where that can be said."""
+    """One thing that changed: its values before and after, and by how much if that can be expressed."""
 
     section: str  # "settings", "step", "memory", "parameters", "inputs", "outputs", "values", "collectives", "remarks"
     what: str
@@ -52,7 +52,7 @@ class PlanDiff:
 
 
 def difference(before: PlanRecord, after: PlanRecord) -> PlanDiff:
-    """Return what `after` has otherwise than `before`."""
+    """Return the changes from `before` to `after`."""
     return PlanDiff(
         (
             *_settings(before, after),
@@ -138,7 +138,7 @@ def _value(value: Value, mesh: Mesh) -> str:
 
 
 def _folded(section: str, before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
-    """Names that differ in numbers only, and change alike, are one line."""
+    """Join the changes of names that differ in numbers only and change alike."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in {**before, **after}:
         old, new = before.get(name, NOTHING), after.get(name, NOTHING)
@@ -151,13 +151,13 @@ def _folded(section: str, before: Mapping[str, str], after: Mapping[str, str]) -
 
 
 def _different(old: str, new: str) -> tuple[str, str]:
-    """Without the type, where that is the same."""
+    """Return both values, without their type if that is the same."""
     types = [text.partition("] ")[0] for text in (old, new)]
     return (old, new) if types[0] != types[1] else (old.partition("] ")[2] or old, new.partition("] ")[2] or new)
 
 
 def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
-    """Yield by module how many computed values have another layout, and how most of them do."""
+    """Compare the layouts of computed values, by module: how many changed, and how most of them did."""
     total: dict[str, int] = {}
     changed: dict[str, list[tuple[str, str]]] = {}
     for name, module in _modules(after.graphs.get("CAPTURED", "")).items():
@@ -176,7 +176,7 @@ def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
 
 
 def _modules(graph: str) -> dict[str, str]:
-    """The module of each call in a graph's text."""
+    """Return the module of each call in a graph's text."""
     found = {}
     for line in graph.splitlines():
         head, _, comment = line.partition(f"{GAP}# ")
@@ -186,7 +186,7 @@ def _modules(graph: str) -> dict[str, str]:
 
 
 def _collectives(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
-    """Those whose exposed time changes most, or else their bytes, come first."""
+    """Compare collectives, those first whose exposed time changes most, or else their bytes."""
     one, other = _grouped(before.collectives), _grouped(after.collectives)
     found = []
     for key in {**one, **other}:
@@ -202,7 +202,7 @@ def _collectives(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
 
 
 def _grouped(collectives: Iterable[Collective]) -> dict[tuple[str, str, str], list[Collective]]:
-    """By kind, axes and module, layers as one."""
+    """Group collectives by kind, axes and module, with equal layers together."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for one in collectives:
         where = re.sub(r"\d+", "#", one.origin.fqn) or re.sub(r"^\w+: | needs \{.*\}$", "", one.reason)

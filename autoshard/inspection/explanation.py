@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what was chosen for a value, what else there was and at what price, and how it came about."""
+"""Explain a value's layout: the alternatives and their costs, the constraints on it, and where it came from."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ from passes.manager import PassManager
 from passes.search.alternatives import Alternative, alternatives
 from passes.search.model.axis_groups import format_axis_groups
 
-PRICED = 2  # values of a module or line whose alternatives are priced: parameters, then the largest
+PRICED = 2  # values of a module or line whose alternatives are priced (each takes solves): parameters, then the largest
 SHOWN = 12  # values, collectives or passes that are printed
 WIDTH = 100  # characters of a line
-LISTED = 8  # alternatives of a value that are priced, beside the chosen one
+LISTED = 8  # alternatives of a value that are priced, beside the chosen one; more do not fit on a screen
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one value. `forced` are the constraints, by axis; `chains` what each axis's placement came
-    from, the last step first; `alternatives` are empty where they were not priced."""
+    """The layout chosen for one value.
+
+    `forced` are the constraints on it, by axis; `chains` the steps that each axis's placement came from, the last step
+    first; `alternatives` are empty if their costs were not computed.
+    """
 
     name: str
     type: str
@@ -52,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer to `plan.explain(asked)`; printed, a screen of text."""
+    """The answer to `plan.explain(asked)`, about a screen of text when printed."""
 
     asked: str
     kind: str
@@ -69,7 +72,7 @@ class Explanation:
 
 
 def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> Explanation:
-    """Say everything that the plan, and the planner's `state`, know of `what`. Raises UserError for an unknown name."""
+    """Explain `what` by the plan and, if available, the planner's `state`. Raises UserError for an unknown name."""
     subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
@@ -94,7 +97,7 @@ def _layout(plan: PlanRecord, node: Node) -> Layout | None:
 
 
 def _largest(nodes: list[Node]) -> list[Node]:
-    """Parameters first, then calls with a kernel of their own: what else there is follows these."""
+    """Return the values whose alternatives are priced: parameters first, then the largest results of unfused calls."""
     own = [node for node in nodes if (node.op == "placeholder" or not is_fusible(node.target)) and is_tensor(node)]
     return sorted(own, key=lambda node: (node.op != "placeholder", -tensor_of(node).numel()))[:PRICED]
 
@@ -127,7 +130,7 @@ def _choice(
 
 
 def _pins(plan: PlanRecord) -> dict[str, tuple[str, ...]]:
-    """Return the constraints on a value, or on what is made of it before its users, by node name."""
+    """Return by node name who constrained a placement of a value, or of the reshards between it and its users."""
     found: dict[str, list[str]] = {}
     for line in plan.graphs.get("PLACED", "").splitlines():
         match = re.match(r"%(\w+): .*? pinned\((.*)\)(?: recompute)? = (?:reshard\(%(\w+)\))?", line)
@@ -140,7 +143,8 @@ def _pins(plan: PlanRecord) -> dict[str, tuple[str, ...]]:
 
 
 def _touches(plan: PlanRecord, state: PlanningState | None, subject: Subject) -> Iterator[Touch]:
-    """Yield what passes did to the subject's values and their moves; of a plan from a file, what each stage did."""
+    """Yield the changes that passes made to the subject's values and their reshards; by stage for a plan from a file.
+    """
     names = {node.name for node in subject.nodes} | {one.id.partition("@")[0] for one in subject.collectives}
     for touch in _touches_of_stages(plan) if state is None else _touches_of_passes(plan, state):
         source = re.search(r"= \w+\(%(\w+)", touch.line)
@@ -149,7 +153,7 @@ def _touches(plan: PlanRecord, state: PlanningState | None, subject: Subject) ->
 
 
 def _touches_of_stages(plan: PlanRecord) -> Iterator[Touch]:
-    """Compare the program's texts in the plan, as far as these are of whole tensors."""
+    """Yield the changes between the stored texts of the program, up to the stage where shapes become local."""
     texts = [(stage, plan.graphs[stage.name]) for stage in Stage if stage <= Stage.COLLECTIVE and stage.name in plan.graphs]
     for (_, old), (stage, new) in pairwise(texts):
         yield from touches_between(f"until {stage.name}", lines_of(old), lines_of(new))
@@ -185,7 +189,7 @@ def _notes(plan: PlanRecord, state: PlanningState | None) -> Iterator[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Lines of a column of text; what goes on in the next line is indented."""
+    """Wrap a line of text to the column; continuation lines are indented."""
     indent = " " * (len(text) - len(text.lstrip()) + 4)
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -210,7 +214,7 @@ def _lines(one: Explanation) -> Iterator[str]:
 
 
 def _unlike(choices: tuple[Choice, ...]) -> list[Choice]:
-    """One of those that look the same."""
+    """Return one of each set of choices that print alike."""
     return list({(c.type, c.place, c.layout, c.alternatives == ()): c for c in reversed(choices)}.values())[::-1]
 
 
@@ -230,7 +234,7 @@ def _choice_lines(choice: Choice, one: Explanation) -> Iterator[str]:
 
 
 def _joined(chain: tuple[Edge, ...]) -> str:
-    """The steps at which something else is said than at the next one."""
+    """Join the steps of a chain, without those whose reason is that of the next step."""
     steps = []
     for i, edge in enumerate(chain):
         if i in (0, len(chain) - 1) or edge.why != chain[i + 1].why:
@@ -263,7 +267,7 @@ def _alternative_lines(choice: Choice, one: Explanation) -> Iterator[str]:
 
 
 def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
-    """Those of equal layers are one line."""
+    """Return one line for the same collective of all equal layers."""
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for one in collectives:
         where = re.sub(r"\d+", "#", one.origin.fqn), one.origin.line
@@ -290,7 +294,7 @@ def _some(lines: Iterable[str], most: int = SHOWN) -> Iterator[str]:
 
 
 def _touch_lines(touches: tuple[Touch, ...]) -> Iterator[str]:
-    """Each, or of many how many there are of a pass."""
+    """Return a line per change, or for many changes the count per pass."""
     if len(touches) <= SHOWN:
         yield from dict.fromkeys(f"  {touch.pass_name} {touch.what} {_brief(touch.line)}" for touch in touches)
         return

@@ -1,4 +1,4 @@
-"""What each pass did to the values of a program."""
+"""Record what each pass did to the values of a program."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from passes.ir.text import GAP, format_node
 
 @dataclass(frozen=True)
 class Touch:
-    """A pass made, changed or removed the node of this name; or what led to a stage, where passes are not known."""
+    """One change of a node by a pass (added, changed or removed), or on the way to a stage if passes are not known."""
 
     pass_name: str  # or the stage's
     what: str  # "added", "changed" or "removed"
     node: str
-    line: str  # of the graph's text after the pass; before it, for what was removed
+    line: str  # of the graph's text after the pass; for a removed node, before it
 
 
 @dataclass(frozen=True)
 class History(Observer):
-    """Compares the lines of a graph's text before every pass and after it, up to collectives: after that, shapes are
-    those of one device, and every line is another."""
+    """Observer that compares the lines of a graph's text before and after every pass.
+
+    It stops at collectives: later, shapes are those of one device, and every line differs.
+    """
 
     touches: list[Touch] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class History(Observer):
 
 
 def touches_between(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Touch]:
-    """Yield what `name` did, from the lines by node before it and after it."""
+    """Yield what `name` did, by comparing the lines by node before and after it."""
     for node, line in new.items():
         if node not in old:
             yield Touch(name, "added", node, line)
@@ -54,7 +56,7 @@ def touches_between(name: str, old: Mapping[str, str], new: Mapping[str, str]) -
 
 
 def lines_of(text: str) -> dict[str, str]:
-    """The lines of a graph's text by node, without comments."""
+    """Return the lines of a graph's text by node, without comments."""
     lines = (line.partition(GAP)[0] for line in text.splitlines() if line.startswith("%"))
     return {line.partition(":")[0].removeprefix("%"): line for line in lines}
 

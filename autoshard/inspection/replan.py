@@ -1,4 +1,4 @@
-"""The plan of a captured model on another mesh, on other hardware or with other options."""
+"""Plan a captured model again on another mesh, on other hardware or with other options."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def replanned(
     *,
     prove: bool,
 ) -> tuple[PlanRecord, PlanningState]:
-    """Plan the captured model of `state` again; a plan that has to be searched for is the first good one, unless the search
-    is to `prove` more.
+    """Plan the captured model of `state` again.
 
-    Raises UserErrors for what cannot work, and for an option that the capture depends on.
+    If the plan has to be searched for, it is the first good one, unless the search is to `prove` more. Raises
+    UserErrors for requests that cannot work, and for an option that the capture depends on.
     """
     known = [field.name for field in fields(Options) if field.name not in CAPTURED_WITH]
     for name in options:
@@ -47,7 +47,7 @@ def replanned(
     wanted = before.mesh if mesh is None else mesh_of(mesh, options.get("hardware", "auto"))
     if isinstance(mesh, Mesh) and mesh.hardware is not None:
         options = {**options, "hardware": "auto"}  # the new mesh names it, instead of the plan's options
-    changed = replace(before.options, **{"dump": False, **options})  # not over that of the plan that is asked
+    changed = replace(before.options, **{"dump": False, **options})  # do not overwrite the dump of the original plan
     if mesh is not None and wanted.hardware is None and before.mesh.hardware is not None:
         wanted = wanted.on(before.mesh.hardware)
     wanted = equipped(wanted, changed.hardware, before.device)

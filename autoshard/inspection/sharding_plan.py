@@ -1,4 +1,4 @@
-"""A plan as a user holds it: the record of all decisions, and the questions that it answers."""
+"""The plan that a user holds: the record of all decisions, with methods to print, explain, compare and save it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True, repr=False)
 class ShardingPlan(PlanRecord):
-    """A record that can be printed, questioned, compared, saved, and made again under other conditions.
+    """A plan that can be printed, explained, compared, saved, and made again under other conditions.
 
-    `state` is what the planner knows of the model; a plan that was loaded from a file, or that runs, has none.
+    `state` is the planner's knowledge of the model; a plan that was loaded from a file, or that runs, has none.
     """
 
     state: PlanningState | None = field(default=None, compare=False, metadata=UNSAVED)
@@ -44,11 +44,11 @@ class ShardingPlan(PlanRecord):
 
     @staticmethod
     def from_json(text: str) -> ShardingPlan:
-        """Invert `to_json`. Raises PlanError that says what is damaged."""
+        """Parse the text of `to_json`. Raises PlanError that says what is damaged."""
         return parse_plan(ShardingPlan, text)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a plan file, as a whole or not at all. Raises PlanError where it cannot be written."""
+        """Write a plan file atomically. Raises PlanError if it cannot be written."""
         write_text(Path(path), self.to_json())
 
     @staticmethod
@@ -65,28 +65,30 @@ class ShardingPlan(PlanRecord):
     def to_trace(self, path: str | PathLike[str]) -> None:
         """Write the simulated step for https://ui.perfetto.dev or chrome://tracing.
 
-        Raises UserError for a plan without one, PlanError where the file cannot be written.
+        Raises UserError for a plan without one, PlanError if the file cannot be written.
         """
         write_text(Path(path), format_trace(self))
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the plan as one page that needs no network: modules, layouts, timeline, memory, roofline, graphs.
 
-        Without a simulated step, timeline, memory and roofline say so. Raises PlanError where it cannot be written.
+        If no step was simulated, timeline, memory and roofline say so. Raises PlanError if the file cannot be written.
         """
         write_text(Path(path), format_page(self))
 
     def explain(self, what: str) -> Explanation:
-        """Explain `what`: a parameter (`"layers.0.wq.weight"`), a module, an input or output, a value or collective
-        (`"%mm_1"`), or a source line (`"model.py:42"`). What was chosen; each alternative with what the whole step costs
-        when all else is chosen for it; which constraints hold; what it took its placement from; the passes that touched it.
+        """Explain a parameter (`"layers.0.wq.weight"`), a module, an input or output, a value or collective
+        (`"%mm_1"`), or a source line (`"model.py:42"`).
 
-        Raises UserError for a name that the plan does not have, with those that are near.
+        The explanation has the chosen layout; each alternative with the predicted step when everything else is chosen
+        to suit it; the constraints on it; where its placement came from; and the passes that changed it.
+
+        Raises UserError for a name that the plan does not have, with similar names.
         """
         return explain(self, what, self.state)
 
     def diff(self, other: PlanRecord) -> PlanDiff:
-        """Compare with `other`: settings, time, memory, layouts, collectives; printed, a screen of text."""
+        """Compare with `other`: settings, time, memory, layouts, collectives; about a screen of text when printed."""
         return difference(self, other)
 
     def replan(
@@ -98,12 +100,12 @@ class ShardingPlan(PlanRecord):
         **options: Any,
     ) -> ShardingPlan:
         """Plan the same model on another mesh, on other hardware, or with other fields of `Options` (`params=`,
-        `memory_limit=`, `recipe=`, ...). The model is not captured again.
+        `memory_limit=`, `recipe=`, ...), without capturing it again.
 
-        A plan that has to be searched for is the first good one, in seconds; how much better another could be is in its
-        `search`. With `prove`, as with a recipe, it is equal to what `plan(...)` gives for the same options. Its passes
-        are dumped where `dump=` says. Raises PlanError for a plan that does not hold its model: one that was loaded, or
-        that runs.
+        If the plan has to be searched for, the first good one is returned after seconds; its `search` says how much
+        better another could be. With `prove`, or with a recipe, it equals the result of `plan(...)` with the same
+        options. Its passes are dumped only if `dump=` is given. Raises PlanError for a plan that does not hold its
+        model: one that was loaded, or that runs.
         """
         if self.state is None:
             raise PlanError(

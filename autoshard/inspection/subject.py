@@ -1,4 +1,4 @@
-"""What a user names in a question about a plan: a parameter, a module, a value, a collective or a source line."""
+"""Resolve what a user names in a question about a plan: a parameter, module, value, collective or source line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from passes.ir.text import parse_graph
 
 @dataclass(frozen=True)
 class Subject:
-    """`nodes` are of the captured graph with its repeated layers left out; `asked` is what the user wrote."""
+    """The nodes and collectives that a name stands for.
+
+    `nodes` are of the captured graph without its repeated layers; `asked` is the text that the user wrote.
+    """
 
     asked: str
     kind: str  # "parameter", "input", "output", "value", "collective", "line" or "module"
@@ -29,8 +32,10 @@ class Subject:
 
 
 def subject_of(plan: PlanRecord, what: str, folded: Folded | None) -> Subject:
-    """Find what `what` names in the `folded` graph, or in the text of a plan without one. Raises UserError where it names
-    nothing, with what is near."""
+    """Find what `what` names in the `folded` graph, or without one, in the text of the plan.
+
+    Raises UserError, with similar names, if it names nothing.
+    """
     gm = parse_graph(plan.graph("CAPTURED"))[0] if folded is None else folded.graph
     named = what.strip().removeprefix("%")
     kept = _kept(named, folded.repeats) if folded is not None else named
@@ -41,7 +46,7 @@ def subject_of(plan: PlanRecord, what: str, folded: Folded | None) -> Subject:
 
 
 def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterator[Subject]:
-    """Read `what`; `kept` is its name in the layer that stands for it."""
+    """Yield each possible meaning of `what`; `kept` is its name in the layer that represents it."""
     inputs = {input_of(n).name: n for n in placeholders(gm.graph) if input_of(n).role in (InputRole.PARAMETER, InputRole.INPUT)}
     if kept in inputs:
         node = inputs[kept]
@@ -54,7 +59,7 @@ def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterat
     yield Subject(what, "value", nodes, tuple(_moving(plan, gm, nodes)))
     collectives = tuple(one for one in plan.collectives if what in (one.id, one.bucket))
     yield Subject(what, "collective", tuple(_captured(plan, gm, (one.id for one in collectives))), collectives)
-    nodes = tuple(_captured(plan, gm, (kept,)))  # that a pass made the value of
+    nodes = tuple(_captured(plan, gm, (kept,)))  # the captured values that a pass-made value comes from
     yield Subject(what, "value", nodes, tuple(_moving(plan, gm, nodes)))
     nodes = tuple(node for node in gm.graph.nodes if what == _line(node))
     yield Subject(what, "line", nodes, tuple(one for one in plan.collectives if what == _place(one)))
@@ -63,7 +68,7 @@ def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterat
 
 
 def _kept(name: str, repeats: Repeats) -> str:
-    """The name in the layer that stands for one that was left out."""
+    """Return the name in the kept layer that represents a removed one."""
     if (kept := repeats.parameters.get(name) or repeats.nodes.get(name)) is not None:
         return kept
     for run in repeats.runs:
@@ -75,7 +80,7 @@ def _kept(name: str, repeats: Repeats) -> str:
 
 
 def _moving(plan: PlanRecord, gm: GraphModule, nodes: tuple[Node, ...]) -> Iterator[Collective]:
-    """The collectives of the modules and lines that these values are of."""
+    """Yield the collectives of the modules and lines that these values belong to."""
     places = {str(origin_of(user)) for node in nodes for user in (node, *node.users) if str(origin_of(user))}
     own = {input_of(node).name.rpartition(".")[0] for node in nodes if node.op == "placeholder"} - {""}
     for one in plan.collectives:
@@ -84,7 +89,7 @@ def _moving(plan: PlanRecord, gm: GraphModule, nodes: tuple[Node, ...]) -> Itera
 
 
 def _captured(plan: PlanRecord, gm: GraphModule, names: Iterable[str]) -> Iterator[Node]:
-    """Yield what values of the program with collectives are made of, in the captured one."""
+    """Yield the captured values that values of the program with collectives are made from."""
     lines = (re.match(r"%(\w+): .* = \w+(?:\.\w+)?\(%(\w+)", line) for line in plan.graphs.get("COLLECTIVE", "").splitlines())
     made_of = {match[1]: match[2] for match in lines if match}
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -104,7 +109,7 @@ def _place(one: Collective) -> str:
 
 
 def _fqn(node: Node) -> str:
-    """The module of a call, or the name of a parameter."""
+    """Return the module of a call, or the name of a parameter."""
     if node.op == "placeholder":
         return input_of(node).name if input_of(node).role is InputRole.PARAMETER else ""
     return origin_of(node).fqn

@@ -34,7 +34,7 @@ from passes.ir.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hold the figures of a machine, and the times that they were fitted to."""
+    """The figures of a machine, and the times that they were fitted to."""
 
     hardware: Hardware
     products: tuple[ProductTime, ...]
@@ -44,7 +44,7 @@ class Calibration:
 def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: bool = False) -> Calibration:
     """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
 
-    `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" where there is one, else "cpu".
+    `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" if there is one, else "cpu".
     Every rank of a world has to call it, and gets the same figures: those of the slowest rank while all ranks do the same,
     as in training. Raises UserError for a mesh that does not have the world's size.
     """

@@ -1,4 +1,4 @@
-"""Time calls on the slowest of all ranks: how often, how long, and on which clock."""
+"""Time calls on the slowest of all ranks, on the host's clock or on the CUDA device's."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch.distributed as dist
 c10d = torch.ops._c10d_functional
 
 KIB, MIB = 1 << 10, 1 << 20
-SHORTEST = 1e-6  # s, that a call is taken to last at least: the resolution of the clocks
+SHORTEST = 1e-6  # s: the resolution of the clocks; a shorter time is taken as this
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is measured: sizes, and how often each."""
+    """The sizes to measure, and how often to measure each."""
 
-    edges: tuple[int, ...]  # of square products
-    copied: int  # bytes
-    attended: int  # positions
-    sent: tuple[int, ...]  # bytes
-    rounds: int  # of which the shortest counts
-    round: float  # s, that the calls of a round take at least
+    edges: tuple[int, ...]  # sizes of square matrix products
+    copied: int  # bytes of the copy that measures memory bandwidth
+    attended: int  # sequence length of the attention
+    sent: tuple[int, ...]  # bytes of messages
+    rounds: int  # the shortest one counts
+    round: float  # s: minimum duration of a round, which repeats a short call
 
 
-# Processes that share a core get it for a tick of the scheduler, 4 to 10 ms: a round on CPU spans several ticks.
+# Processes that share a core alternate in ticks of the scheduler, 4 to 10 ms: a round on CPU spans several ticks.
 QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3, 2e-3)
 CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7, 50e-3)
 CUDA = Effort(
@@ -37,10 +37,10 @@ CUDA = Effort(
 
 
 class Clock(abc.ABC):
-    """Time a call on the slowest of all ranks while all make it: the shortest of several rounds.
+    """A clock for calls that all ranks make together: the time of the slowest rank, in the shortest of several rounds.
 
-    Other processes can only make a round longer, so the shortest counts. Each round is long enough to be measured. (One
-    rank alone may be faster than its share of a core allows, so the slowest rank counts.)
+    Other processes can only make a round longer, so the shortest counts. Each round is long enough to be measured.
+    (One rank alone may be faster than its share of a core allows, so the slowest rank counts.)
     """
 
     def __init__(self, device: str, effort: Effort) -> None:
@@ -55,7 +55,9 @@ class Clock(abc.ABC):
     def repeated(
         self, call: Callable[[], object], repeats: int, *, beside: Callable[[], torch.Tensor] | None = None
     ) -> float:
-        """Return the seconds of one call out of `repeats` a round; `beside` starts a collective that the round waits for."""
+        """Return the seconds per call when a round makes `repeats` calls; `beside` starts a collective that the round
+        waits for.
+        """
         return min(self._together(call, repeats, beside) for _ in range(self._effort.rounds)) / repeats
 
     def _together(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None = None) -> float:
@@ -77,7 +79,7 @@ def clock_of(device: str, effort: Effort) -> Clock:
 
 
 class _CpuClock(Clock):
-    """Time rounds by the clock of the host."""
+    """Clock that times rounds on the host."""
 
     def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = time.perf_counter()
@@ -90,7 +92,7 @@ class _CpuClock(Clock):
 
 
 class _CudaClock(Clock):
-    """Time rounds by events on the compute stream."""
+    """Clock that times rounds with events on the compute stream."""
 
     def _round(self, call: Callable[[], object], repeats: int, beside: Callable[[], torch.Tensor] | None) -> float:
         began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

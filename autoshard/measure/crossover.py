@@ -35,7 +35,7 @@ Unknown = Literal["H", "T"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Describe a collective of `elements` (larger side) of the product's dtype."""
+    """A collective of `elements` (larger side) of the product's dtype."""
 
     kind: str
     elements: sympy.Expr
@@ -44,7 +44,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Way:
-    """Describe one way to shard the product: (rows, columns, terms) of each multiplication per device, and what is sent."""
+    """One way to shard the product: (rows, columns, terms) of each multiplication per device, and what is sent."""
 
     name: str
     products: tuple[tuple[sympy.Expr, sympy.Expr, sympy.Expr], ...]
@@ -53,7 +53,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Hold the size from which one way to shard is faster than one device."""
+    """The size from which one way to shard is faster than one device."""
 
     way: Way
     unknown: Unknown
@@ -66,12 +66,12 @@ class Crossing:
     sharded: sympy.Expr
     """Seconds on k devices."""
     seconds: tuple[float, float]
-    """Both, at `size`; at `LARGEST` where there is none."""
+    """Seconds on one device and on k, at `size`; at `LARGEST` if there is none."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Hold the question: `tokens` or `hidden` is given, the other is the unknown."""
+    """The product and devices to find a crossover for: `tokens` or `hidden` is given, the other is the unknown."""
 
     devices: int
     hardware: Hardware
@@ -158,7 +158,7 @@ def _checked(products: tuple[tuple[sympy.Expr, ...], ...]) -> tuple[tuple[sympy.
 
 @dataclass(frozen=True)
 class _Term:
-    """Hold a formula of `passes.cost` in which some symbols stand for expressions of T, H and k."""
+    """A formula of `passes.cost` in which some symbols stand for expressions of T, H and k."""
 
     formula: sympy.Expr
     stands_for: Mapping[sympy.Symbol, sympy.Expr]

@@ -11,19 +11,19 @@ import numpy as np
 from passes.cost.kernel_time import Product
 from passes.hardware.hardware import Group, Hardware, Link
 
-# Thresholds on noisy times; tests/test_figures.py recovers known figures from times that the formulas predict.
+# Thresholds for noisy times, chosen so that tests/test_figures.py recovers known figures from simulated times.
 TILES = (4, 8, 16, 32, 64, 128, 256)  # edges to try: powers of two, from a CPU register block to a large GPU thread block
-BOUND_BY_MEMORY = 0.7  # part of a product's time: if its bytes take more, the time says little about arithmetic
-LONG = 4  # launches: a product that takes less says little about the rate
-LEAST_WORK = 0.1  # part of a kernel's time that is work at least, if the launch would explain all of it
-SWITCH_GAIN = 0.92  # part of a ring's time per byte: an all-reduce that takes less went through the switch
-BYTES_PART = 0.25  # part of the time of the largest message that its bytes take at least
-LEAST_PART = 0.05  # part of a measured time that a link gets at least, if the fit leaves nothing for it
+BOUND_BY_MEMORY = 0.7  # part of a product's time: if memory traffic takes more, the time says little about FLOP/s
+LONG = 4  # in launch times: a shorter product says little about FLOP/s
+LEAST_WORK = 0.1  # minimum part of a kernel's time that counts as work, even if the launch would explain all of it
+SWITCH_GAIN = 0.92  # part of a ring's time per byte: a faster all-reduce was done by the switch (NVLink SHARP)
+BYTES_PART = 0.25  # minimum part of the largest message's time that counts as bandwidth, not latency
+LEAST_PART = 0.05  # minimum part of a measured time that a link gets, even if the fit leaves nothing for it
 
 
 @dataclass(frozen=True)
 class ProductTime:
-    """Hold the seconds that a matrix product took."""
+    """The seconds that a matrix product took."""
 
     product: Product
     dtype: str
@@ -39,7 +39,7 @@ class ProductTime:
 
 @dataclass(frozen=True)
 class TransferTime:
-    """Hold the seconds that a collective took on the slowest rank; `nbytes` are of the larger side of a rank."""
+    """The seconds that a collective took on the slowest rank; `nbytes` are of the larger side of a rank."""
 
     kind: str
     axes: tuple[str, ...]
@@ -103,7 +103,7 @@ def fit_links(machine: Hardware, times: Sequence[TransferTime]) -> Hardware:
 
 @dataclass(frozen=True)
 class _Line:
-    """Describe a collective's time as a line over bytes."""
+    """A collective's time as a line over bytes."""
 
     kind: str
     group: Group

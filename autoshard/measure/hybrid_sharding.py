@@ -32,7 +32,7 @@ STATES = 4  # tensors held per parameter: itself, its gradient, and the two mome
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe a model of `parameters` on full nodes, with `buckets` collectives for each pass over it."""
+    """A model of `parameters` on full nodes, with `buckets` collectives for each pass over it."""
 
     hardware: Hardware
     nodes: int = 100
@@ -60,7 +60,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """Describe one pass of collectives over the model: `whole` bytes (larger side), in groups of `ranks` on `nodes`."""
+    """One pass of collectives over the model: `whole` bytes (larger side), in groups of `ranks` on `nodes`."""
 
     kind: str
     whole: sympy.Expr
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Describe a way to shard parameters, and what it costs each device per step, as formulas of `SYMBOLS` and figures."""
+    """A way to shard parameters, and what it costs each device per step, as formulas of `SYMBOLS` and figures."""
 
     name: str
     steps: tuple[Step, ...]
@@ -98,7 +98,7 @@ class Sharding:
     inside_bytes: float
     memory_bytes: float
     network_seconds: float
-    """Of the collectives over nodes, one after another: what has to overlap with compute to cost nothing."""
+    """Seconds of the collectives over nodes, one after another: this much must overlap with compute to cost nothing."""
     inside_seconds: float
 
 

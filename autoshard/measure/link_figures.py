@@ -15,9 +15,9 @@ from passes.ir.mesh import Mesh
 c10d = torch.ops._c10d_functional
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-SMALL, REPEATS_OF_SMALL, REPEATS = 64 * KIB, 20, 3  # bytes up to which a message is short; calls timed together
-LONGER = 1.5  # times as long, alone, as the other is what is to outlast it: it covers all of the other when both are slowed
-MOST_LOST = 0.9  # part of the hidden time that hiding may cost; with more, contentions would multiply to 1 or above
+SMALL, REPEATS_OF_SMALL, REPEATS = 64 * KIB, 20, 3  # bytes of the largest short message; calls per round
+LONGER = 1.5  # how much longer the one that outlasts takes alone: enough to cover all of the other when both are slowed
+MOST_LOST = 0.9  # largest part of the hidden time that hiding may cost; above it, contentions would multiply to 1 or more
 
 
 def measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[TransferTime, ...]:
@@ -37,8 +37,10 @@ def measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: Ef
 
 
 def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[float, float]:
-    """Return `contention` and `link_contention`: of products next to a gather and a reduction of the largest message, over
-    the largest axis."""
+    """Return `contention` and `link_contention`, measured on the largest axis.
+
+    Products run concurrently with a gather and with a reduction of the largest message.
+    """
     device, clock = devices.device_type, clock_of(devices.device_type, effort)
     edge, nbytes = effort.edges[-3], effort.sent[-1]
     left, right = (torch.randn(edge, edge, device=device) for _ in range(2))
@@ -48,7 +50,7 @@ def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple
         left @ right
 
     once = clock.seconds(multiply)
-    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: where products outlast messages, and the other way round
+    added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: when products outlast messages, and vice versa
     for kind in ("all_gather", "reduce_scatter"):
         start = _collective(kind, devices, axis, nbytes)
         sent = clock.repeated(_waited(start), 1)
@@ -64,8 +66,8 @@ def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple
 def contention_of(of_messages: float, of_products: float) -> tuple[float, float]:
     """Return `contention` c and `link_contention` d, given what hiding costs as a part of what is hidden.
 
-    Products that outlast messages take longer by A = c (1 + d) / (1 + c) of what the messages take alone, and messages that
-    outlast products by B = d (1 + c) / (1 + d) of what the products take: `passes/cost/contention.py`.
+    Products that outlast messages take longer by A = c (1 + d) / (1 + c) of what the messages take alone, and messages
+    that outlast products by B = d (1 + c) / (1 + d) of what the products take: `passes/cost/contention.py`.
     """
     a, b = (min(max(0.0, part), MOST_LOST) for part in (of_messages, of_products))
     return a * (1 - b) / (1 - a), b * (1 - a) / (1 - b)

@@ -1,4 +1,4 @@
-"""Which plan is best: the solved placement, or an expert's recipe, as the simulator evaluates them."""
+"""Choose the best plan by simulation: the solver's, or that of an expert's recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
 KEPT = "slower though nothing is computed again: not made to fit"
-STEP = 0.05  # of a memory limit: how far below the smallest known one another is tried
+STEP = 0.05  # part of a memory limit: step of the search for the smallest limit, coarse because each step is a solve
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Choice:
     evaluation: Evaluation
     solution: Solution | None  # None: a recipe's
     search: Search
-    prepared: Prepared | None  # the problem that the solution is of; None: there was no time for it
+    prepared: Prepared | None  # the problem that was solved; None: there was no time for it
 
 
 def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Choice:
-    """Return the candidate with the shortest simulated step of those that fit in memory; of equal ones the first.
+    """Return the candidate with the shortest simulated step of those that fit in memory; if equal, the first.
 
-    Recipes that the solver's own model finds hopeless are not simulated, unless the effort is to try all; nor is any once
-    the time limit is over and there is a plan that fits. Raises MemoryLimitError where nothing fits: with what takes the
-    memory, and the smallest limit that would do. A candidate that fails by a defect of ours is left out with a warning;
-    where all do, raises CompilerError.
+    Recipes that the solver's own model finds hopeless are not simulated, unless the effort is to try all; nor are any
+    once the time limit is over and there is a plan that fits. Raises MemoryLimitError if nothing fits, with what takes
+    the memory and the smallest limit that would do. A candidate that fails because of a bug in autoshard is left out
+    with a warning; if all do, raises CompilerError.
     """
     task = SearchTask(problem, folded, effort)
     standings = Standings(task)
@@ -62,7 +62,8 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:
-    """Count what is sent in chunks, for the best and for those that could be better with it; the best then."""
+    """Simulate chunked messages for the best candidate and for those that could overtake it, and return the best then.
+    """
     best = standings.best
     assert best is not None
     evaluated = standings.evaluated
@@ -97,7 +98,7 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
 
 
 def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_time: float) -> Iterator[str]:
-    """Yield what a candidate gave up; `best_time` is the step of the best, in seconds."""
+    """Yield what a candidate traded for its result; `best_time` is the step of the best, in seconds."""
     answer = solved.answer if name == SOLVED else None
     if answer is not None and (axes := format_axis_groups(answer.source.skeleton.axis_groups, task.problem.mesh)):
         yield f"{axes} used alike"
@@ -119,11 +120,11 @@ def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLim
 
 
 def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
-    """The smallest limit that a plan was found for, to a step of `STEP`, and what that plan costs.
+    """Return the smallest memory limit that a plan was found for, to a step of `STEP`, and the cost of that plan.
 
-    The candidate that takes least, at a `cost`, fits in its peak, as all of them are tried again for any limit; below that,
-    so does what the solver finds when it is asked for that very limit. No `shrink`: that ends at the first plan that fits,
-    this goes on from each that does to a lower limit.
+    The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Smaller
+    limits are given to the solver one after another.
+    `shrink` would end at the first plan that fits; this goes on from each one to a lower limit.
     """
     least = cost.peak_memory
     while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:

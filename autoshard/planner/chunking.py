@@ -1,7 +1,7 @@
-"""What `decompose_matmuls` will do to a step when it is compiled, counted before: messages in chunks.
+"""Predict what `decompose_matmuls` will do to a step when it is compiled: messages sent in chunks.
 
-It takes as long as a simulation, so that a search does it to its best candidates alone, and to a forward or backward only
-where that can tell.
+It takes as long as a simulation, so a search does it for its best candidates only, and for a forward or backward only
+if enough time could be saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.ir.matmul_chunks.sites import sites_in
 
 @dataclass(frozen=True)
 class Chunking:
-    """A program in which layers are left out and every message is whole, on the way to the one that is compiled."""
+    """A simulated program of folded layers with whole messages, and what chunks could save in it."""
 
     problem: Problem
     repeats: Repeats
@@ -38,13 +38,16 @@ class Chunking:
 
     @property
     def could_save(self) -> float:
-        """Seconds of a step that chunks could save at most."""
+        """Return the seconds of a step that chunks could save at most."""
         return sum(self._waits.values())
 
     @cached_property
     def _waits(self) -> Mapping[bool, float]:
-        """Return the same of the forward (False) and of the backward, as far as it tells: seconds in which the device waits for
-        what could be cut."""
+        """Return the seconds that the device waits for messages that can be split, of the forward (False) and the
+        backward (True).
+
+        A half that could save less than `Effort.least_chunked` is left out.
+        """
         if self._overlap is None or not self._overlap.given.split_matmuls:
             return {}
         timeline, found = self.trial.timeline, dict[bool, float]()
@@ -64,16 +67,18 @@ class Chunking:
         return {False: split.forward} | ({} if split.backward is None else {True: split.backward})
 
     def run(self) -> tuple[Timeline, tuple[Remark, ...]]:
-        """The step with its messages as they will be sent, and what is said of them. Raises UnlikeLayersError where equal
-        layers are not cut alike."""
+        """Return the step with its messages in chunks, and the remarks.
+
+        Raises UnlikeLayersError if equal layers are not split alike.
+        """
         split, halves, mode, remarks = self.trial.split, self._halves, self.problem.options.compile, list[Remark]()
         changed = set[bool]()
         for backward in self._waits:
             assert self._overlap is not None
             halves[backward] = layered(halves[backward], split.forward, self.repeats)
-            said = self._overlap.cut(split, halves[backward], mode=mode)
-            changed |= {backward} if any(not remark.routine for remark in said) else set()
-            remarks += said
+            found = self._overlap.cut(split, halves[backward], mode=mode)
+            changed |= {backward} if any(not remark.routine for remark in found) else set()
+            remarks += found
         if not changed:
             return self.trial.timeline, tuple(remarks)
         cut = replace(split, forward=halves[False], backward=halves.get(True))
@@ -83,8 +88,10 @@ class Chunking:
 
 
 def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphModule:
-    """A copy of a forward or backward in which layers are left out that says so, and of which layers the values are that it
-    is given of the `forward`."""
+    """Return a copy of a folded forward or backward, annotated with the layers left out.
+
+    Inputs that it gets from the `forward` are annotated with their layers.
+    """
     copied, made = copy_graph(half), {node.name: node for node in forward.graph.nodes}
     set_repeats(copied, repeats)
     for node in placeholders(copied.graph, InputRole.SAVED):
@@ -93,7 +100,10 @@ def layered(half: GraphModule, forward: GraphModule, repeats: Repeats) -> GraphM
 
 
 def _layer_of(node: Node, repeats: Repeats) -> str:
-    """The module that a value is of; of the sum after a layer, which is of the module around, that of its latest operand."""
+    """Return the module of a value, or for a sum between layers, of its latest operand.
+
+    The sum belongs to the module around the layers, and so does not tell its layer itself.
+    """
     while not (fqn := origin_of(node).fqn) or any(run.prefix.startswith(f"{fqn}.") for run in repeats.runs):
         calls = [operand for operand in node.all_input_nodes if operand.op == "call_function"]
         if not calls:
@@ -103,7 +113,7 @@ def _layer_of(node: Node, repeats: Repeats) -> str:
 
 
 def _as_named(program: Program, halves: Mapping[bool, GraphModule]) -> Program:
-    """Name tasks and buffers after the calls that chunks were made for, as the plan does."""
+    """Rename chunks in a program to the calls that they replace, since the plan has those."""
     names = {(backward, node.name): made_for(node) for backward, gm in halves.items() for node in gm.graph.nodes}
     tasks, buffers = list[Task](), list[Buffer]()
     for task in program.tasks:

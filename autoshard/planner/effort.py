@@ -1,4 +1,6 @@
-"""How much a search tries: `QUICK` for a what-if, `FULL` for a plan that runs, `EXHAUSTIVE` for a table of all recipes."""
+"""Set how much a search tries: `QUICK` for a what-if, `FULL` for a plan that runs, `EXHAUSTIVE` for a table of all
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,20 @@ from passes.search.goal import Goal
 
 @dataclass(frozen=True)
 class Effort:
-    """The numbers that a search stops at. Gaps and shares are parts of a step's time."""
+    """Limits at which a search stops. Gaps and shares are parts of a step's time."""
 
-    gap: float  # how far from proven the solver's plan may be
-    grouped_gap: float  # the same where it uses several axes alike
-    takes_first: bool  # the solver's first good plan is not improved, and the first program that fits memory is taken
-    recipes: Literal["needed", "promising", "all"]  # which are simulated: until a plan is good; those the solver finds near it
-    windows: tuple[int, ...]  # of what may be gathered ahead, in largest gathers: an order is tried for each
-    bucket_sizes: int  # how many sizes of messages are tried, the largest first
-    least_chunked: float  # that sending in chunks must be able to hide, or it is not simulated
-    alternatives: int  # of one explained value, that a program is solved for; the others get a plan near the bound
+    gap: float  # largest optimality gap of the solver's plan
+    grouped_gap: float  # the same if it uses several axes alike
+    takes_first: bool  # stop at the solver's first good plan, and at the first program that fits in memory
+    recipes: Literal["needed", "promising", "all"]  # simulate until a plan is good; those the solver finds near it; all
+    windows: tuple[int, ...]  # limits on what is gathered ahead, in largest gathers: one order is tried for each
+    bucket_sizes: int  # how many bucket sizes are tried, the largest first
+    least_chunked: float  # part of a step that chunks must be able to hide, or they are not simulated
+    alternatives: int  # alternatives of an explained value that are solved; the others get a plan near the bound
 
 
-# Gaps: proving 0.5 % of 8B on 64 ranks takes seconds, 2 % and 10 % a fraction of one (benchmarks.planning_time).
-# Chunks: of 46.9 ms, those over 1 % left 28.6 ms (benchmarks.overlap 8b-tp --graph).
+# Gaps: proving 0.5 % for an 8B model on 64 ranks takes seconds, 2 % and 10 % a fraction of one (benchmarks.planning_time).
+# Chunks that save over 1 % shorten a step from 46.9 to 28.6 ms (benchmarks.overlap 8b-tp --graph).
 FULL = Effort(
     gap=Goal.gap,
     grouped_gap=0.02,

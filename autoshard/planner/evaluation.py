@@ -1,4 +1,4 @@
-"""What a candidate plan would cost: its per-device program, made of a folded graph and run by the simulator."""
+"""Evaluate a candidate plan: make its per-device program from a folded graph, and simulate it."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
 
-MARGIN = 1  # what the partitioner saves, and what is fused, differs next to a first or last layer that is unlike the others
+MARGIN = 1  # layers kept at each end: saved values and fusions differ next to a first or last layer that is unlike the others
 
 
 @dataclass(frozen=True)
 class Folded:
-    """The captured graph, normalized, with its repeated layers left out.
+    """The captured graph, normalized, without its repeated layers.
 
-    `placed` and `prepared` are what searches found out about it: layouts as a `Seed` propagates to, and the solver's problem
-    by seed, mesh and groups of its axes. The next search, for another memory limit or other hardware, takes them from here.
+    `placed` and `prepared` cache the results of searches: layouts propagated from a `Seed`, and the solver's problem
+    by seed, mesh and axis groups. The next search, for another memory limit or other hardware, starts from them.
     """
 
     graph: GraphModule
@@ -64,8 +64,11 @@ class Folded:
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
-    """The graph that candidates are evaluated on: the captured one folded, if that is needed as a `whole` as well;
-    otherwise no more than the layers that are kept is traced."""
+    """Return the graph that candidates are evaluated on.
+
+    With `whole`, the whole captured graph is traced, as the caller needs it too, and folded; otherwise only the layers
+    that are kept are traced.
+    """
     how, phases = Fold(_tags(problem), margin=MARGIN), Phases()
     if whole:
         return _normalized(problem, phases.prepare_folded(how))
@@ -76,8 +79,10 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
 
 
 def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
-    """`folded`, made for `before`, for another mesh or other options; None where other layers may be equal, as something
-    else is said of their parameters."""
+    """Return `folded`, made for `before`, for another mesh or other options.
+
+    Returns None if different layers may be equal now, since constraints on their parameters changed.
+    """
     if _tags(problem) != _tags(before) and not (_is_said_of_all(problem) and _is_said_of_all(before)):
         return None
     if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:
@@ -86,20 +91,20 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
 
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """Return what is said of parameters: layers of which something else is said are not equal."""
+    """Return the constraints on parameters as text; layers with different ones are not equal."""
     constrained = [(one.name, f"{one.axis}:{one.placement}") for one in problem.parameter_constraints()]
     stored = [(name, layout.format(problem.mesh)) for name, layout in problem.stored.items()]
     return (*constrained, *stored)
 
 
 def _is_said_of_all(problem: Problem) -> bool:
-    """Return whether what is said of a parameter is said of all whose names differ from its in numbers alone."""
-    said: dict[str, list[str]] = {}
+    """Return whether parameters whose names differ in numbers only all have the same constraints."""
+    by_name: dict[str, list[str]] = {}
     for name, tag in _tags(problem):
-        said.setdefault(name, []).append(tag)
+        by_name.setdefault(name, []).append(tag)
     alike: dict[str, set[tuple[str, ...]]] = {}
     for name in problem.captured.parameters:
-        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(said.get(name, ())))
+        alike.setdefault(re.sub(r"\d+", "#", name), set()).add(tuple(by_name.get(name, ())))
     return all(len(tags) == 1 for tags in alike.values())
 
 
@@ -117,12 +122,14 @@ def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A candidate's program and how it runs. `facts` are of the graph of `folded`, by the names of a plan's fields;
-    `chunking` says what could be saved in the `timeline` yet."""
+    """A candidate's program and its simulated step.
+
+    `facts` are fields of a plan by name, for the graph of `folded`; `chunking` can still shorten the `timeline`.
+    """
 
     folded: Folded
     recipes: Recipes
-    solution: Solution | None  # None: a recipe's
+    solution: Solution | None  # None: of a recipe
     facts: Mapping[str, Any]
     graphs: Mapping[str, str]
     remarks: tuple[Remark, ...]
@@ -133,12 +140,12 @@ class Evaluation:
 
     @property
     def least_time(self) -> float:
-        """Seconds of the step in chunks, at least."""
+        """Return a lower bound, in seconds, of the step with messages in chunks."""
         return self.timeline.step_time - (self.chunking.could_save if self.chunking is not None else 0.0)
 
     @property
     def freed(self) -> int:
-        """Bytes of what is computed again rather than kept."""
+        """Return the bytes that recomputation frees."""
         return (self.recomputation.freed or 0) if self.recomputation is not None else 0
 
     @property
@@ -146,7 +153,7 @@ class Evaluation:
         return cost_of(self.timeline)
 
     def largest(self, mesh: Mesh, most: int = 2) -> tuple[str, ...]:
-        """The lines that make the largest values, and how large those are on a device."""
+        """Return the source lines of the largest values, with their sizes on a device."""
         layouts, found = self.facts["layouts"], dict[str, tuple[int, str]]()
         for node in self.folded.graph.graph.nodes:
             if node.op == "call_function" and node.name in layouts and str(origin_of(node)):
@@ -167,11 +174,11 @@ def evaluate(
     effort: Effort,
     worst: float = float("inf"),
 ) -> Evaluation:
-    """Run the pipeline on a copy of `folded`, and simulate what comes of it for all layers.
+    """Run the pipeline on a copy of `folded`, and simulate the resulting program with all layers.
 
-    Messages are joined in the program of all layers, so that those of equal layers stay equal until then. Where
-    they are not (a recipe may lay out every other one alike), all layers are planned. A step slower than `worst` is not
-    made to fit into memory, and where it is much slower, not all orders are tried.
+    Messages are bucketed after the layers are unrolled, so that equal layers stay equal until then. If they are not
+    equal (a recipe may lay out every other one alike), all layers are planned. For a step slower than `worst`, the
+    program is not made to fit into memory, and if it is much slower, fewer orders are tried.
     """
     try:
         with uncollected():
@@ -181,7 +188,7 @@ def evaluate(
 
 
 def in_chunks(problem: Problem, one: Evaluation) -> Evaluation:
-    """Return the evaluation with messages in chunks, as far as the program will be compiled so."""
+    """Return the evaluation with messages in chunks, as the program will be compiled."""
     if one.chunking is None:
         return one
     try:
@@ -204,7 +211,7 @@ def _evaluated_whole(
     *,
     effort: Effort,
 ) -> Evaluation:
-    """Plan all layers, as equal ones are not equal in the program."""
+    """Evaluate all layers, since those that are equal in the model are not in the program."""
     expanded = None if solution is None else solution.expanded(folded.repeats)
     whole, layers = _normalized(problem, Phases().prepare), folded.remarks[-1]
     remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
@@ -232,7 +239,7 @@ def _evaluated(
         tuple(ctx.edges),
         trial.timeline,
         trial.recomputation,
-        chunking if chunking.could_save else None,  # of others the program need not be kept
+        chunking if chunking.could_save else None,  # if nothing can be saved, the program need not be kept
     )
 
 
@@ -243,13 +250,13 @@ def phases_of(
     solution: Solution | None = None,
     recomputation: Recomputation | None = None,
 ) -> Phases:
-    """Return the passes that make the program of a candidate of `gm`, with what is computed again in it if that is known."""
+    """Return the passes that make a candidate's program from `gm`, with `recomputation` if that is known."""
     choose = Propagate() if solution is None else Solve(solution=solution)
     return Phases(problem.seed(gm, recipes), problem.cast, choose, None if recomputation is None else recomputation.kept)
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
-    """A copy of `folded` with pins and casts, as the search is given it."""
+    """Return a copy of `folded` with pins and casts, as a search starts from."""
     gm = copy_graph(folded.graph)
     PassManager(phases_of(problem, gm, recipes).constrain).run(gm, PassContext(problem.mesh))
     return gm
@@ -257,14 +264,16 @@ def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:
 
 @dataclass(frozen=True)
 class Recorder(Observer):
-    """Reads a plan's facts off the graph while shapes are global, and keeps the text of each stage after capture."""
+    """Observer that reads a plan's facts off the graph while shapes are global, and keeps the text of each later
+    stage.
+    """
 
     passes: tuple[Pass, ...]
     graphs: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
-        """Nothing to read yet."""
+        """Do nothing: facts are read after a pass."""
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         last = [one for one in self.passes if one.gives is pass_.gives][-1]

@@ -1,4 +1,4 @@
-"""From a module and arguments to a plan, and to the per-device program that it stands for; no process group."""
+"""Make a plan from a module and its arguments, and the per-device program of the plan; no process group is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("autoshard.planner")
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the captured border of the model, and the per-device program. `seconds` is time by phase."""
+    """A plan, the signature of the captured model, and the per-device program. `seconds` is time by phase."""
 
     plan: PlanRecord
     captured: Captured
@@ -53,10 +53,11 @@ class Planned:
 def plan_ahead(
     request: PlanRequest, *, effort: Effort = FULL, progress: Progress = silent
 ) -> tuple[PlanRecord, PlanningState]:
-    """Plan a call, with what a step will cost where the hardware is known; beside the plan, what the planner knows then.
+    """Plan a call and, on known hardware, predict its step; return the plan and the planner's state.
 
-    No program is made of it. Of many equal layers a few are planned, so that depth costs little. `progress` is called with
-    the name of each phase as it begins. Raises UserErrors for a model, mesh or options that cannot work.
+    No program is made. Only a few of many equal layers are planned, so that planning time hardly grows with depth.
+    `progress` is called with the name of each phase as it begins. Raises UserErrors for a model, mesh or options that
+    cannot work.
     """
     request = request.checked()
     progress("capture")
@@ -66,8 +67,9 @@ def plan_ahead(
 def plan_problem(
     problem: Problem, *, effort: Effort = FULL, progress: Progress = silent, folded: Folded | None = None
 ) -> tuple[PlanRecord, PlanningState]:
-    """Plan a model that was captured, as `plan_ahead` does; its graph is left as it is. `folded` is what `fold` gives, if that
-    is known."""
+    """Plan a captured model as `plan_ahead` does, without changing its graph. `folded` is the result of `fold`, if
+    known.
+    """
     if folded is None:
         progress("fold")
         folded = fold(problem, progress=progress)
@@ -93,10 +95,10 @@ def make_plan(
 ) -> Planned:
     """Capture a call, decide how to distribute it, and make the per-device program.
 
-    `plan` is one to follow, or what waits for one. `progress` is called with the name of each phase as it begins;
-    `observers` look at the graph around every pass. What a step costs is predicted where the hardware is known, but not of a
-    recipe on a CPU that nobody named: what it would be taken for may be far from what it is.
-    Raises UserErrors for a model, mesh or options that cannot work.
+    `plan` is a plan to follow, or a function that waits for one. `progress` is called with the name of each phase as
+    it begins; `observers` see the graph before and after every pass. The step is predicted on known hardware, except
+    for a recipe on a CPU that the user did not name: the figures assumed for it may be far off. Raises UserErrors for
+    a model, mesh or options that cannot work.
     """
     request = request.checked()
     timer = Timer()
@@ -125,7 +127,9 @@ def program_problem(
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
 ) -> Planned:
-    """Make the program of a model that was captured; its graph is left as it is. `follow` gives the plan to follow."""
+    """Make the program of a captured model as `make_plan` does, without changing its graph; `follow` returns the plan
+    to follow.
+    """
     timer = timer or Timer()
     started = time.perf_counter()
     progress("fold")
@@ -145,7 +149,7 @@ class _Decision:
     timeline: Timeline | None = None
     evaluation: Evaluation | None = None
     recomputation: Recomputation | None = None
-    collectives: tuple[Collective, ...] = ()  # with their times
+    collectives: tuple[Collective, ...] = ()  # with predicted times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
 
@@ -178,7 +182,7 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
 
 
 def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
-    """Decide, and predict what a step costs where somebody named the hardware, or memory may not do."""
+    """Decide as `_decide` does, and simulate the step if the user named the hardware or memory may be short."""
     decision = _decide(problem, folded, FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
@@ -200,18 +204,18 @@ def _followed(plan: PlanRecord) -> _Decision:
 
 
 def _may_need_memory(problem: Problem) -> bool:
-    """Return whether a step has to be simulated to know what is to be computed again."""
+    """Return whether only a simulated step can tell what has to be recomputed."""
     is_asked = problem.options.recompute == "auto" and problem.options.passes is None
     return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
 def _recomputation(problem: Problem) -> Recomputation | None:
-    """Return what is computed again where nothing is simulated."""
+    """Return what is recomputed if no step is simulated."""
     return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
-    """Add what a step costs, where no search has found that out and the figures of the device are known."""
+    """Add the predicted cost of a step, if the search has not found it and the hardware is known."""
     if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
     evaluation = in_chunks(problem, evaluate(problem, folded, decision.recipes, effort=FULL))
@@ -239,7 +243,7 @@ def _not_searched(problem: Problem) -> Remark:
 def _programmed(
     problem: Problem, folded: Folded, decision: _Decision, timer: Timer, watching: tuple[Observer, ...] = ()
 ) -> Planned:
-    """The per-device program of the whole model, and its plan."""
+    """Make the per-device program of the whole model, and its plan."""
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     solution = None if decision.solution is None else decision.solution.expanded(folded.repeats)
@@ -269,7 +273,7 @@ def _programmed(
 
 
 def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump) -> None:
-    """Run the passes of the chosen plan once more, to write what each makes of the graph with equal layers written once."""
+    """Run the passes of the chosen plan once more on the folded graph, to dump it after each pass."""
     assert decision.evaluation is not None
     evaluation, solution = decision.evaluation.folded, decision.solution
     if solution is not None and evaluation.repeats != folded.repeats:
@@ -281,7 +285,7 @@ def _dump(problem: Problem, folded: Folded, decision: _Decision, dump: GraphDump
 
 
 def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision: _Decision) -> PlanRecord:
-    """The plan of the whole model, from what was found on the graph that was evaluation."""
+    """Return the plan of the whole model, given the evaluation of the folded graph."""
     folded = evaluation.folded
     parameters = expand_names(folded.repeats, evaluation.facts["parameters"])
     order = problem.captured.parameters

@@ -1,4 +1,4 @@
-"""What a simulated step says of a plan: its cost, and the time of each collective."""
+"""Derive a plan's predicted cost, and the time of each collective, from a simulated step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ def run_step(
     effort: Effort = FULL,
     known: Mapping[int, Program] = MappingProxyType({}),
 ) -> Timeline:
-    """One step as it will be compiled: forward and backward each by itself, with the buckets and in the order that are best
-    of those found that fit in memory. Of a step that is much slower than `worst` seconds, in a good order. Of `known`
-    phases, by number, the best was found before."""
-    given = options.hiding or Overlap()  # a step without overlap is predicted as one with it
+    """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory.
+
+    Forward and backward are optimized separately. For a step much slower than `worst` seconds, the first good order is
+    taken. `known` has the phases, by number, that are optimized already.
+    """
+    given = options.hiding or Overlap()  # the step is predicted with overlap even if it is off
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
     tried = buckets[-effort.bucket_sizes :]
     found = list[Program]()
@@ -53,7 +55,7 @@ def run_step(
 
 
 def memory_of(mesh: Mesh) -> int:
-    """Bytes of memory of one device. Raises UserError where the hardware is unknown."""
+    """Return the memory of one device in bytes. Raises UserError if the hardware is unknown."""
     if mesh.hardware is None:
         raise UserError(
             "the figures of this device are not known, so that no step can be predicted: give Options(hardware='h100') or "
@@ -63,8 +65,11 @@ def memory_of(mesh: Mesh) -> int:
 
 
 def state_of(placed: GraphModule, repeats: Repeats, mesh: Mesh, optimizer: str | None) -> int:
-    """Bytes of parameters, gradients and optimizer state on a device, as `placed` stores the parameters: the least that any
-    program of these layouts takes. Layers that `repeats` leaves out are counted."""
+    """Return the bytes of parameters, gradients and optimizer state on a device, a lower bound for programs of these
+    layouts.
+
+    Layers that `repeats` leaves out are counted.
+    """
     trained = {output.name for output in outputs_of(placed.graph) if output.role is OutputRole.GRADIENT}
     total = 0
     for node in placeholders(placed.graph, InputRole.PARAMETER):
@@ -76,15 +81,15 @@ def state_of(placed: GraphModule, repeats: Repeats, mesh: Mesh, optimizer: str |
 
 
 def cost_of(timeline: Timeline) -> Cost:
-    """A simulated step as a plan states it."""
+    """Return the cost of a simulated step."""
     memory = Memory.of(timeline.memory_by_kind)
     return Cost(timeline.step_time, timeline.compute, timeline.communication, timeline.exposed, memory)
 
 
 def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collective, ...]:
-    """The collectives of the whole model in the order of the step, each with its message and its time.
+    """Return the collectives of the whole model in the order of the step, each with its message and its time.
 
-    Those of a folded graph stand for those of the layers that it leaves out too: a task of such a layer runs
+    Those of a folded graph also represent those of the layers that it leaves out: a task of such a layer runs
     `all_gather_3@layers.7`.
     """
     known = {one.id: one for one in collectives}
@@ -105,9 +110,9 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
 
 
 def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Give collectives the times of those of `known` that move the same for the same: equal ones in their order.
+    """Return `collectives` with the times of matching ones in `known`: equal kind, bytes and origin, in order.
 
-    What was predicted on a folded graph has other names than the program of all layers.
+    Names differ between a folded graph, which the prediction was made on, and the program of all layers.
     """
     times: dict[object, list[Collective]] = {}
     for one in known:
@@ -125,7 +130,7 @@ def _likeness(one: Collective) -> object:
 
 
 def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collective, float]]:
-    """The plan's collectives that a task runs, and their parts of it by bytes."""
+    """Yield the plan's collectives that a task runs, and the part of its bytes that each has."""
     run = [_of_layer(step, known) for step in task.steps]
     total = sum(one.bytes for one in run)
     for one in run:

@@ -1,4 +1,4 @@
-"""What is to be planned: a captured model, a mesh with its hardware, and what the user asked for."""
+"""Define the planning problem: a captured model, a mesh with its hardware, and the user's options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Recipes = tuple[str | None, ...]  # one per mesh axis
 
 @dataclass(frozen=True)
 class Problem:
-    """A captured model and all that every candidate plan of it has in common.
+    """A captured model and all that its candidate plans have in common.
 
     `stored` and `batch_axes` are as in a `PlanRequest`.
     """
@@ -42,7 +42,7 @@ class Problem:
     batch_axes: tuple[int, ...] | None
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
-        """Return the constraints on `gm`, the captured graph or a folded form of it, and what `recipes` pin."""
+        """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
         parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
         inputs = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.INPUT)}
         outputs = {
@@ -59,29 +59,34 @@ class Problem:
         )
 
     def resharding(self, recipes: Recipes) -> Recipes:
-        """Return `recipes` with `Options(reshard_after_forward=...)`: the twin of one that is otherwise."""
+        """Return `recipes` adapted to `Options(reshard_after_forward=...)`: each that differs is replaced by its
+        variant.
+        """
         keeps = self.options.keeps_gathered
         return recipes if keeps is None else freeing(recipes, frees_gathered=not keeps)
 
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
-        """Return the caller's split of inputs whose first dim is the batch, unless options say otherwise."""
+        """Return constraints for inputs as the caller splits them: by batch if dim 0 is the batch size, else whole.
+
+        Constraints in the options take precedence.
+        """
         if self.batch_axes is None:
             return ()
         first = next((shape for shape in inputs.values() if shape), None)
         axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
         split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
-        said = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
+        constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
             Constraint(name, axis, Shard(0) if name in split and number in axes else R)
             for name in inputs
             for number, axis in enumerate(self.mesh.names)
-            if (name, axis) not in said
+            if (name, axis) not in constrained
         )
 
     def parameter_constraints(self) -> tuple[Constraint, ...]:
-        """Return the user's constraints on parameters of the whole model, by the names in the graph.
+        """Return the user's constraints on parameters of the whole model, by their names in the graph.
 
-        Raises ConstraintError where two names of one parameter are given different placements.
+        Raises ConstraintError if two names of one parameter are given different placements.
         """
         shapes, tied = self.captured.shapes(InputRole.PARAMETER), self.captured.tied
         names = shapes | {alias: shapes[name] for alias, name in tied.items()}
@@ -96,7 +101,7 @@ class Problem:
         return tuple(Constraint(name, axis, one.placement) for (name, axis), one in found.items())
 
     def check_batch(self, recipes: Recipes) -> None:
-        """Raise InputError where the axes that `recipes` split the batch over do not divide it."""
+        """Raise InputError if the axes that `recipes` split the batch over do not divide it."""
         axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
         inputs = self.captured.shapes(InputRole.INPUT).items()
@@ -115,14 +120,14 @@ def data_axes(recipes: Recipes) -> tuple[int, ...]:
 
 
 def freeing(recipes: Recipes, *, frees_gathered: bool) -> Recipes:
-    """Return `recipes` with twins where gathered parameters are to be freed after the forward, or are not."""
+    """Return `recipes` in the variants that free gathered parameters after the forward, or keep them."""
     return tuple(
         None if name is None else with_frees(recipe_named(name), frees_gathered=frees_gathered).name for name in recipes
     )
 
 
 def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
-    """The first of `axes`, as many as divide a batch of that size together."""
+    """Return the longest prefix of `axes` that divides a batch of this size."""
     while axes and batch % math.prod(mesh.sizes[axis] for axis in axes):
         axes = axes[:-1]
     return axes
@@ -131,7 +136,7 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
 def captured_problem(request: PlanRequest) -> Problem:
     """Capture the call. Raises UserErrors for what cannot be captured.
 
-    The whole graph is traced when it is first needed: a plan alone needs no more than that of a few of equal layers.
+    The whole graph is traced on first use: to plan without running, a few of many equal layers are enough.
     """
     options = request.options
     policy = options.mixed_precision or MixedPrecisionPolicy()

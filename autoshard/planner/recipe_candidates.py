@@ -1,4 +1,4 @@
-"""The candidates of the experts: recipes that go with the mesh, those that look best by the solver's model first."""
+"""Try expert recipes that suit the mesh as candidates, the most promising by the solver's model first."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
 from passes.search.prepared import Prepared
 
-NEAR = 0.5  # part of a step: a recipe that the solver finds slower by more is not simulated. It finds them up to a third too
-# slow where memory is not short: `zero2+megatron` of 8B 435 ms (benchmarks.planning_time), simulated 326 ms (benchmarks.grid)
+# Part of a step: a recipe that the solver's model finds slower than the best by more is not simulated. The model is up to a
+# third too slow when memory is ample: `zero2+megatron` for 8B 435 ms (benchmarks.planning_time), simulated 326 (benchmarks.grid).
+NEAR = 0.5
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
 TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A recipe, and seconds of a step by the solver's model; 0 where it cannot tell."""
+    """A recipe, and the seconds of its step by the solver's model; 0 if unknown."""
 
     name: str
     recipes: Recipes
@@ -39,7 +40,9 @@ class Promise:
 
 
 def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Enter recipes, those that look best first, or as many as are needed for a good plan."""
+    """Add recipes to the standings, the most promising first, until there is a good plan or all that the effort
+    allows.
+    """
     experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
     if is_needed and _is_answered(standings, solved):
         for name, _ in experts:
@@ -64,7 +67,7 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:
-    """Return whether the solver's plan is one that the simulator agrees with."""
+    """Return whether the simulator agrees with the solver's plan, and finds it best."""
     if standings.best != SOLVED or solved.answer is None:
         return False
     return standings.best_time <= solved.answer.solution.objective * (1 + OFF)
@@ -78,13 +81,13 @@ def _promising(
     name: str,
     recipes: Recipes,
 ) -> tuple[Promise, ...]:
-    """Return the recipe if it may be worth a simulation; otherwise it is declined."""
+    """Return the recipe if it may be worth a simulation; otherwise decline it."""
     try:
         task.problem.check_batch(recipes)
     except InputError as error:
         standings.decline(name, str(error))
         return ()
-    seconds, fits = 0.0, True  # as far as is known
+    seconds, fits = 0.0, True  # unknown without the solver's model
     if prepared is not None and task.left > 0:
         seconds, fits = experts.estimate(recipes, prepared)
     if standings.best is not None and task.effort.recipes == "needed" and not fits:
@@ -98,7 +101,7 @@ def _promising(
 
 
 def expert_names() -> Iterator[str]:
-    """Yield what is tried: every recipe alone, then each that carries the batch with each that does not: `fsdp+megatron`."""
+    """Yield every recipe alone, then each that splits the batch with each that does not: `fsdp+megatron`."""
     recipes = registered_recipes()
     yield from (recipe.name for recipe in recipes)
     for inner in recipes:
@@ -108,13 +111,13 @@ def expert_names() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Experts:
-    """What is known of recipes before they are simulated."""
+    """Estimates for recipes before they are simulated."""
 
     problem: Problem
     folded: Folded
 
     def __iter__(self) -> Iterator[tuple[str, Recipes]]:
-        """By name; of those that come to the same, the first."""
+        """Yield recipes by name; of equivalent ones only the first."""
         seen: set[Recipes] = set()
         for name in expert_names():
             try:
@@ -126,25 +129,25 @@ class Experts:
                 yield name, recipes
 
     def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
-        """Seconds of a step, and whether it fits; 0 and True where the model cannot tell."""
+        """Return the seconds of a step, and whether it fits; 0 and True if the model cannot tell."""
         budget = memory_budget_of(self.problem, prepared)
         plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=budget)
         return (0.0, True) if plan is None else (plan.objective, budget.fits(plan.memory))
 
     def state(self, recipes: Recipes) -> int:
-        """Bytes that a device holds of the model, at least."""
+        """Return the bytes of parameters, gradients and optimizer state on a device."""
         placed, optimizer = self._placed(recipes), self.problem.options.optimizer
         return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
 
     def _gathers_again(self, recipes: Recipes) -> bool:
-        """Return whether parameters are gathered once more in the backward, all of them that are gathered."""
+        """Return whether all gathered parameters are gathered again in the backward."""
         axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
         chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
         storing = [recipe for recipe in chosen if recipe.store is not None]
         return bool(storing) and all(recipe.frees_gathered for recipe in storing)
 
     def _placed(self, recipes: Recipes) -> GraphModule:
-        """The layouts, which are the same where parameters are gathered again and where they are kept."""
+        """Return the graph with the recipes' layouts, shared by the variants that gather again and that do not."""
         if self._gathers_again(recipes):
             recipes = freeing(recipes, frees_gathered=False)
         seed = self.problem.seed(self.folded.graph, recipes)

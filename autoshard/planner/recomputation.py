@@ -1,4 +1,4 @@
-"""What of the forward is computed again in the backward: as options say, or what makes a step fit in the least time."""
+"""Choose what the backward recomputes: as options say, or what makes a step fit in the least time."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared
 from passes.search.selective_recomputation import SelectiveRecomputation
 
-Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is computed again
-FAR = 1.05  # of the limit: more than an order other than as lowered can be expected to save
-FOLD = 3  # what a device holds at most, in parts of all values of a step on one: gradients, AdamW's states, gathers, buckets
+Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is recomputed
+FAR = 1.05  # times the memory limit: a better order cannot be expected to save more than this
+FOLD = 3  # times all values of a step on one device: bound for gradients, AdamW's states, gathers and buckets
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A per-device program with something kept, and how its step runs."""
+    """A per-device program that keeps some values for the backward, and its simulated step."""
 
     kept: Kept
     split: Split
     program: Program
     timeline: Timeline
-    freed: int | None = None  # bytes that are not kept; None: all that the partitioner would keep is
+    freed: int | None = None  # bytes that are recomputed instead; None: the partitioner's choice is unchanged
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """Return what the backward computes again, for the plan."""
+        """Return what the backward recomputes, for the plan."""
         if self.kept is None or self.split.backward is None:
             return None
         graph = self.split.backward.graph
@@ -60,16 +60,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settling:
-    """A LOCAL graph, in which layers are left out, on the way to the program that `Options(recompute=...)` asks for."""
+    """Search for the program that `Options(recompute=...)` requests, given a folded LOCAL graph."""
 
     problem: Problem
     repeats: Repeats
     graph: GraphModule
-    worst: float = float("inf")  # seconds: a step that is slower before anything is computed again need not be made to fit
+    worst: float = float("inf")  # seconds: a step that is slower even without recomputation is not made to fit
     effort: Effort = FULL
 
     def settle(self) -> Trial:
-        """The program: with `"auto"` one that fits if there is one, else that with the least memory."""
+        """Return the program; with `"auto"` one that fits if there is one, else the one with the least memory."""
         recompute = self.problem.options.recompute
         if recompute == "block" and self.problem.training:
             trial = self.trial(())
@@ -91,11 +91,14 @@ class Settling:
         return trial.timeline.peak_memory - self.limit
 
     def _fitted(self, usual: Trial) -> Trial:
-        """The fastest that fits of those tried, else the smallest. The most that fits is kept in the order of the program;
-        less leaves memory in which communication hides, so half of it and nothing are tried as well. For a quick answer the
-        first that fits will do, with budget for one block that is made again."""
+        """Return the fastest trial that fits, else the smallest.
+
+        First, as much as fits is kept, in the order of the program. Keeping less leaves memory in which communication
+        hides, so half of it and nothing are tried as well. A quick search takes the first trial that fits, with memory
+        left for one block that is recomputed.
+        """
         keep = SelectiveRecomputation.of(self.graph.graph, self.repeats, _prices(usual.program))
-        if not keep.seconds:  # no blocks, or none of which more than its border is kept
+        if not keep.seconds:  # no blocks, or none that keep more than their inputs
             return replace(usual, timeline=self._ordered(usual.program)) if self.effort.takes_first else usual
         tried = {usual.kept: usual}
 
@@ -123,15 +126,18 @@ class Settling:
         return Blocks.of(self.graph.graph)
 
     def _saved(self, split: Split) -> int:
-        """Bytes that all blocks keep for the backward."""
+        """Return the bytes that all blocks keep for the backward."""
         assert split.backward is not None
         counts = {node.name: self.repeats.count(block) for node, block in self.blocks.block.items()}
         nodes = placeholders(split.backward.graph, InputRole.SAVED)
         return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
 
     def trial(self, kept: Kept) -> Trial:
-        """Simulate a step of all layers; the graph is left as it is. For a quick answer no order is looked for in which
-        everything is kept, where that is far too much and no other step is compared with it."""
+        """Simulate a step of all layers; the graph is not changed.
+
+        A quick search does not look for the best order of a program that keeps everything, if it needs far too much
+        memory and is not compared with another.
+        """
         problem, gm = self.problem, copy_graph(self.graph)
         PassManager(Phases(kept=kept).rematerialize).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
@@ -147,22 +153,22 @@ class Settling:
 
 
 def memory_budget_of(problem: Problem, prepared: Prepared) -> MemoryBudget:
-    """The memory of a device, and what a search may count on being computed again, by `Options(recompute=...)`."""
+    """Return the memory of a device, and how recomputation can extend it, by `Options(recompute=...)`."""
     how, limit = problem.options.recompute, problem.options.memory_bytes(memory_of(problem.mesh))
     if not problem.training or how == "none":
         return MemoryBudget(limit)
-    if how == "block":  # it is, whether memory is short or not
+    if how == "block":  # recomputed even if memory is ample, so it costs nothing extra
         return MemoryBudget(limit, tuple(replace(step, seconds=0.0) for step in prepared.recomputation))
     return MemoryBudget(limit, prepared.recomputation)
 
 
 def _prices(program: Program) -> dict[str, float]:
-    """Seconds of what the forward computes, by node."""
+    """Return the seconds of each node of the forward."""
     return {name: task.seconds / len(task.nodes) for task in program.tasks if not task.backward for name in task.nodes}
 
 
 def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Program:
-    """The step of all layers. Raises UnlikeLayersError where those that are kept do not look alike."""
+    """Return the program of a step with all layers. Raises UnlikeLayersError if the folded layers do not look alike."""
     program = program_of(
         split.forward,
         split.backward,
@@ -175,7 +181,7 @@ def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Progra
 
 
 def fits_surely(problem: Problem) -> bool:
-    """Return whether a step takes so little that it need not be simulated to know that it fits."""
+    """Return whether a step fits by a wide margin, so that it need not be simulated to know."""
     nodes = problem.captured.graph_module.graph.nodes
     total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
     return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))

@@ -1,4 +1,4 @@
-"""What is to be planned: one call of a module on global arguments, where it will run, and what is settled already."""
+"""A request for a plan: one call of a module on global arguments, the mesh, and layouts that are decided already."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from passes.ir.mesh import Mesh
 class PlanRequest:
     """A call of `module` with the global batch, to be planned for `mesh`.
 
-    `stored` are layouts of parameters that an earlier program of the same module settled; `batch_axes` those that
-    the caller splits the batch over, the first that divide it and no others (None: free to choose).
+    `stored` are the layouts of parameters from an earlier program of the same module. `batch_axes` are those that the
+    caller splits the batch over: as many of the first as divide it, and no others (None: free to choose).
     """
 
     module: nn.Module
@@ -34,7 +34,8 @@ class PlanRequest:
     batch_axes: tuple[int, ...] | None = None
 
     def checked(self) -> PlanRequest:
-        """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work."""
+        """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work.
+        """
         mesh = equipped(self.mesh, self.options.hardware, self.device)
         check_options(self.options, mesh)
         return replace(self, mesh=mesh)

@@ -1,7 +1,7 @@
-"""The candidate of the solver: the problem is stated, solved for the memory that the simulator finds it to need, and improved.
+"""Produce the solver's candidate: state the problem, solve it for the available memory, and improve the solution.
 
-The solver estimates a plan's memory; the simulator runs its program. Where the latter finds a higher peak than fits, the
-solver is asked for less memory, until its plan fits.
+The solver estimates a plan's memory; the simulator runs its program. If the simulated peak is too high, the solver is
+asked for less memory, until its plan fits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
-SHARE = 0.5  # of the time left that the solver may take, as what it finds and recipes are to be simulated
-ANY = 1.0  # of a step, as a gap: any plan that fits will do
-OFF = 0.1  # of a step: by how much more a simulated step may be longer than what is proven, or was solved for, to be a good one
+SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulating solutions and recipes
+ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
+OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A solution, the problem that it is of, and what its program was found to cost."""
+    """A solution, the problem that it solves, and the evaluation of its program."""
 
     solution: Solution
     source: Prepared
@@ -41,8 +41,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Solved:
-    """What the solver found. `proven` are seconds that no plan is better than by its model (None: not all were looked at);
-    `prepared` is the problem as it was stated last (None: there was no time for it)."""
+    """The state of the solver's search.
+
+    `proven` is the proven lower bound of a step in seconds, by the solver's model (None: not all plans were covered);
+    `prepared` is the last problem that was stated (None: there was no time for it).
+    """
 
     answer: Answer | None = None
     proven: float | None = None
@@ -50,20 +53,26 @@ class Solved:
 
     @property
     def bound(self) -> float | None:
-        """Return what is proven of the solution; None where it counts on more recomputation than the proof does."""
+        """Return the proven bound of the solution.
+
+        None if the solution counts on more recomputation than the plans that the bound covers.
+        """
         if self.proven is None or self.answer is None or self.answer.solution.objective < self.proven:
             return None
         return self.proven
 
     @property
     def source(self) -> Prepared | None:
-        """The problem that the solution is of, or else the one that was stated."""
+        """Return the problem of the solution, or if there is none, the last one that was stated."""
         return self.prepared if self.answer is None else self.answer.source
 
 
 def solve(task: SearchTask, standings: Standings) -> Solved:
-    """Enter the solved placement, as far as there is time: with each axis by itself and, where the simulator finds that far
-    from what is proven, with axes in groups. Where the first good plan will do, in the best groups alone."""
+    """Enter the solver's plan, if there is time for one.
+
+    First, each mesh axis is used by itself; if the simulated step is far from the proven bound, also with axes in
+    groups. An effort that takes the first good plan uses only the best groups.
+    """
     found = _found(task, standings)
     if found.prepared is None:
         standings.decline_late(SOLVED)
@@ -73,7 +82,7 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
 
 
 def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> Solved:
-    """Enter what the solver finds to take little memory, whatever it costs; `before` is what it found that does not fit."""
+    """Enter the solver's plan with the least memory at any cost; `before` is its result that does not fit."""
     prepared = stated(task, single_axes(task.problem.mesh))
     assert prepared is not None
     curve = memory_budget_of(task.problem, prepared).recomputation
@@ -104,8 +113,10 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
 
 
 def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> Solved:
-    """First without counting on anything to be computed again, as what that takes is known less well; unless it is
-    computed again in any case."""
+    """Solve first without recomputation, whose cost the model knows less well, then with it if that may help.
+
+    With `recompute="block"`, values are recomputed in any case.
+    """
     curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
         return _taken(Solved(), ask(task, standings, prepared, curve), prepared)
@@ -117,7 +128,7 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
 
 def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways: Sequence[AxisGroups]) -> Solved:
-    """A plan that uses axes alike in one of some ways: the best of those by the solver's model."""
+    """Solve with several mesh axes used alike, in the grouping that is best by the solver's model."""
     gap, problems = task.effort.grouped_gap, [*filter(None, (_in_time(task, way) for way in ways))]
     if not problems:
         return before
@@ -130,7 +141,7 @@ def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways:
 
 
 def _first_step(task: SearchTask, prepared: Prepared, gap: float) -> float:
-    """Seconds of the first plan that the solver finds to fit."""
+    """Return the seconds of the first plan that the solver finds to fit."""
     try:
         return next(prepared.solutions(_goal(task, memory_budget_of(task.problem, prepared).recomputation, gap=gap))).objective
     except MemoryLimitError:
@@ -138,7 +149,7 @@ def _first_step(task: SearchTask, prepared: Prepared, gap: float) -> float:
 
 
 def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
-    """`before` with an answer to `prepared`, if there is one, and what is proven of it."""
+    """Return `before` with the answer to `prepared`, if there is one, and its proven bound."""
     if answer is None:
         return replace(before, prepared=prepared)
     is_whole = prepared.skeleton.axis_groups == single_axes(prepared.node_costs.unit_costs.mesh)
@@ -146,7 +157,7 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
 
 
 def _better(task: SearchTask, before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
-    """Take the answer, unless what was found before is as good."""
+    """Return the answer as `_taken` does, but keep the one found before if it is as good."""
     found = _taken(before, answer, prepared)
     if before.answer is None or answer is None:
         return found
@@ -159,7 +170,7 @@ def _in_time(task: SearchTask, axes: AxisGroups) -> Prepared | None:
 
 
 def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -> Prepared | None:
-    """State the problem with axes in groups; None past the deadline."""
+    """State the problem for axes in groups; None after the deadline."""
     known, key = task.folded.prepared, (task.problem.seed(task.folded.graph, task.no_recipes), task.problem.mesh, axes)
     if key not in known:
         try:
@@ -171,22 +182,22 @@ def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -
 
 
 def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadline: float) -> Prepared:
-    """The problem, made of one that was stated for the same axes if there is one."""
+    """Prepare the problem, reusing one that was stated for the same mesh or the same groups."""
     known = task.folded.prepared
-    for (other, its, alike), prepared in known.items():
-        if (other, its.names, its.sizes, alike) == (seed, mesh.names, mesh.sizes, axes):
+    for (other_seed, other_mesh, groups), prepared in known.items():
+        if (other_seed, other_mesh.names, other_mesh.sizes, groups) == (seed, mesh.names, mesh.sizes, axes):
             return prepared.on(mesh, deadline=deadline)
-    for (other, its, _), prepared in known.items():
-        if (other, its) == (seed, mesh):
+    for (other_seed, other_mesh, _), prepared in known.items():
+        if (other_seed, other_mesh) == (seed, mesh):
             return prepared.using(axes, deadline=deadline)
     return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
 
 
-def _goal(task: SearchTask, curve: RecomputationCurve, asked: float | None = None, gap: float | None = None) -> Goal:
-    """Return what is asked of a search: by default, to fit the limit and to be as good as the effort has it."""
+def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:
+    """Return the goal of a solve; by default, to fit the limit within the effort's optimality gap."""
     left = task.left * SHARE
     return Goal(
-        float(task.limit) if asked is None else asked,
+        float(task.limit) if limit is None else limit,
         task.effort.gap if gap is None else gap,
         None if left == float("inf") else left,
         task.problem.options.keeps_gathered,
@@ -197,14 +208,14 @@ def _goal(task: SearchTask, curve: RecomputationCurve, asked: float | None = Non
 def ask(
     task: SearchTask, standings: Standings, prepared: Prepared, curve: RecomputationCurve, *, gap: float | None = None
 ) -> Answer | None:
-    """Solve for less memory, while the simulator finds a higher peak than the solver estimated.
+    """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
-    By as much as it estimated too little. Of the plan that fits, it is proven how good it is, or a better one found. None
-    where the solver finds no plan at all; the last plan where none fits.
+    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Returns
+    None if the solver finds no plan at all, and the last plan if none fits.
     """
 
-    def attempt(asked: float) -> Tried[Answer] | None:
-        found = prepared.solutions(_goal(task, curve, asked, gap))
+    def attempt(limit: float) -> Tried[Answer] | None:
+        found = prepared.solutions(_goal(task, curve, limit, gap))
         try:
             solution = next(found)
         except MemoryLimitError:
@@ -216,10 +227,10 @@ def ask(
             return Tried(_improved(task, standings, answer, found) if improves else answer, None)
         peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory
-        return Tried(answer, min(asked - (peak - task.limit), task.limit - missed))
+        return Tried(answer, min(limit - (peak - task.limit), task.limit - missed))
 
-    none = -sum(step.nbytes for step in curve)
-    return shrink(float(task.limit), attempt, none=none, is_over=lambda: task.left <= 0)
+    infeasible = -sum(step.nbytes for step in curve)
+    return shrink(float(task.limit), attempt, none=infeasible, is_over=lambda: task.left <= 0)
 
 
 def _answer(task: SearchTask, standings: Standings, solution: Solution, source: Prepared) -> Answer:
@@ -229,8 +240,10 @@ def _answer(task: SearchTask, standings: Standings, solution: Solution, source: 
 
 
 def _improved(task: SearchTask, standings: Standings, answer: Answer, found: Iterator[Solution]) -> Answer:
-    """Take what a longer search finds, if what is held is not proven by then, where the simulator agrees that it is
-    better; and what it proves."""
+    """Improve the answer with a longer search until it is proven, and raise its proven bound.
+
+    A new solution is only taken if the simulator agrees that it is better.
+    """
     for solution in found:
         held = answer.solution
         is_enough = held.objective * (1 - PROOF) <= solution.bound

@@ -1,4 +1,4 @@
-"""What candidates are compared by: the search that they stand in, and which of those evaluated is best so far."""
+"""Rank candidates: the search that they belong to, and the best of those evaluated so far."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("autoshard.planner")
 
 @dataclass(frozen=True, eq=False)
 class SearchTask:
-    """A problem, the graph that its candidates are evaluated on, and how much is tried."""
+    """A problem, the graph that its candidates are evaluated on, and how much to try."""
 
     problem: Problem
     folded: Folded
@@ -33,18 +33,18 @@ class SearchTask:
 
     @property
     def limit(self) -> int:
-        """Bytes of memory of one device."""
+        """Return the memory limit of one device in bytes."""
         return self.problem.options.memory_bytes(memory_of(self.problem.mesh))
 
     @property
     def left(self) -> float:
-        """Seconds of the time limit."""
+        """Return the remaining seconds of the time limit."""
         limit = self.problem.options.time_limit
         return float("inf") if limit is None else limit - (time.perf_counter() - self.started)
 
     @property
     def no_recipes(self) -> Recipes:
-        """Return what the solver's plans start from: constraints alone."""
+        """Return the recipes of the solver's plans: none, on every axis."""
         return (None,) * self.problem.mesh.ndim
 
     def evaluate(
@@ -54,32 +54,32 @@ class SearchTask:
         return evaluate(self.problem, self.folded, recipes, solution, worst=worst, effort=self.effort)
 
     def fits(self, evaluation: Evaluation) -> bool:
-        """Compare the peak with the memory of a device."""
+        """Return whether the peak fits in a device's memory."""
         return evaluation.cost.peak_memory <= self.limit
 
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
-        """Order evaluations: those that fit by time, and after them the others by memory."""
+        """Return a sort key: candidates that fit, by time, before the others, by memory."""
         cost = evaluation.cost
         return (0.0, cost.step_time) if self.fits(evaluation) else (float(cost.peak_memory), 0.0)
 
 
 @dataclass
 class Standings:
-    """Candidates by name, in the order in which they were evaluated; it grows as the search goes on."""
+    """Candidates by name, in the order in which they were evaluated, updated as the search goes on."""
 
     task: SearchTask
     evaluated: dict[str, Evaluation] = field(default_factory=dict)
     declined: list[Candidate] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
-    smallest: Evaluation | None = None  # of all that were simulated, the one with the lowest peak
+    smallest: Evaluation | None = None  # the simulated plan with the lowest peak
 
     def see(self, evaluation: Evaluation) -> None:
-        """Take note of a simulated plan, whether it becomes a candidate or not."""
+        """Record a simulated plan, whether it becomes a candidate or not."""
         if self.smallest is None or evaluation.cost.peak_memory < self.smallest.cost.peak_memory:
             self.smallest = evaluation
 
     def enter(self, name: str, evaluation: Evaluation) -> None:
-        """Take a candidate, in the place of one of the same name."""
+        """Enter a candidate, replacing one of the same name."""
         self.see(evaluation)
         self.evaluated[name] = evaluation
 
@@ -89,15 +89,16 @@ class Standings:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """Leave the candidate out where making it fails by a defect of ours, with a warning; the others are tried as ever.
+        """Leave the candidate out, with a warning, if a bug in autoshard makes it fail; the search goes on with the
+        others.
 
-        What the user can change (a UserError) goes through.
+        A UserError is passed on, since the user can fix its cause.
         """
         try:
             yield
         except UserError:
             raise
-        except Exception as error:  # of one candidate alone: a plan without it is better than none
+        except Exception as error:  # only this candidate fails: a plan without it is better than none
             self.failures.append(error)
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             _log.warning("candidate %s failed", name, exc_info=error)
@@ -109,17 +110,17 @@ class Standings:
             )
 
     def decline_late(self, name: str) -> None:
-        """Leave out a candidate that there is no time for."""
+        """Leave out a candidate because the time limit is over."""
         self.decline(name, f"the time limit of {self.task.problem.options.time_limit} s was over")
 
     @property
     def best(self) -> str | None:
-        """The fastest that fits; of equal ones the first."""
+        """Return the name of the fastest candidate that fits; if equal, the first."""
         fitting = [name for name, one in self.evaluated.items() if self.task.fits(one)]
         return min(fitting, key=lambda name: self.evaluated[name].cost.step_time, default=None)
 
     @property
     def best_time(self) -> float:
-        """Seconds of a step of the best."""
+        """Return the seconds of a step of the best candidate."""
         best = self.best
         return float("inf") if best is None else self.evaluated[best].cost.step_time

@@ -1,4 +1,4 @@
-"""What the planner knows of the model that a plan is of: with it, the plan answers new questions."""
+"""Keep the planner's knowledge of a model, so that its plan can answer further questions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from passes.search.prepared import Prepared, Searched, prepare
 
 @dataclass(frozen=True, eq=False)
 class PlanningState:
-    """The captured model as it was planned, with its repeated layers left out, and what a search found out about it."""
+    """The captured model as it was planned, without its repeated layers, and the results of its search."""
 
     problem: Problem
     folded: Folded
     effort: Effort
-    prepared: Prepared | None = None  # for the search that made the plan
+    prepared: Prepared | None = None  # the problem of the search that made the plan
 
     @cached_property
     def searched(self) -> Searched:
-        """Return what a search knows of the model, made once. Raises UserError where the hardware is unknown."""
+        """Return the solver's exploration of the model, made on first use. Raises UserError if the hardware is
+        unknown.
+        """
         prepared = self.prepared
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)

@@ -1,8 +1,8 @@
-"""Frozen dataclasses as JSON values and back, by the types that they declare.
+"""Encode frozen dataclasses as JSON values, and decode them by their declared types.
 
-A dataclass is an object, a tuple a list, a layout text (`"S(0) R"`, one placement per axis), a mesh its axes; a placement
-and a dtype are text as in a graph. What is read is checked against the declared types: nothing of another type comes in.
-A field that is declared `UNSAVED` is not written, and has its default when read.
+A dataclass becomes an object, a tuple a list, a layout text (`"S(0) R"`, one placement per axis), a mesh its axes; a
+placement and a dtype are text as in a graph. Decoding checks every value against its declared type. A field that is
+declared `UNSAVED` is not written, and has its default when read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def encode(value: object) -> Any:
-    """A value of declared types as what `json` writes."""
+    """Return a value of declared types in the form that `json` writes."""
     if isinstance(value, Layout):
         return " ".join(map(str, value.placements))
     if isinstance(value, Replicate | Shard | Partial):
@@ -49,14 +49,15 @@ def encode(value: object) -> Any:
 
 
 def _saved(kind: Any) -> list[str]:
-    """Names of the fields that are written."""
+    """Return the names of the fields that are written."""
     return [field.name for field in fields(kind) if "unsaved" not in field.metadata]
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:
-    """Return what `encode` was given, of type `kind`.
+    """Return the value of type `kind` that `encode` was called with.
 
-    Raises PlanError that names the place (`cost.memory.inputs`) of what is missing, too much or of another type.
+    Raises PlanError that names the place (`cost.memory.inputs`) of a value that is missing, unexpected or of another
+    type.
     """
     declared: Any = kind
     value: T = _decoder(declared)(data, where)

@@ -1,4 +1,4 @@
-"""The collectives of a program and the user's lines that need them, read off a graph."""
+"""Read the collectives of a program, and the user's lines that need them, off a graph."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Collective:
     axes: tuple[str, ...]
     bytes: int  # received per rank, by the bandwidth-optimal (ring) algorithm
     backward: bool
-    recomputed: bool  # of the forward: the same message is sent once more in the backward, for a value that is not kept
+    recomputed: bool  # a forward collective that is sent once more in the backward, for a value that is not kept
     origin: Origin  # the line of the user's code that needed it
     reason: str
     what: str = ""  # what it moves: "parameter layers.0.wq.weight", "gradient ...", "output loss", or a value: "%mm_1"
-    bucket: str | None = None  # the message that carries it with others (in the backward, if in both); None: its own
-    seconds: float | None = None  # how long it takes; its part, by bytes, of the bucket's. None: unknown hardware
+    bucket: str | None = None  # the bucket that it is sent in (in the backward, if in both); None: sent by itself
+    seconds: float | None = None  # predicted duration; for one in a bucket, its part by bytes. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
-    chunks: int = 1  # messages that it is sent in, one after the other; 0: an operator sends it that computes as well
+    chunks: int = 1  # messages that it is sent in, one after another; 0: sent by an operator that computes as well
 
     @property
     def way(self) -> str:
-        """Return how it is sent, and the pass that will see to it, where that is not in a message of its own."""
+        """Return how it is sent, and by which pass, if not in one message of its own."""
         if self.chunks != 1:
             way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
             return f"{way} (decompose_matmuls)"
@@ -59,38 +59,38 @@ class Collective:
 
 
 def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
-    """The collectives of a COLLECTIVE graph, in program order."""
-    behind, again = _depends_on_tangents(gm), made_again(gm.graph)
-    ahead, later = _uses(gm, behind, again)
+    """Return the collectives of a COLLECTIVE graph, in program order."""
+    in_backward, again = _depends_on_tangents(gm), made_again(gm.graph)
+    forward_uses, backward_uses = _uses(gm, in_backward, again)
     return tuple(
         _collective(
             node,
             mesh,
-            backward=node in behind or (node in again and node in later and node not in ahead),
-            recomputed=node in again and node in later and node in ahead and node not in behind,
+            backward=node in in_backward or (node in again and node in backward_uses and node not in forward_uses),
+            recomputed=node in again and node in backward_uses and node in forward_uses and node not in in_backward,
         )
         for node in gm.graph.nodes
         if is_collective(node)
     )
 
 
-def _uses(gm: GraphModule, behind: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:
-    """Return what the forward needs, and what the backward does, as far as it makes it `again`."""
-    ahead, later = set[Node](), set[Node]()
+def _uses(gm: GraphModule, in_backward: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:
+    """Return the recomputed values that the forward uses, and those that the backward uses."""
+    forward_uses, backward_uses = set[Node](), set[Node]()
     for node in reversed(gm.graph.nodes):
         for user in node.users:
-            if user.op != "output" and user in behind:
-                later.add(node)
+            if user.op != "output" and user in in_backward:
+                backward_uses.add(node)
             elif user not in again:
-                ahead.add(node)
+                forward_uses.add(node)
             else:
-                ahead.update({node} if user in ahead else ())
-                later.update({node} if user in later else ())
-    return ahead, later
+                forward_uses.update({node} if user in forward_uses else ())
+                backward_uses.update({node} if user in backward_uses else ())
+    return forward_uses, backward_uses
 
 
 def with_remade(collectives: Sequence[Collective], gm: GraphModule) -> tuple[Collective, ...]:
-    """`collectives` of a program, of which the LOCAL graph `gm` says what is computed again."""
+    """Mark those of `collectives` that the LOCAL graph `gm` recomputes."""
     remade = [transfer_of(node) for node in gm.graph.nodes if saving_of(node) == "remade"]
     steps = {step for transfer in remade if transfer is not None for step in transfer.steps}
     return tuple(replace(one, recomputed=one.recomputed or (one.id in steps and not one.backward)) for one in collectives)
@@ -119,7 +119,9 @@ def _collective(node: Node, mesh: Mesh, *, backward: bool, recomputed: bool) -> 
 
 
 def _reason(node: Node) -> str:
-    """Return which pass made a collective, and why: `"pass: reason"`. Raises VerifyError where no pass says so."""
+    """Return the pass that made a collective, and its reason: `"pass: reason"`. Raises VerifyError if no pass gave
+    one.
+    """
     made_by, _, reason = note_of(node).partition(": ")
     if not made_by.isidentifier() or not reason:
         raise VerifyError(f"%{node.name} sends between ranks, but no pass says why: its note is {note_of(node)!r}")
@@ -127,7 +129,8 @@ def _reason(node: Node) -> str:
 
 
 def _origin(node: Node) -> Origin:
-    """Find where a collective comes from; a sum of gradients, which is in no module, is of that around those of its terms."""
+    """Return the origin of a collective; a sum of gradients, which is in no module, gets the module around its terms.
+    """
     origin = origin_of(node)
     seen: dict[Node, None] = {}
     waiting = [node]
@@ -142,19 +145,19 @@ def _origin(node: Node) -> Origin:
 
 
 def _is_sum(node: Node) -> bool:
-    """Return whether autograd or a pass adds terms here, or moves what is added."""
+    """Return whether autograd or a pass adds terms here, or sends what is added."""
     return is_collective(node) or str(node.target) == "aten.add.Tensor"
 
 
 def _around(fqns: Sequence[str]) -> str:
-    """The innermost module that all are part of, or that a single one is."""
+    """Return the innermost module that contains all of these modules."""
     split = [fqn.split(".") for fqn in fqns]
     same = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
     return ".".join(same)
 
 
 def _moved(node: Node) -> str:
-    """Return what a collective moves, by its name in the model where it has one."""
+    """Return what a collective moves, by its name in the model if it has one."""
     value = node
     while value.op == "call_function" and len(operands(value)) == 1:
         value = operands(value)[0]
@@ -170,8 +173,8 @@ def _moved(node: Node) -> str:
 
 
 def _depends_on_tangents(gm: GraphModule) -> set[Node]:
-    behind = set(placeholders(gm.graph, InputRole.TANGENT))
+    found = set(placeholders(gm.graph, InputRole.TANGENT))
     for node in gm.graph.nodes:
-        if any(value in behind for value in node.all_input_nodes):
-            behind.add(node)
-    return behind
+        if any(value in found for value in node.all_input_nodes):
+            found.add(node)
+    return found

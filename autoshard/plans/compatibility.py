@@ -1,4 +1,4 @@
-"""Whether a plan is for this model, mesh and options: it is refused with what differs."""
+"""Check that a plan is for this model, mesh and options, and report what differs if it is not."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ SHOWN = 5  # differences that a message lists
 
 
 def check_asked(plan: PlanRecord, mesh: Mesh, options: Options) -> None:
-    """Raise PlanError where `plan` was made for another mesh or with other options; warn where with another torch."""
-    asked = settings_of(options, training=plan.settings.training, device=plan.settings.device)
+    """Raise PlanError if `plan` was made for another mesh or with other options; warn if it was made with another
+    torch.
+    """
+    present = settings_of(options, training=plan.settings.training, device=plan.settings.device)
     found = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
     found += [
         f"Options({name}={_brief(value)}), the plan has {name}={_brief(plan.settings.options.get(name))}"
-        for name, value in asked.options.items()
+        for name, value in present.options.items()
         if value != plan.settings.options.get(name)
     ]
     _refuse(found, "Make a plan for this mesh and these options, or leave options out to take the plan's")
-    if asked.torch != plan.settings.torch:
+    if present.torch != plan.settings.torch:
         warnings.warn(
-            f"the plan was made with torch {plan.settings.torch} and runs with {asked.torch}: what it says of time and "
+            f"the plan was made with torch {plan.settings.torch} and runs with {present.torch}: what it says of time and "
             "memory may be off",
             stacklevel=2,
         )
 
 
 def check_model(plan: PlanRecord, module: nn.Module, captured: str, settings: Settings) -> None:
-    """Raise PlanError where `plan` was made for another model, other inputs or another mode.
+    """Raise PlanError if `plan` was made for another model, other inputs or another mode.
 
-    `captured` is the text of the graph as captured now, for the mode and device of `settings`. Ops may differ where
-    the devices do.
+    `captured` is the text of the graph as captured now, for the mode and device of `settings`. Ops may differ if the
+    devices do.
     """
     found = list(_mode(plan.settings, settings))
     parameters = {name: _type(tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()}

@@ -12,7 +12,7 @@ def pattern_of(name: str) -> str:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Return `"layers.0-1.w"` of `["layers.0.w", "layers.1.w"]`; all must have one pattern."""
+    """Fold `["layers.0.w", "layers.1.w"]` to `"layers.0-1.w"`; all names must have one pattern."""
     split = [re.split(r"(\d+)", name) for name in names]
     columns = [list(dict.fromkeys(parts)) for parts in zip(*split, strict=True)]
     return "".join(column[0] if len(column) == 1 else _range(column) for column in columns)

@@ -1,4 +1,4 @@
-"""The predicted cost of a plan and the record of the search that chose it."""
+"""Data of a plan's predicted cost, and of the search that chose it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from passes.ir.units import format_bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device when a step holds most of it: bytes by what they hold, which add up to the peak."""
+    """Peak memory of one device in a step, in bytes by kind of content; the kinds add up to the peak."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0  # kept for the backward
-    gathered: int = 0  # parameters brought together for use
+    gathered: int = 0  # parameters gathered for use
     buffers: int = 0
     inputs: int = 0
     outputs: int = 0
-    temporary: int = 0  # all else that is live, workspace of kernels included
+    temporary: int = 0  # everything else that is live, including workspace of kernels
 
     @staticmethod
     def of(by_kind: Mapping[str, int]) -> Memory:
-        """Read bytes by the kind of a program's buffers: "parameter", "activation", ..., "workspace"."""
+        """Return the memory from bytes by the kind of a program's buffers: "parameter", "activation", ...,
+        "workspace".
+        """
         names = {kind: kind for kind in ("gathered", "optimizer", "temporary")} | {"workspace": "temporary"}
         totals: dict[str, int] = {}
         for kind, count in by_kind.items():
@@ -37,7 +39,7 @@ class Memory:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        """Return `"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, nothing for what is not there."""
+        """Return `"activations 22.1 GiB, parameters 3.7 GiB"`: the largest first, without empty kinds."""
         sizes = sorted(asdict(self).items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes if size) or "nothing"
 
@@ -58,34 +60,36 @@ class Cost:
 
     @property
     def hidden_comm(self) -> float:
-        """Seconds of communication during which the device computes."""
+        """Return the seconds of communication during which the device computes."""
         return self.communication - self.exposed_comm
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of one device when a step holds most."""
+        """Return the bytes of one device at the peak of a step."""
         return self.memory.total
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What the backward computes again to save memory, beyond what costs next to nothing: all of every layer but what the
-    next one takes, and `kept`."""
+    """What the backward recomputes to save memory, beyond values that cost next to nothing.
+
+    It is everything in a layer but its inputs and the values in `kept`.
+    """
 
     kept: tuple[str, ...]  # values inside of layers: "layers.*.attention.wq mm"
-    compute: float | None = None  # seconds of it in a step; None: nothing was simulated
+    compute: float | None = None  # seconds of recomputation in a step; None: nothing was simulated
     communication: float | None = None
-    freed: int | None = None  # bytes that need not be kept for it; None: nothing was simulated
+    freed: int | None = None  # bytes that recomputation saves; None: nothing was simulated
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was considered: a recipe's, or the solved one. `plan.search.candidates` has them all."""
+    """A plan that was considered: a recipe's, or the solver's. `plan.search.candidates` has them all."""
 
     name: str  # "fsdp+megatron", "solved"
-    cost: Cost | None  # None: it cannot be made for this model and mesh
+    cost: Cost | None  # None: not simulated, or impossible for this model and mesh
     fits: bool  # in the memory limit
-    note: str = ""  # why it cannot be made, or what it gave up
+    note: str = ""  # why there is no cost, or what it trades
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Search:
     candidates: tuple[Candidate, ...]
     memory_limit: int  # bytes per device
     objective: float | None  # step time that the solver minimised, in seconds; None: nothing was solved
-    bound: float | None  # no plan that the solver could choose has a lower one
+    bound: float | None  # lower bound of the objective over all plans that the solver can choose
     seconds: float = field(default=0.0, compare=False)  # that the search took
 
     @property

@@ -1,9 +1,9 @@
-"""A plan as a JSON file: a schema and a version, one line per decision, no pickle.
+"""Save a plan as a JSON file with a schema and a version, one line per decision, without pickle.
 
     {"schema": "autoshard.plan", "version": 5, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
 
-The fingerprint is of what the plan was made for: mesh, model, settings. Graphs and the simulated step are compressed:
-they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
+The fingerprint identifies what the plan was made for: mesh, model, settings. Graphs and the simulated step are
+compressed: they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).s
 
 
 def dump_plan(plan: PlanRecord) -> str:
-    """The plan as JSON text; `parse_plan` reads it back equal."""
+    """Return the plan as JSON text, which `parse_plan` reads back."""
     data = {"schema": SCHEMA, "version": VERSION, "fingerprint": plan.fingerprint, **encode(plan)}
     data["graphs"] = {stage: _pack(text) for stage, text in plan.graphs.items()}
     data["timeline"] = None if plan.timeline is None else _pack(_compact(data["timeline"]))
@@ -38,7 +38,7 @@ def dump_plan(plan: PlanRecord) -> str:
 
 
 def parse_plan(kind: type[Plan], text: str, *, source: str = "the plan") -> Plan:
-    """Inverse of `dump_plan`. Raises PlanError that says which part of `source` is damaged and what to do."""
+    """Parse the text of `dump_plan`. Raises PlanError that says which part of `source` is damaged and what to do."""
     try:
         return _parse(kind, text)
     except PlanError as error:
@@ -46,7 +46,7 @@ def parse_plan(kind: type[Plan], text: str, *, source: str = "the plan") -> Plan
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all. Raises PlanError where the folder does not let it."""
+    """Write a file atomically. Raises PlanError if it cannot be written."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -57,7 +57,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a plan file. Raises PlanError."""
+    """Return the text of a plan file. Raises PlanError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -89,7 +89,7 @@ def _parse(kind: type[Plan], text: str) -> Plan:
 
 
 def _check_axes(plan: PlanRecord) -> None:
-    """Every layout has a placement per axis of the mesh."""
+    """Raise PlanError if a layout does not have one placement per axis of the mesh."""
     if len(plan.recipes) != plan.mesh.ndim:
         raise PlanError(f"recipes has {len(plan.recipes)} entries for a mesh of {plan.mesh.ndim} axes")
     for section, values in (("parameters", plan.parameters), ("inputs", plan.inputs), ("outputs", plan.outputs)):
@@ -127,7 +127,7 @@ def _unpack_timeline(packed: object) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """JSON with a line per element of the outermost list or object."""
+    """Return JSON with a line per element of the outermost list or object."""
     if isinstance(value, dict) and value:
         return "{\n" + ",\n".join(f"  {json.dumps(name)}: {_compact(one)}" for name, one in value.items()) + "\n}"
     if isinstance(value, list) and value and not isinstance(value[0], str):

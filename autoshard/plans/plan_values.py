@@ -1,4 +1,4 @@
-"""Parameters, inputs, outputs and intermediate values of a program with their layouts, read off a graph."""
+"""Read parameters, inputs, outputs and intermediate values of a program, with their layouts, off a graph."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Value:
 
 
 def inputs_of(gm: GraphModule, role: InputRole) -> dict[str, Value]:
-    """Placeholders of one role by name; shapes must be global still."""
+    """Return the placeholders of one role by name; shapes must still be global."""
     return {input_of(n).name: _value(input_of(n).name, n, layout_of(n)) for n in placeholders(gm.graph, role)}
 
 
 def results_by_name(gm: GraphModule, role: OutputRole) -> dict[str, Value]:
-    """Return what the program returns in one role, by name; shapes must be global still."""
+    """Return the program's results of one role by name; shapes must still be global."""
     needs = iter(needs_of(output_node(gm.graph)))
     found = {}
     for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True):
@@ -60,7 +60,7 @@ def results_by_name(gm: GraphModule, role: OutputRole) -> dict[str, Value]:
 
 
 def layouts_by_name(gm: GraphModule) -> dict[str, Layout]:
-    """The layout of every value with one tensor result, by node name."""
+    """Return the layout of every value with one tensor result, by node name."""
     return {node.name: layout_of(node) for node in gm.graph.nodes if has_layout(node) and is_tensor(node)}
 
 

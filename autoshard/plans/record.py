@@ -1,4 +1,4 @@
-"""All decisions about one program, as data that everything may read; `ShardingPlan` adds the questions that a user asks of it."""
+"""Store all decisions about one program; `ShardingPlan` adds the methods that users call."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from passes.search.solution import Solution
 
 @dataclass(frozen=True, repr=False)
 class PlanRecord:
-    """What every value's layout is, which collectives run, and what a step costs.
+    """The layout of every value, the collectives that run, and the cost of a step.
 
     `graphs` holds the program as text, by stage name (`"CAPTURED"`, `"EXPLICIT"`, `"LOCAL"`, ...). There is a `cost`
-    where a step was predicted: where the hardware is known and passes are not the user's own; of a recipe that runs on a
-    CPU, where that was named. There is a `search` where there was one. A solved plan has a `solution`: the layouts of every
-    node, by the names of the graph in which repeated layers are folded. Beside a cost stands the `timeline` that
-    it was read off: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the
-    graphs from "PLACED" on leave out. `recomputation` is what the backward computes again, if anything.
+    if a step was predicted: on known hardware, without passes of the user's own, and for a recipe on a CPU only if the
+    user named it. There is a `search` if there was one. A solved plan has a `solution`: the layouts of every node, by
+    the names of the graph in which repeated layers are folded. With a cost comes the `timeline` that it was computed
+    from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
+    "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything.
     """
 
     mesh: Mesh
@@ -56,7 +56,9 @@ class PlanRecord:
 
     @property
     def fingerprint(self) -> str:
-        """Identify what the plan was made for: the model's graph, names and shapes, the mesh's axes, and the settings."""
+        """Return a hash of what the plan was made for: the model's graph, names and shapes, the mesh's axes, and the
+        settings.
+        """
         values = {**self.parameters, **self.inputs, **self.outputs}
         shapes = [(name, value.shape, value.dtype) for name, value in values.items()]
         facts = [str(self.mesh), encode(self.settings), shapes, structure(self.graphs.get("CAPTURED", ""))]
@@ -81,6 +83,8 @@ class PlanRecord:
 
 
 def structure(graph: str) -> list[str]:
-    """Return the lines of a graph's text without the mesh and source lines: a moved line is no other program."""
+    """Return the lines of a graph's text without the mesh and source lines, since a moved line does not change the
+    program.
+    """
     lines = (line.partition(f"{GAP}# ")[0] for line in graph.splitlines())
     return [line for line in lines if line.startswith(("%", "return", " "))]

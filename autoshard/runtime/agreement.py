@@ -1,7 +1,7 @@
-"""What ranks tell each other before a program first runs: who failed, and whether they mean the same thing.
+"""Let ranks agree before a program first runs: whether one failed, and whether programs and values are the same.
 
-One message per rank and question, over a group of its own, so that no rank waits in a collective that another
-never reaches.
+Every question is one message per rank over a control group, so that no rank waits in a collective that another never
+reaches.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from passes.ir.text import format_target, format_type
 
 T = TypeVar("T")
 
-# Larger tensors are folded where they are instead of hashed on the CPU; the length of a folded block, in words.
+# Bytes above which a tensor is summed on its device, as copying it to the CPU to hash it would be slow; also the length of
+# a block of the sum, in 8-byte words.
 HASHED_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank's attempt."""
+    """The result of one rank's attempt."""
 
     failure: str | None  # "InputError: message"
     is_user_error: bool
 
 
 def exchange(groups: MeshGroups, value: T) -> list[T]:
-    """Return the values of all ranks, in the order of `mesh.ranks`. Raises DistributedError where one is gone."""
+    """Return the values of all ranks, in the order of `mesh.ranks`. Raises DistributedError if a rank has stopped."""
     if groups.mesh.size == 1:
         return [value]
     values: list[Any] = [None] * groups.mesh.size
@@ -50,7 +51,7 @@ def exchange(groups: MeshGroups, value: T) -> list[T]:
 
 
 def of_first(groups: MeshGroups, value: T) -> T:
-    """Return what the first rank of the mesh gives. Raises DistributedError where one is gone."""
+    """Return the value of the mesh's first rank. Raises DistributedError if a rank has stopped."""
     if groups.mesh.size == 1:
         return value
     values = [value]
@@ -62,10 +63,10 @@ def of_first(groups: MeshGroups, value: T) -> T:
 
 
 def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
-    """`attempt()` on this rank, once all ranks have made theirs.
+    """Return `attempt()` of this rank, after all ranks have made theirs.
 
-    Where it failed here, its own error is raised; where it failed only elsewhere, a DistributedError that names
-    the rank and its message. `stage` says what was attempted, as in "compiling".
+    If it failed here, its own error is raised; if it failed only elsewhere, a DistributedError that names the rank and
+    its message. `stage` says what was attempted, as in "compiling".
     """
     failure: Exception | None = None
     result: list[T] = []
@@ -85,9 +86,9 @@ def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
 
 
 def check_same_program(groups: MeshGroups, graphs: Sequence[GraphModule]) -> None:
-    """Raise DistributedError where ranks are about to run different programs: their collectives would not meet.
+    """Raise DistributedError if ranks are about to run different programs, whose collectives would not match.
 
-    It names the first collective that differs, and where they are the same in another program, the first call.
+    The message names the first collective that differs or, if they all agree, the first call that differs.
     """
     digests = exchange(groups, hashlib.sha256("\n".join(_text(gm) for gm in graphs).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -102,7 +103,7 @@ def check_same_program(groups: MeshGroups, graphs: Sequence[GraphModule]) -> Non
 
 
 def _collectives(graphs: Sequence[GraphModule]) -> list[str]:
-    """Return what is issued, in order: "at collective 3 of the backward, all_reduce over dp of f32[8, 6] (%reduce)"."""
+    """Return the collectives in order: "at collective 3 of the backward, all_reduce over dp of f32[8, 6] (%reduce)"."""
     found = []
     for half, gm in zip(("forward", "backward"), graphs, strict=False):
         issued = [(node, transfer) for node in gm.graph.nodes if (transfer := transfer_of(node)) is not None]
@@ -134,7 +135,7 @@ def _check_equal(groups: MeshGroups, digests: Sequence[str], what: str, advice: 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a program is given, and where it must be equal."""
+    """A tensor passed to a program; its layout says on which ranks it must be equal."""
 
     what: str  # "input 'tokens'"
     advice: str
@@ -143,13 +144,13 @@ class Given:
 
 
 def check_equal_values(groups: MeshGroups, given: Sequence[Given]) -> None:
-    """Raise InputError where ranks were given different values of what is replicated between them."""
+    """Raise InputError if ranks have different values of a tensor that is replicated between them."""
     if problems := differences(groups, given):
         raise InputError(problems[min(problems)])
 
 
 def differences(groups: MeshGroups, given: Sequence[Given]) -> dict[int, str]:
-    """Return what is replicated between ranks but differs: number in `given` -> message. The same on all ranks."""
+    """Return a message per number in `given` for tensors that are replicated but differ; equal on all ranks."""
     if groups.mesh.size == 1:
         return {}
     described = exchange(groups, [(item.what, digest(item.value)) for item in given])
@@ -192,7 +193,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _fold(flat: torch.Tensor) -> str:
-    """Sum 8-byte words with random weights, modulo 2**64, a block after the other: where the tensor is."""
+    """Hash on the tensor's device: sum 8-byte words with random weights, modulo 2**64, block by block."""
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, (HASHED_BYTES_MAX,), generator=generator, device="cpu").to(flat.device) * 2 + 1
@@ -202,7 +203,7 @@ def _fold(flat: torch.Tensor) -> str:
 
 
 def peer_error(error: RuntimeError) -> DistributedError:
-    """Return what a failed collective means to a user."""
+    """Return the DistributedError for a failed collective."""
     return DistributedError(
         f"another rank has stopped or does not answer; look for the first error in the other ranks' output. ({error})"
     )

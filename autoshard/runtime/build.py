@@ -1,4 +1,4 @@
-"""From a plan to compiled code, by all ranks of a mesh together: if one fails, all say so."""
+"""Compile the program of a plan on all ranks of a mesh together; if one rank fails, all raise."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Built:
 
 
 def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Built:
-    """Partition, order and compile, and register the groups of the program's collectives.
+    """Partition, order and compile a program, and register the groups of its collectives.
 
-    Raises DistributedError where another rank failed or has another program.
+    Raises DistributedError if another rank failed or has another program.
     """
-    overlap = of_first(groups, local.overlap)  # another device's memory, a little smaller, would mean another order
+    overlap = of_first(groups, local.overlap)  # devices may report slightly different memory, which would give different orders
     split, remarks = together(groups, "partitioning", lambda: _split(local, overlap, mode=mode))
     if local.dump is not None:
         local.dump.compiled("forward", split.forward)

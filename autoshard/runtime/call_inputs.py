@@ -1,4 +1,4 @@
-"""A tensor argument of a call becomes this rank's part, or an error that says what to give."""
+"""Check a tensor argument of a call, and take this rank's part of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class LocalInput:
-    """A tensor argument as it was captured, and how it is laid out."""
+    """A tensor argument as it was captured, and its layout."""
 
     spec: InputSpec
     layout: Layout
@@ -26,7 +26,7 @@ class LocalInput:
         return local_shape(self.layout, self.spec.shape, mesh)
 
     def check(self, tensor: torch.Tensor, place: Place) -> None:
-        """Raise InputError for another shape, dtype or device than captured; no communication."""
+        """Raise InputError for another shape, dtype or device than captured; does not communicate."""
         if isinstance(tensor, DTensor):
             wrong_shape = self._wrong_global_shape(tensor)
         else:
@@ -36,9 +36,10 @@ class LocalInput:
             raise InputError(f"input {self.spec.path!r} {problem}")
 
     def take(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        """Return this rank's part of a checked argument, contiguous: the tensor, or of a DTensor what the plan wants here."""
+        """Return this rank's part of a checked argument, contiguous; a DTensor is redistributed to the plan's layout.
+        """
         if not isinstance(tensor, DTensor):
-            return tensor.contiguous()  # the strides of arguments are no part of a capture
+            return tensor.contiguous()  # a capture does not depend on the strides of arguments
         placed = tensor.redistribute(place.device_mesh, dtensor_placements(self.layout, place.mesh))
         local: torch.Tensor = placed.to_local()
         return local.contiguous()

@@ -1,4 +1,4 @@
-"""A compiled program bound to a module: where its inputs are read, and one call of it under autograd."""
+"""Bind a compiled program to a module's tensors, and run it under autograd."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from passes.ir.layout import Layout
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """What a plan gives the runtime: a LOCAL graph, and how the user's values are laid out around it.
+    """A LOCAL graph to compile, and the layouts of the user's values at its borders.
 
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
-    parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are no buffers of
-    the module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are
-    awaited where they are issued.
+    parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
+    module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
+    where they are issued.
     """
 
     graph: GraphModule
@@ -50,7 +50,7 @@ class LocalProgram:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a module holds a parameter or buffer; the object may be exchanged (`load_state_dict(assign=True)`)."""
+    """The place where a module holds a parameter or buffer; the object may change (`load_state_dict(assign=True)`)."""
 
     tensors: Mapping[str, torch.Tensor | None]
     name: str
@@ -71,7 +71,7 @@ class StoredParameter:
     spec: DTensorSpec
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part as the graph takes it."""
+        """Return the stored part in the form that the graph takes."""
         assert isinstance(tensor, DTensor)
         part = local_of_dtensor(tensor)
         return part if self.storage.is_even else self.storage.pad(part)
@@ -90,7 +90,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Execution:
-    """A program, its module's tensors, and the order in which autograd sees what."""
+    """A program with its module's tensors, and the order of its inputs and results."""
 
     program: Program
     local: LocalProgram
@@ -105,9 +105,9 @@ class Execution:
     saved_parameters: frozenset[str]  # those that the backward reads
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> Any:
-        """Return one call of the model on this rank's part of the inputs: what the model returns, this rank's part.
+        """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
 
-        Raises InputError for a call that does not fit, DistributedError where another rank has stopped.
+        Raises InputError for a call that does not fit, DistributedError if another rank has stopped.
         """
         inputs = self.take_inputs(args, kwargs)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
@@ -115,19 +115,21 @@ class Execution:
         return self.local.signature.unflatten(outputs)
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors of a call as this rank's parts, in the order of `signature.inputs`; DTensors are laid out."""
+        """Return this rank's parts of the tensors of a call, in the order of `signature.inputs`; DTensors are
+        redistributed.
+        """
         given = self.check_inputs(args, kwargs)
         return [item.take(tensor, self.place) for item, tensor in zip(self.inputs, given, strict=True)]
 
     def check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a call as they were given. Raises InputError for a call that does not fit."""
+        """Return the unchanged tensors of a call. Raises InputError for a call that does not fit."""
         given = self.local.signature.flatten(args, kwargs)
         for item, tensor in zip(self.inputs, given, strict=True):
             item.check(tensor, self.place)
         return given
 
     def shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call on a global batch as they were given, with every tensor cut to this rank's part.
+        """Return the arguments of a call on a global batch, with every tensor cut to this rank's part.
 
         Raises InputError for a call that does not fit.
         """
@@ -141,7 +143,7 @@ class Execution:
     def forward(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], seed: torch.Tensor
     ) -> Results:
-        """Run the forward and write new values of buffers back."""
+        """Run the forward, and write new values of buffers back."""
         by_role: dict[InputRole, Mapping[str, torch.Tensor]] = {
             InputRole.INPUT: dict(zip((s.path for s in self.local.signature.inputs), inputs, strict=True)),
             InputRole.PARAMETER: {
@@ -167,7 +169,7 @@ class Execution:
         return Results(_distinct(outputs, owned), saved)
 
     def backward(self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Local gradients in the order of the program; an output without a tangent has a zero one."""
+        """Return local gradients in the order of the program; an output without a tangent gets a zero one."""
         split = self.program.split
         given = [
             _tangent(tangents[output], like, self.local.tangent_scale[output])
@@ -187,7 +189,7 @@ def _guarded(function: Any, *arguments: Any) -> Any:
 
 
 def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.Tensor, ...]:
-    """Outputs as objects of their own: autograd marks the objects it is given."""
+    """Return outputs as distinct objects, since autograd marks each object that it is given."""
     seen = set(owned)
     distinct = []
     for output in outputs:
@@ -197,7 +199,7 @@ def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.T
 
 
 def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return a tangent as the program was compiled for: its dtype and strides."""
+    """Return a tangent with the dtype and strides that the program was compiled for."""
     if given is None:
         return _zeros(like)
     given = _strided_like(given.to(like.dtype), like)
@@ -205,7 +207,7 @@ def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> to
 
 
 def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the strides that code was compiled for, copied if it has others."""
+    """Return `tensor` with the strides that the code was compiled for, copied if it has others."""
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -216,14 +218,15 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class _Step(torch.autograd.Function):
-    """One call: DTensor parameters and plain inputs in, plain outputs out; gradients as DTensors."""
+    """Autograd function of one call: DTensor parameters and plain inputs in, plain outputs out; gradients as DTensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, execution: Execution, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
         count = len(execution.local.signature.inputs)
         results = execution.forward(tensors[:count], tensors[count:], seed)
         ctx.execution = execution
-        # DTensor's own counter: a write to a DTensor does not count as one to its local tensor.
+        # Use DTensor's version counter: a write to a DTensor does not increment that of its local tensor.
         ctx.versions = [
             (name, tensor, tensor._version)
             for name, tensor in zip(execution.parameter_names, tensors[count:], strict=True)
@@ -265,7 +268,7 @@ class _Step(torch.autograd.Function):
 
 
 def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place) -> Execution:
-    """`program`, compiled from `local`, as it runs on the tensors of `module`."""
+    """Bind `program`, compiled from `local`, to the tensors of `module`."""
     split = program.split
     slots = {**parameter_slots(module), **_buffer_slots(module)}
     parameters = {}

@@ -1,4 +1,4 @@
-"""A call with one rank's part of each input, as the call on one device with the whole of each."""
+"""Turn a call with one rank's part of each input into the call with global inputs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Splits:
-    """How inputs will be split, as far as it is known before the model is captured."""
+    """How inputs will be split, to the extent known before the model is captured."""
 
     mesh: Mesh
     data_axes: tuple[int, ...]  # axes whose recipe splits the batch: dim 0
     inputs: Placements | None  # the user's constraints
 
     def whole(self, path: str, tensor: torch.Tensor, batch: int | None) -> torch.Tensor:
-        """`tensor`, one rank's part of the input `path`, as a meta tensor of global shape."""
+        """Return a meta tensor of global shape for `tensor`, one rank's part of the input `path`."""
         shape = list(tensor.shape)
         if not isinstance(tensor, DTensor):
             for axis, name in enumerate(self.mesh.names):
@@ -52,7 +52,7 @@ def global_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with every tensor in its global shape, on meta.
 
-    Raises CaptureError where `forward` takes no such call.
+    Raises CaptureError for arguments that `forward` does not take.
     """
     signature = inspect.signature(module.forward)
     try:

@@ -1,7 +1,7 @@
-"""A module whose parameters are DTensors that hold one rank's part each.
+"""Store a module's parameters as DTensors that hold one rank's part each.
 
-Parameters keep their names, ties and Python attributes. Changing how a parameter is stored keeps the object, so
-an optimizer built before the model was captured keeps working.
+Parameters keep their names, ties and Python attributes. Changing how a parameter is stored keeps the object, so an
+optimizer built before the model was captured keeps working.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank is."""
+    """This rank's position: the device mesh, its coordinate and its device."""
 
     device_mesh: DeviceMesh
     mesh: Mesh
@@ -45,12 +45,12 @@ class Place:
         return Storage(layout, shape, self.mesh, self.coordinate)
 
     def storage_of(self, tensor: DTensor) -> Storage:
-        """Return how a DTensor on this mesh is stored here."""
+        """Return how this rank stores its part of a DTensor on this mesh."""
         return self.storage(layout_of_placements(tensor.placements, self.mesh), tuple(tensor.shape))
 
 
 def place_of(device_mesh: DeviceMesh, device: torch.device | None = None) -> Place:
-    """Return where this rank is on `device_mesh`. Raises MeshError where it is not on it."""
+    """Return this rank's place on `device_mesh`. Raises MeshError if it is not part of it."""
     mesh = mesh_of(device_mesh)
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
@@ -62,10 +62,10 @@ def place_of(device_mesh: DeviceMesh, device: torch.device | None = None) -> Pla
 
 
 def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layout] | None) -> nn.Module:
-    """Return a copy of `module` that shares nothing with it; `layouts` by FQN, None: all parameters replicated.
+    """Return a copy of `module` that shares nothing with it; `layouts` are by FQN, None: all parameters replicated.
 
-    Parameters are copied one at a time: of each, only this rank's part stays. Parameters on meta stay on meta.
-    Raises CaptureError where a module holds what cannot be copied.
+    Parameters are copied one at a time, and only this rank's part of each is kept. Parameters on meta stay on meta.
+    Raises CaptureError if a module holds an object that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
@@ -109,7 +109,7 @@ def distributed_tensor(part: torch.Tensor, storage: Storage, place: Place) -> DT
 def plain_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a distributed module with plain parameters of global shape, on meta.
 
-    Buffers and everything that is no module are shared with `module`: the copy is to be read, not run.
+    Buffers and all attributes that are not modules are shared with `module`: the copy can be read, but not run.
     """
     memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
     for parameter in module.parameters():
@@ -140,7 +140,7 @@ def lay_out(module: nn.Module, place: Place, layouts: Mapping[str, Layout]) -> N
 
 
 def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state_dict is loaded: of each whole tensor, this rank's part, without communication."""
+    """Cut each whole tensor of a state_dict to this rank's part before it is loaded, without communication."""
     for name, parameter in module._parameters.items():
         key = prefix + name
         given = state_dict.get(key)
@@ -151,7 +151,7 @@ def _take_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 
 def _boxes(tensor: DTensor) -> tuple[Box, ...] | None:
-    """Return the boxes of a part that is several; None for what DTensor can tell itself."""
+    """Return the boxes of a part that consists of several; None if DTensor can compute the part itself."""
     if all((shard_of(placement) or (0, 1))[1] == 1 for placement in tensor.placements):
         return None
     boxes = place_of(tensor.device_mesh).storage_of(tensor).boxes()
@@ -159,7 +159,7 @@ def _boxes(tensor: DTensor) -> tuple[Box, ...] | None:
 
 
 def part_like(given: torch.Tensor, parameter: DTensor) -> DTensor:
-    """`given`, a whole tensor or a DTensor laid out in any way, laid out as `parameter` is."""
+    """Return `given`, a whole tensor or a DTensor of any layout, laid out as `parameter` is."""
     place = place_of(parameter.device_mesh, local_of_dtensor(parameter).device)
     storage = place.storage_of(parameter)
     if isinstance(given, DTensor):

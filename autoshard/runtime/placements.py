@@ -1,9 +1,9 @@
-"""The border with DTensor: layouts as its placements, and one rank's part as its local tensor.
+"""Convert layouts to DTensor placements and back, and one rank's part to a local tensor.
 
-DTensor applies placements from left to right, each to what the ones before left over. A digit of ours is
-relative to the whole dim, so `outer` is divided by the digits that stand outside of it and were already taken.
+DTensor applies placements from left to right, each to the result of those before it. A digit of ours is relative to
+the whole dim, so `outer` is divided by the digits outside of it that were already applied.
 
-A dim that does not divide is stored unpadded by DTensor (as `torch.chunk` cuts it) and padded by a graph, so
+If the axis does not divide a dim, DTensor stores the part unpadded (as `torch.chunk` cuts it) and a graph pads it, so
 that shapes are equal on all ranks.
 """
 
@@ -27,7 +27,7 @@ from passes.ir.mesh import Mesh
 
 
 def dtensor_placements(layout: Layout, mesh: Mesh) -> tuple[DPlacement, ...]:
-    """`layout` as DTensor's placements, one per mesh axis. Inverse: `layout_of_placements`."""
+    """Return `layout` as DTensor's placements, one per mesh axis. Inverse: `layout_of_placements`."""
     return tuple(_dtensor_placement(layout, axis, mesh) for axis in range(mesh.ndim))
 
 
@@ -42,7 +42,7 @@ def _dtensor_placement(layout: Layout, axis: int, mesh: Mesh) -> DPlacement:
 
 
 def _taken_before(layout: Layout, axis: int, placement: Shard, mesh: Mesh) -> int:
-    """Ranks that outer digits of the same dim, on axes to the left, divide the dim among."""
+    """Return the number of ranks, on axes to the left, that outer digits of the same dim divide it among."""
     taken = 1
     for left in range(axis):
         other = layout.on(left)
@@ -52,7 +52,7 @@ def _taken_before(layout: Layout, axis: int, placement: Shard, mesh: Mesh) -> in
 
 
 def layout_of_placements(placements: Sequence[DPlacement], mesh: Mesh) -> Layout:
-    """DTensor's placements as a layout. Raises ConstraintError for one that is no layout of ours."""
+    """Return DTensor's placements as a layout. Raises ConstraintError for a placement that a layout cannot express."""
     layout = Layout((R,) * mesh.ndim)
     if len(placements) != mesh.ndim:
         raise ConstraintError(f"mesh {mesh} needs {mesh.ndim} placements, got {tuple(placements)}")
@@ -70,7 +70,7 @@ def _placement(placement: DPlacement, left: Layout, axis: int, mesh: Mesh) -> Pl
     if shard is None:
         raise ConstraintError(f"placement {placement} is none of Replicate(), Shard(dim) and Partial()")
     dim, factor = shard
-    # The factor counts blocks of what the axes to the left left over: walk their digits, outermost first.
+    # The factor counts blocks of what remains after the axes to the left: walk their digits, outermost first.
     outer, remaining = 1, factor
     for other in left.axes_on(dim):
         digit = left.on(other)
@@ -103,12 +103,12 @@ class Storage:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of the part in a graph: equal on all ranks."""
+        """Return the shape of the part in a graph: equal on all ranks."""
         return local_shape(self.layout, self.shape, self.mesh)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part as DTensor stores it."""
+        """Return the shape of the part as DTensor stores it."""
         return tuple(
             size if part is None else part.blocks * part.kept
             for size, part in zip(self.padded_shape, self._remainders(), strict=True)
@@ -119,7 +119,7 @@ class Storage:
         return all(part is None for part in self._remainders())
 
     def pad(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a stored part as a graph wants it: zeros where the dim has ended."""
+        """Return a stored part as a graph takes it, with zeros beyond the end of the dim."""
         for dim, part in enumerate(self._remainders()):
             if part is None or part.kept == part.length:
                 continue
@@ -130,7 +130,7 @@ class Storage:
         return local
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """Inverse of `pad`."""
+        """Remove the padding that `pad` added."""
         for dim, part in enumerate(self._remainders()):
             if part is None or part.kept == part.length:
                 continue
@@ -139,7 +139,7 @@ class Storage:
         return padded.contiguous()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a global tensor, without padding; a view where it can be."""
+        """Return this rank's part of a global tensor, without padding; a view if possible."""
         for dim in range(whole.dim()):
             for axis in reversed(self.layout.axes_on(dim)):
                 placement = self.layout.on(axis)
@@ -160,7 +160,7 @@ class Storage:
         return tuple(boxes)
 
     def _indices(self, dim: int, size: int) -> torch.Tensor:
-        """Global indices on `dim` that this rank stores, in order."""
+        """Return the global indices on `dim` that this rank stores, in order."""
         indices = torch.arange(size, device="cpu")
         for axis in reversed(self.layout.axes_on(dim)):
             placement = self.layout.on(axis)
@@ -189,7 +189,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Remainder:
-    """A dim that does not divide: of each of `blocks` blocks of `length`, this rank has `kept` elements."""
+    """Uneven part of a dim: of each of `blocks` blocks of `length`, this rank has `kept` elements."""
 
     blocks: int
     length: int
@@ -213,7 +213,7 @@ def _cut(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> 
 
 
 def _runs(indices: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Maximal runs of consecutive indices: (first index, length, position of the first)."""
+    """Return the maximal runs of consecutive indices: (first index, length, position of the first)."""
     breaks = (indices.diff() != 1).nonzero().flatten() + 1
     starts = [0, *breaks.tolist()]
     ends = [*breaks.tolist(), len(indices)]

@@ -1,7 +1,7 @@
-"""Process groups of a mesh under names that are equal on every rank.
+"""Register process groups of a mesh under names that are equal on every rank.
 
-A collective in a graph names its group. The name that torch gives a group differs from rank to rank, and
-with it would the graphs; `Mesh.group_name` does not, so every rank registers its own group under it.
+A collective in a graph names its group. PyTorch's name of a group differs from rank to rank, and so would the graphs;
+`Mesh.group_name` does not, so every rank registers its own group under it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The groups that this rank is in, one per registered set of axes, and one for messages between ranks."""
+    """The groups that this rank is in, one per registered set of axes, and a control group for messages between ranks.
+    """
 
     device_mesh: DeviceMesh
     mesh: Mesh
@@ -37,18 +38,18 @@ class MeshGroups:
 
     @property
     def rank(self) -> int:
-        """Global rank of this process."""
+        """Return the global rank of this process."""
         return dist.get_rank()
 
     def close(self) -> None:
-        """Forget the names. The groups end with `torch.distributed.destroy_process_group`."""
+        """Unregister the names; `torch.distributed.destroy_process_group` destroys the groups themselves."""
         for name in self.names:
             if is_group_registered(name):
                 unregister_group(name)
 
 
 def axes_used(graphs: Iterable[GraphModule], mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    """Sets of axes that the collectives of `graphs` run over, in an order that is equal on all ranks."""
+    """Return the sets of axes that the collectives of `graphs` run over, in an order that is equal on all ranks."""
     found: set[tuple[str, ...]] = set()
     for gm in graphs:
         for node in gm.graph.nodes:
@@ -69,9 +70,9 @@ def _axes_of(argument: object, mesh: Mesh) -> tuple[str, ...]:
 def open_groups(device_mesh: DeviceMesh, mesh: Mesh, axes: Iterable[tuple[str, ...]] = ()) -> MeshGroups:
     """Register a group for each set of axes; all ranks of the mesh must call it with the same sets.
 
-    Ranks outside the mesh need not call it. Groups of one axis are the device mesh's own; others are made
-    with its timeout. Raises MeshError where the ranks of a group do not ascend: torch sorts them, and
-    a rank's place in the group would no longer be its coordinate.
+    Ranks outside the mesh need not call it. Groups of one axis are the device mesh's own; others are made with its
+    timeout. Raises MeshError if the ranks of a group do not ascend: torch sorts them, and a rank's place in the group
+    would no longer be its coordinate.
     """
     if device_mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")

@@ -1,4 +1,4 @@
-"""Predicted against measured: each collective and each module of a step, on the mesh that it runs on."""
+"""Compare predicted and measured times of each collective and each module of a step, on the mesh that it runs on."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from passes.ir.units import format_bytes, format_seconds
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-ROUNDS = 3  # the least of so many counts: what else runs only adds
-APART = 4  # times as many bytes as the smallest message, that another has to have to tell of a link
-OUTSIDE = "(model)"  # calls that are in no module
+ROUNDS = 3  # repetitions, of which the fastest counts: other processes only add time
+APART = 4  # ratio of largest to smallest message, in bytes, from which both latency and bandwidth can be fitted
+OUTSIDE = "(model)"  # name for calls outside of all modules
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A message of the step: the plan's collectives that it runs, and seconds on the slowest rank, with nothing beside it."""
+    """A message of the step: the plan's collectives that it carries, and seconds on the slowest rank, with nothing
+    concurrent.
+    """
 
     name: str  # of its node
     kind: str
@@ -64,8 +66,11 @@ class RegionTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `model.profile(...)` measured. `step` is one forward and backward as they run, with all that overlaps;
-    `hardware` are the figures with which the predictions would have been nearest."""
+    """Result of `model.profile(...)`.
+
+    `step` is one forward and backward in seconds, with all overlap; `hardware` are the figures with which the
+    predictions would have been nearest.
+    """
 
     mesh: Mesh
     predicted_step: float
@@ -83,7 +88,7 @@ def profile(
 ) -> Profile:
     """Run one call of a model and its backward, call by call and as a whole. All ranks of the mesh call it together.
 
-    Parameters, their gradients and buffers are left as they are. Raises UserError where the hardware's figures are unknown.
+    Parameters, their gradients and buffers are not changed. Raises UserError if the hardware's figures are unknown.
     """
     mesh = execution.local.plan.mesh
     if mesh.hardware is None:
@@ -120,7 +125,7 @@ def profile(
 
 
 class _Watch:
-    """Runs graphs call by call on a clock; each collective waits for all ranks, and is waited for where it starts."""
+    """Timer of graphs call by call; all ranks synchronize before a collective, which is awaited at once."""
 
     def __init__(self, groups: MeshGroups, device: torch.device) -> None:
         self.groups, self.device = groups, device
@@ -177,16 +182,16 @@ def _is_collective(node: Node) -> bool:
 
 
 def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> None:
-    """Run a forward, and a backward from ones where there is one; buffers get their old values back."""
+    """Run a forward, and its backward (if any) with gradients of ones; buffers get their old values back."""
     buffers = [slot if isinstance(slot, torch.Tensor) else slot.read() for slot in execution.buffers.values()]
     old = [buffer.clone() for buffer in buffers]
     outputs, _ = flatten_pytree(execution.run(args, kwargs, seed))
     differentiable = [one for _, one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     parameters = [execution.parameters[name].slot.read() for name in execution.parameter_names]
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
-    if differentiable and wanted:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if differentiable and trainable:
         tangents = [torch.ones_like(one) for one in differentiable]
-        torch.autograd.grad(differentiable, wanted, tangents, allow_unused=True)
+        torch.autograd.grad(differentiable, trainable, tangents, allow_unused=True)
     with torch.no_grad():
         for buffer, value in zip(buffers, old, strict=True):
             buffer.copy_(value)
@@ -201,13 +206,13 @@ def _whole(
 
 
 def _slowest(groups: MeshGroups, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Take each as it was on the rank where it took longest."""
+    """Return each time on the rank where it took longest."""
     everywhere = exchange(groups, dict(seconds))
     return {key: max(one[key] for one in everywhere) for key in seconds}
 
 
 def _key(task: Task) -> Iterator[str]:
-    """Return the calls that a task stands for, as they are timed."""
+    """Return the keys of the timed calls that a task stands for."""
     return (f"{'backward' if task.backward else 'forward'}.{name}" for name in task.nodes)
 
 
@@ -247,8 +252,11 @@ def _products(
 def _recalibrated(
     mesh: Mesh, hardware: Hardware, collectives: Sequence[CollectiveTime], products: Iterator[ProductTime]
 ) -> Hardware:
-    """Return the figures that explain what was measured: of products that took more than a launch, and of links over which
-    messages of quite different sizes went. What nothing tells of stays."""
+    """Return the hardware's figures that fit the measurements.
+
+    Used are products that took more than a launch, and links with messages of quite different sizes. Other figures do
+    not change.
+    """
     if measured := tuple(one for one in products if one.seconds > LONG * hardware.launch):
         hardware = fit_products(hardware, measured)
     times = [TransferTime(c.kind, c.axes, mesh.group_shape(c.axes), c.nbytes, c.measured) for c in collectives]

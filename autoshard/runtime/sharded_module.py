@@ -39,12 +39,14 @@ class FirstCall:
     parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
 
 
-Planner = Callable[[FirstCall, Decided | None], LocalProgram]  # with the plan that it has to follow
+Planner = Callable[[FirstCall, Decided | None], LocalProgram]  # called with the first rank's plan to follow
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A parameter that ranks cut from different values: wrong, unless it is written before the first step."""
+    """A parameter that was cut from different values on different ranks: an error, unless it is overwritten before the
+    first step.
+    """
 
     name: str
     parameter: torch.Tensor
@@ -52,14 +54,14 @@ class Suspect:
     problem: str
 
     def check(self, present: torch.Tensor) -> None:
-        """Raise InputError where the parameter is as it was."""
+        """Raise InputError if the parameter was not overwritten."""
         if present is self.parameter and present._version == self.version:
             raise InputError(self.problem)
 
 
 @dataclass
 class RuntimeState:
-    """What a sharded module knows beside the user's attributes; it changes as calls come."""
+    """A sharded module's state apart from the user's attributes; calls change it."""
 
     kind: type[nn.Module]  # the user's class
     place: Place
@@ -67,7 +69,7 @@ class RuntimeState:
     planner: Planner
     mode: Mode
     seed: int  # equal on all ranks
-    modules: tuple[nn.Module, ...]  # all of the model's, itself first
+    modules: tuple[nn.Module, ...]  # all modules of the model, itself first
     parameters: tuple[Slot, ...]
     step: int = 0
     layouts: Mapping[str, Layout] | None = None
@@ -79,8 +81,8 @@ class RuntimeState:
 class ShardedModule(nn.Module):
     """A module on a mesh, as `autoshard(model, mesh)` returns it; also an instance of the user's class.
 
-    A call takes this rank's part of each input, as a plain tensor, or a DTensor, and gives this rank's part of
-    each output.
+    A call takes this rank's part of each input, as a plain tensor, or a DTensor, and returns this rank's part of each
+    output.
     """
 
     _autoshard: RuntimeState
@@ -88,8 +90,8 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program for the module's present mode; the first call in a mode captures and compiles it.
 
-        Raises InputError for a call that does not fit, or values that differ where they are replicated, and
-        DistributedError where another rank failed.
+        Raises InputError for a call that does not fit, or for replicated values that differ, and DistributedError if
+        another rank failed.
         """
         state = self._autoshard
         key = _key(state)
@@ -104,7 +106,7 @@ class ShardedModule(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """The plan of the first program: for training, where the model was first called for it."""
+        """Return the plan of the first program: for training, if the model was first called in that mode."""
         return self._first().local.plan
 
     def _first(self) -> Execution:
@@ -116,12 +118,12 @@ class ShardedModule(nn.Module):
     def shard(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's part of a global batch, given as the arguments of a call.
 
-        Positional arguments come back as a tuple, keyword arguments as a dict, and where there are both, `(tuple, dict)`:
+        Positional arguments come back as a tuple, keyword arguments as a dict, and both together as `(tuple, dict)`:
 
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
-        Any call that was captured can be given; the first one's error is raised where none fits. Raises InputError for a
+        The arguments must fit one of the captured calls; if none fits, the first one's error is raised. Raises InputError for a
         call, or a batch, of another shape than captured, and before anything was captured.
         """
         positional, named = self._shard(args, kwargs)
@@ -140,11 +142,12 @@ class ShardedModule(nn.Module):
         raise problems[0]
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """Predicted and measured time of one call with this rank's part of a batch, and of its backward: of the step, of
-        each collective and of each module; and the hardware's figures that fit what was measured. Gradients, buffers and
-        parameters stay as they are. All ranks call it together.
+        """Measure one call with this rank's part of a batch, and its backward, and compare them with the prediction.
 
-        Raises InputError before anything was captured for the present mode; UserError where the hardware is unknown.
+        The profile has the times of the step, of each collective and of each module, and the hardware's figures that
+        fit the measurements. Gradients, buffers and parameters are not changed. All ranks call it together.
+
+        Raises InputError before anything was captured for the present mode; UserError if the hardware is unknown.
         """
         state = self._autoshard
         execution = state.executions.get(_key(state))
@@ -155,7 +158,8 @@ class ShardedModule(nn.Module):
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
     ) -> DistributedSampler[Any]:
-        """Return a sampler for a DataLoader: other samples where the batch is split, the same where it is not.
+        """Return a sampler for a DataLoader: different samples on axes that split the batch, the same samples on
+        others.
 
         The loader's batch size is this rank's part of the batch. Raises InputError before anything was captured.
         """
@@ -184,11 +188,12 @@ def shard_module(
     planned: LocalProgram | None = None,
     gradients: bool = True,
 ) -> ShardedModule:
-    """Return a copy of `module` on the mesh of `place`; `module` is left as it is. All ranks of the mesh call it together.
+    """Return a copy of `module` on the mesh of `place`; `module` is not changed. All ranks of the mesh call it
+    together.
 
-    A `planned` program, for the module's present mode and `gradients`, is compiled now and parameters are stored as it says
-    from the start; without, parameters are whole on every rank until the first call, which `planner` plans.
-    Raises MeshError, CaptureError, and DistributedError where another rank fails.
+    A `planned` program, for the module's present mode and `gradients`, is compiled now, and parameters are stored as
+    it says from the start. Without one, parameters are whole on every rank until the first call, which `planner`
+    plans. Raises MeshError, CaptureError, and DistributedError if another rank fails.
     """
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
@@ -216,7 +221,7 @@ def shard_module(
 
 
 def as_written(model: ShardedModule) -> nn.Module:
-    """Return the model as its user wrote it, in its present state but for values: parameters on meta, of global shape."""
+    """Return the model as its user wrote it, in its present state, with parameters on meta and of global shape."""
     state, kind = model._autoshard, type(model)
     del model._autoshard
     model.__class__ = state.kind  # type: ignore[assignment]
@@ -228,7 +233,7 @@ def as_written(model: ShardedModule) -> nn.Module:
 
 
 def _key(state: RuntimeState) -> Key:
-    """Return what a program depends on beside its arguments."""
+    """Return what a program depends on besides its arguments."""
     return (
         torch.is_grad_enabled(),
         tuple(module.training for module in state.modules),
@@ -258,7 +263,9 @@ def _build(model: ShardedModule, key: Key, local: LocalProgram) -> None:
 
 
 def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple[Suspect, ...]:
-    """Parameters that differ between ranks: not an error yet, as a checkpoint may be loaded before the first call."""
+    """Return the parameters that differ between ranks: no error yet, as a checkpoint may be loaded before the first
+    call.
+    """
     named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     whole = replicated(groups.mesh)
     problems = differences(groups, [Given(f"parameter {name!r}", _ONE_MODEL, whole, p) for name, p in named])
@@ -271,7 +278,9 @@ def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple
 
 
 def _agree_on_parameters(model: ShardedModule) -> None:
-    """Before whole parameters are cut, they must be one model: ranks seeded differently would mix theirs."""
+    """Check that whole parameters are equal before they are cut: ranks with different seeds would mix different
+    models.
+    """
     state = model._autoshard
     whole = replicated(state.place.mesh)
     given = [
@@ -287,7 +296,7 @@ _ONE_MODEL = "build the model with the same seed on every rank, or load the same
 
 
 def _agree_on_inputs(state: RuntimeState, execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """On the first step: inputs that fit on every rank, and equal ones where they are replicated."""
+    """Check the inputs of the first step: valid on every rank, and equal where they are replicated."""
 
     def check() -> None:
         execution.check_inputs(args, kwargs)

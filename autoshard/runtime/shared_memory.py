@@ -1,4 +1,4 @@
-"""Memory of each rank that the others of its group read and write, for operators that send by themselves."""
+"""Reserve symmetric memory, which the ranks of a group access directly, for operators that send by themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from passes.errors import MeshError, UserError
 from passes.ir.graph import operands, tensor_of
 from passes.ir.matmul_chunks.one_operator import OPERATORS
 
-DEVICES = ("cuda",)  # that can share memory
+DEVICES = ("cuda",)  # device types that can share memory
 
 
 def check_devices(options: Options, device_type: str) -> None:
-    """Raise UserError where memory is to be shared between devices that cannot."""
+    """Raise UserError if symmetric memory is requested on devices that cannot share memory."""
     given = options.hiding
     if given is not None and given.symmetric_memory and device_type not in DEVICES:
         raise UserError(
@@ -27,9 +27,9 @@ def check_devices(options: Options, device_type: str) -> None:
 
 
 def share_memory(graphs: Sequence[GraphModule]) -> None:
-    """Set up what the operators of these graphs need; all ranks call it together, before the first step.
+    """Set up the symmetric memory that these graphs need; all ranks call it together, before the first step.
 
-    Raises MeshError where the ranks of a group do not reach each other's memory.
+    Raises MeshError if the ranks of a group do not reach each other's memory.
     """
     for group, nbytes in shared_bytes(graphs).items():
         try:
@@ -50,7 +50,7 @@ def shared_bytes(graphs: Sequence[GraphModule]) -> dict[str, int]:
                 rows, other = (tensor_of(operand) for operand in operands(node)[:2])
                 count, ranks, group = math.prod(rows.shape[:-1]), node.args[-2], str(node.args[-1])
                 assert isinstance(ranks, int)
-                # A gather's part is read where it lies; of a reduction, terms for two ranks are.
+                # A gather shares this rank's part; a reduction shares the terms for two ranks.
                 elements = rows.numel() if node.target is ALL_GATHER_MATMUL else 2 * count // ranks * other.shape[1]
                 found[group] = max(found.get(group, 0), elements * rows.element_size())
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""One plan for all ranks of a mesh: the first rank reads or makes it, the others follow."""
+"""Share one plan among all ranks of a mesh: the first rank reads or makes it, the others follow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.process_groups import MeshGroups
 from passes.errors import DistributedError, PlanError
 
-Decided = Callable[[], ShardingPlan]  # waits for what the first rank decided
+Decided = Callable[[], ShardingPlan]  # waits for the first rank's plan
 
 
 def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> ShardingPlan:
-    """Return the plan that the first rank was given, on every rank; a file is read there alone.
+    """Return the first rank's plan on every rank; only that rank reads a file.
 
-    Raises PlanError there, and DistributedError elsewhere, where it cannot be read.
+    If it cannot be read, raises PlanError there, and DistributedError elsewhere.
     """
 
     if not isinstance(plan, ShardingPlan | str | PathLike):
@@ -35,11 +35,11 @@ def given_plan(groups: MeshGroups, plan: ShardingPlan | str | PathLike[str]) -> 
 
 
 def plan_together(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram]) -> LocalProgram:
-    """`attempt(None)` decides on the first rank; on the others, `attempt(decided)` makes the program of its plan.
+    """Plan on the first rank with `attempt(None)`; on the others, `attempt(decided)` makes the program of its plan.
 
     `decided()` waits for the plan, so that a rank can capture its model meanwhile. Raises what `attempt` raises here,
-    and DistributedError where it failed on another rank, or where this rank has another model or other arguments than
-    the first.
+    and DistributedError if it failed on another rank, or if this rank has another model or other arguments than the
+    first.
     """
     run = _lead if _leads(groups) else _follow
     return together(groups, "planning", lambda: run(groups, attempt))
@@ -51,9 +51,9 @@ def _leads(groups: MeshGroups) -> bool:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What became of the first rank's attempt, as it sends it to the others."""
+    """Result of the first rank's attempt, as it is sent to the others."""
 
-    plan: str  # JSON; empty: it failed
+    plan: str  # JSON; empty if it failed
     failure: str = ""
 
 
@@ -89,4 +89,4 @@ def _follow(groups: MeshGroups, attempt: Callable[[Decided | None], LocalProgram
         ) from error
     finally:
         if not received:
-            of_first(groups, _Decision(""))  # the first rank sends it to all, used or not
+            of_first(groups, _Decision(""))  # the first rank sends it to all, whether used or not

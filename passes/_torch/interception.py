@@ -1,4 +1,4 @@
-"""Calls of torch's ops, each given to a function that makes it or answers in its place."""
+"""Interception of torch's ops: each call is given to a function that runs or replaces it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def intercepted(call: Calls, *, as_traced: bool = False) -> Iterator[None]:
     """Let `call` answer every op below autograd; ops that it calls itself are not intercepted.
 
-    With `as_traced`, an op that a trace would take apart above autograd is taken apart in the same way: `dropout` is
+    With `as_traced`, ops that tracing decomposes above autograd are decomposed in the same way: `dropout` becomes
     `native_dropout` on every device.
     """
     with ExitStack() as stack:

@@ -39,13 +39,13 @@ def program_of(
     optimizer: str | None = "adamw",
     fused: bool = True,
 ) -> Program:
-    """Return the step that a partitioned LOCAL graph makes, priced on `mesh.hardware`.
+    """Return the step of a partitioned LOCAL graph, priced on `mesh.hardware`.
 
-    `outputs` and `gradients` say what the forward and the backward return (`Split.outputs`, `Split.gradients`);
-    without them, what the backward does not take is an output, and a gradient has the name of the module that made
-    it. `optimizer` ("adamw", "sgd" without momentum, None) updates what has a gradient, in one pass over its state.
-    With `fused`, what Inductor makes one kernel is one task, and what stays inside it is no memory; without, each
-    call is a task, as in eager mode.
+    `outputs` and `gradients` name the results of the forward and the backward (`Split.outputs`, `Split.gradients`);
+    without them, a result that the backward does not read is an output, and a gradient has the name of the module that
+    computes it. `optimizer` ("adamw", "sgd" without momentum, None) updates each parameter with a gradient, in one pass
+    over its state. With `fused`, the calls that Inductor fuses are one task, and values inside of it take no memory;
+    otherwise, each call is a task, as in eager mode.
 
     Raises UserError for a mesh without hardware or an unknown optimizer.
     """
@@ -127,7 +127,7 @@ def _add_graph(
 ) -> Mapping[Node, tuple[str, ...]]:
     """Add the tasks and buffers of a graph; return the names of its nodes' buffers.
 
-    `held` are placeholders whose values an earlier graph has made, with their buffers.
+    `held` are placeholders whose values an earlier graph has computed, with their buffers.
     """
     known = set(step.buffers) if backward else set[str]()  # there before the tangents are
     values = values_of_graph(graph, held, backward=backward)
@@ -185,7 +185,7 @@ def _copy_buffers(step: _Step, names: Sequence[str]) -> None:
 
 
 def _updates(step: _Step, gradient: Node, names: tuple[str, ...], fqn: str, optimizer: str | None) -> list[Task]:
-    """Return the update of the parameter that a gradient is of; none for the gradient of an input."""
+    """Return the update for a parameter's gradient; none for the gradient of an input."""
     if optimizer is None or fqn.startswith("input:") or not names:
         return []
     parameter = f"{InputRole.PARAMETER.value}.{fqn}"
@@ -203,7 +203,7 @@ def _program(step: _Step, updates: Sequence[Task]) -> Program:
 
 
 def _with_deferrable(tasks: list[Task], buffers: Mapping[str, Buffer], generated: set[str]) -> list[Task]:
-    """Mark collectives whose results become results of the program by moves, casts and collectives alone."""
+    """Mark collectives that lead to results of the program only through moves, casts and collectives."""
     readers: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         for name in task.inputs:

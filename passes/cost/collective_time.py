@@ -1,7 +1,7 @@
 """Predict the seconds of a collective: the formula of its kind, compiled, with the machine's figures.
 
-The formulas, and what they are of, are in `passes/ir/collectives`; `tests/cost/test_collective.py` holds them to published
-NCCL figures.
+The formulas and their symbols are in `passes/ir/collectives`; `tests/cost/test_collective.py` compares them with
+published NCCL figures.
 """
 
 from __future__ import annotations

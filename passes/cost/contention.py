@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Contention:
-    """Hold by which part of their time kernels and collectives take longer while they overlap; 0: not at all.
+    """The fraction of their time by which kernels and collectives are slowed down while they overlap; 0: not at all.
 
     `kernels * links` is below 1; otherwise it would be faster not to overlap them.
     """
@@ -24,10 +24,11 @@ class Contention:
         return self.kernels > 0 or self.links > 0
 
     def kernel_end(self, start: float, seconds: float, busy_until: float) -> float:
-        """Return when a kernel that takes `seconds` alone ends, if it starts at `start` and links are in use until `busy_until`.
+        """Return when a kernel that takes `seconds` alone ends, if it starts at `start` and links are in use until
+        `busy_until`.
 
-        Links in use at a kernel's start stay in use until their queues are empty; no collective that is issued after the
-        kernel starts before it ends.
+        Links in use at a kernel's start stay in use until their queues are empty; no collective that is issued after
+        the kernel starts before the kernel ends.
         """
         in_use = max(0.0, busy_until - start) * (1 + self.links)  # seconds, as the kernel slows the links down
         beside = min(in_use / (1 + self.kernels), seconds)  # seconds of the kernel's work that it does meanwhile

@@ -77,7 +77,7 @@ def region_bytes(region: Sequence[Node]) -> int:
 def bytes_read(user: Node, operand: Node) -> int:
     """Return the bytes that a node reads of an operand.
 
-    Through a view that repeats elements (expand) or takes some of them (slice), it reads no more than there are.
+    Through a view that repeats elements (expand) or selects some (slice), each stored element counts at most once.
     """
     if user.target in LOOKUPS and user.args[0] is operand:
         return min(node_nbytes(operand), node_nbytes(user))
@@ -251,7 +251,7 @@ def _are_apart(one: Any, other: Any) -> bool:
 
 
 def _elements(node: Node) -> int:
-    """Return the elements of a node's loop: of its results, or of what it reduces."""
+    """Return the elements of a node's loop: of its results, or of the operand that it reduces."""
     tensors = list(results_of(node))
     if is_reduction(node.target):
         tensors += [tensor_of(operand) for operand in operands(node)]
@@ -265,7 +265,7 @@ def _nests(one: int, other: int) -> bool:
 
 
 def _reduces_rows(node: Node) -> bool:
-    """Return whether the last dims are reduced, and no others: a row then stays in one block of threads."""
+    """Return whether only the last dims are reduced: a row then stays in one block of threads."""
     value = operands(node)[0]
     ndim = tensor_of(value).ndim
     names = _argument_names(node.target)

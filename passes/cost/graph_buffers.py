@@ -1,4 +1,4 @@
-"""Name the buffers that hold the values of a graph: a view shares the buffer of what it views."""
+"""Assign a buffer to each value of a graph; a view shares the buffer of its operand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.ir.graph import InputRole, input_of, operands, origin_of, results_of
 
 @dataclass(frozen=True)
 class Values:
-    """Hold the buffers of a graph by name."""
+    """The buffers of a graph by name."""
 
     names: Mapping[Node, tuple[str, ...]]  # one per tensor that a node gives
     readers: Mapping[str, list[Node]]  # calls that read a buffer, through views or directly
@@ -26,7 +26,8 @@ class Values:
 
 
 def values_of_graph(graph: Graph, held: Mapping[Node, tuple[Buffer, ...]], *, backward: bool) -> Values:
-    """Return the buffers of all values of a graph. `held` gives those of placeholders that an earlier graph has filled."""
+    """Return the buffers of all values of a graph; `held` gives those of placeholders that an earlier graph has
+    filled."""
     names: dict[Node, tuple[str, ...]] = {}
     readers: dict[str, list[Node]] = {}
     sizes = {buffer.name: buffer.nbytes for buffers in held.values() for buffer in buffers}
@@ -52,7 +53,7 @@ def values_of_graph(graph: Graph, held: Mapping[Node, tuple[Buffer, ...]], *, ba
 
 
 def viewed_by(node: Node) -> Node | None:
-    """Return the operand that `node` gives as it is or as a view; None for a node that makes buffers of its own."""
+    """Return the operand whose memory the result of `node` shares; None for a node with buffers of its own."""
     if node.op != "call_function":
         return None
     source = node.args[0] if node.args else None

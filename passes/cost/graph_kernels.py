@@ -26,7 +26,7 @@ MAX_READS = 4
 
 @dataclass(frozen=True)
 class Kernel:
-    """Describe calls that run as one: the bytes that they read of each buffer, and the buffers that they write."""
+    """Calls that run as one kernel, the bytes that they read of each buffer, and the buffers that they write."""
 
     nodes: tuple[Node, ...]
     reads: Mapping[str, int]
@@ -65,14 +65,14 @@ def kernels_of(graph: Graph, values: Values, *, fused: bool) -> list[Kernel]:
 
 
 def _groups(graph: Graph, values: Values, inlined: _Inlined, *, fused: bool) -> list[tuple[Node, ...]]:
-    """Return the calls of each kernel: those that make values which are in memory."""
+    """Return the calls of each kernel: those whose values are in memory."""
     calls = [(node,) for node in graph.nodes if node.op == "call_function"]
     made = (tuple(node for node in group if viewed_by(node) is None) for group in (regions(graph) if fused else calls))
     return [group for group in made if not all(name in inlined for node in group for name in values.names[node])]
 
 
 def _inlined(graph: Graph, values: Values) -> _Inlined:
-    """Return the values that each kernel that reads them computes again."""
+    """Return the values that are recomputed in each kernel that reads them."""
     inlined: _Inlined = {}
     for node in graph.nodes:
         if node.op != "call_function" or not _is_pointwise(node):
@@ -108,7 +108,7 @@ def _is_one_loop(
 
 
 def _reads(nodes: tuple[Node, ...], values: Values, inlined: _Inlined) -> dict[str, int]:
-    """Return the buffers that a kernel of these calls reads, and how many bytes of each."""
+    """Return the bytes that a kernel of these calls reads, by buffer."""
     made = {name for node in nodes for name in values.names[node]}
     parts: dict[str, dict[object, int]] = {}  # by buffer, by what it is read through
     for node in nodes:

@@ -29,11 +29,11 @@ REORDERED_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class Pricing:
-    """Hold what the price of a kernel depends on besides the kernel."""
+    """What the price of a kernel depends on, except for the kernel."""
 
     mesh: Mesh
     hardware: Hardware
-    fused: bool  # whether Inductor joins kernels, or each call runs by itself
+    fused: bool  # whether Inductor fuses calls, or each runs as a kernel of its own
 
 
 def task_of(kernel: Kernel, pricing: Pricing, *, backward: bool, prefetchable: bool) -> Task:
@@ -79,7 +79,7 @@ def _collective(node: Node, kind: Kind, task: Task, pricing: Pricing, *, prefetc
 
 
 def _pipelined_matmul(node: Node, task: Task, pricing: Pricing) -> Task:
-    """Price an operator that sends while it multiplies."""
+    """Price an operator that overlaps communication with a matrix product."""
     transfer, price = transfer_of(node), pipelined(call_of(node), pricing.hardware)
     axes = pricing.mesh.axes_of_group(str(node.args[-1]))
     return replace(

@@ -73,7 +73,7 @@ def kernel_flops(call: Call) -> float:
 
 
 def kernel_bytes(call: Call) -> float:
-    """Return the bytes that a call reads and writes; of a table that it looks up, only those that it reads."""
+    """Return the bytes that a call reads and writes; of a lookup table, only those that it reads."""
     written = sum(map(tensor_bytes, call.results))
     operands = call.operands
     if call.op in LOOKUPS:
@@ -89,7 +89,7 @@ def tensor_bytes(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """Describe `batch` products of an [m, k] and a [k, n] matrix."""
+    """`batch` products of an [m, k] and a [k, n] matrix."""
 
     batch: int
     m: int
@@ -230,7 +230,7 @@ def _attention_flops(call: Call) -> float:
 
 
 def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
-    """Return how many pairs of a query and a key are computed: if causal, query i attends to keys 0 to i."""
+    """Return the number of query-key pairs that are computed: if causal, query i attends to keys 0 to i."""
     if not is_causal:
         return float(queries * keys)
     seen = min(queries, keys)

@@ -1,4 +1,5 @@
-"""Compute what a step holds in memory, and when: the model's state, and each buffer from its first to its last use."""
+"""Compute which bytes a step holds in memory, and when: the model's state, and each buffer from its first to its last
+use."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def lives(program: Program, starts: Sequence[float], ends: Sequence[float]) -> t
 
 
 def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> list[int]:
-    """Return, per task, the last turn at which it still holds what it reads and writes."""
+    """Return, per task, the last turn until which it keeps its inputs and outputs alive."""
     kernels = [turn for turn, stream in enumerate(index.streams) if stream == 0]
     kernel_starts = [starts[turn] for turn in kernels]
     final = len(starts) - 1
@@ -54,9 +55,9 @@ def _leaves(index: Index, starts: Sequence[float], ends: Sequence[float]) -> lis
 
 
 def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
-    """Let the outputs of a task take the memory of inputs of their size that no later task reads.
+    """Let the outputs of a task reuse the memory of inputs of their size that no later task reads.
 
-    A graph does not write to its inputs: the backward does not work in the forward's memory.
+    A graph does not write to its own inputs, so the backward does not reuse the forward's memory.
     """
     index, buffers, backward = program.index, program.buffers, program.tasks[turn].backward
     dying = [

@@ -11,7 +11,7 @@ OPTIMIZER_STATES: dict[str | None, int] = {"adamw": 2, "sgd": 0, None: 0}
 
 
 def check_optimizer(optimizer: str | None) -> None:
-    """Raise UserError for an optimizer that is not known."""
+    """Raise UserError for an unknown optimizer."""
     if optimizer not in OPTIMIZER_STATES:
         known = ", ".join(repr(name) for name in OPTIMIZER_STATES)
         raise UserError(f"unknown optimizer {optimizer!r}; its memory and time are known for {known}")

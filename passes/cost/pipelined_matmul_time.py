@@ -1,7 +1,8 @@
 """Price the operators that send rows of one rank while they multiply those of another.
 
-As torch/distributed/_symmetric_memory/__init__.py does it on k ranks, in `_pipelined_multi_all_gather_and_consume`
-and `_pipelined_produce_and_all2all`, with P seconds for the product of one rank's rows and L for their way over the link:
+The model follows `_pipelined_multi_all_gather_and_consume` and `_pipelined_produce_and_all2all` of
+torch/distributed/_symmetric_memory/__init__.py. On k ranks, let the product of one rank's rows take P seconds, and their
+transfer over the link L seconds:
 
 - a gather copies its part to memory that the others can read, and synchronizes; then it multiplies that part while the next
   one arrives, and so on: max(k P, (k - 1) L + P). It synchronizes three times in all;
@@ -27,7 +28,7 @@ from passes.rules.rule import Call, Tensor
 
 @dataclass(frozen=True)
 class Pipelined:
-    """Hold the seconds of an operator, and the bytes that it needs while it runs."""
+    """The seconds of an operator, and the bytes that it needs while it runs."""
 
     seconds: float
     sending: float  # of these, seconds in which the link is in use
@@ -38,7 +39,7 @@ class Pipelined:
 
 
 def pipelined(call: Call, hardware: Hardware) -> Pipelined:
-    """Return the price of a call of one of the two operators, on ranks of one node."""
+    """Return the price of a call of one of the two operators, for ranks in one node."""
     if call.op is ALL_GATHER_MATMUL:
         part, others, dim, keep, ranks, _ = call.args
         return _gather(part, others, ranks, hardware, is_moved=dim > 0, keep=keep)

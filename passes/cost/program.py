@@ -1,7 +1,7 @@
 """Describe one device's training step as tasks on streams and buffers in memory.
 
-This is what is simulated, scheduled and reported. A program knows no tensors and no graph. Its tasks stand in the order in
-which the host issues them.
+Programs are simulated, scheduled and reported. They know no tensors and no graph. Their tasks stand in the order in which
+the host issues them.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Task:
 
     @property
     def is_collective(self) -> bool:
-        """Return whether it runs on the stream of a link."""
+        """Return whether the task runs on the stream of a link."""
         return self.stream != COMPUTE
 
     @property
     def is_sending(self) -> bool:
-        """Return whether it is a collective, or a kernel that sends."""
+        """Return whether the task is a collective, or a kernel that sends."""
         return self.stream != COMPUTE or self.link != ""
 
     def span_of_link(self, start: float, end: float) -> tuple[float, float]:
@@ -93,7 +93,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Program:
-    """Hold tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
+    """Tasks in issue order; `mesh` gives the hardware and the groups of collectives."""
 
     tasks: tuple[Task, ...] = field(repr=False)
     buffers: tuple[Buffer, ...] = field(repr=False)
@@ -101,7 +101,7 @@ class Program:
 
     @property
     def contention(self) -> Contention:
-        """Return the hardware's contention; none where the hardware is not known."""
+        """Return the hardware's contention, none if the hardware is unknown."""
         hardware = self.mesh.hardware
         return Contention() if hardware is None else Contention(hardware.contention, hardware.link_contention)
 
@@ -131,7 +131,7 @@ _NUMBERS = {stream: number for number, stream in enumerate(STREAMS)}
 
 @dataclass(frozen=True)
 class Index:
-    """Hold the tasks and buffers of a program by number. Lists are by task unless they say otherwise."""
+    """The tasks and buffers of a program by number. Lists are by task unless stated otherwise."""
 
     inputs: list[tuple[int, ...]]  # buffers
     outputs: list[tuple[int, ...]]
@@ -143,7 +143,7 @@ class Index:
 
     @cached_property
     def makers(self) -> list[int]:
-        """Return, per buffer, the task that writes it; -1: it is live before the first task."""
+        """Return, per buffer, the task that writes it; -1 if it is live before the first task."""
         makers = [-1] * len(self.sizes)
         for number, outputs in enumerate(self.outputs):
             for buffer in outputs:

@@ -19,13 +19,13 @@ from passes.ir.mesh import Mesh
 
 @dataclass
 class ProgramMemo:
-    """Remember the last program that was built, and everything in the graph that it was built from."""
+    """A cache of the last program that was built, with everything in the graph that it depends on."""
 
     _facts: list[Any] = field(default_factory=list)
     _found: Program | None = None
 
     def of(self, gm: GraphModule, mesh: Mesh, *, fused: bool) -> Program:
-        """Return `program_of_graph`, built again only for another graph, mesh or `fused`, or a graph that has changed."""
+        """Return `program_of_graph`, rebuilt only if the graph, the mesh or `fused` has changed."""
         facts: list[Any] = [mesh, fused, outputs_of(gm.graph)]
         for node in gm.graph.nodes:
             facts += (node, node.target, node.args, node.kwargs, *node.meta.values())

@@ -1,4 +1,4 @@
-"""Decide which values a model's blocks keep for the backward, and which the backward computes again."""
+"""Decide which values a model's blocks keep for the backward, and which the backward recomputes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.rules.rule import call_of
 def saved_or_remade(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
     """Return, for each value of a block that the backward needs, whether it is saved or remade, in graph order.
 
-    `kept` are kinds of values that are saved although they do not leave their block.
+    Kinds in `kept` are saved although they do not leave their block.
     """
     saved = {stored(node, blocks) for node in blocks.leaving()}
     saved |= {node for node, kind in blocks.kind.items() if kind in kept or _draws(node)}
@@ -45,7 +45,8 @@ def _draws(node: Node) -> bool:
 
 
 def stored(node: Node, blocks: Blocks) -> Node:
-    """Return what to keep for a value that leaves its block: the memory that it is a view of, or what was gathered into it."""
+    """Return the value to keep for one that leaves its block: the memory that it views, or the value before its
+    gather."""
     found = at = source_of(node)
     while _is_moved(at) and blocks.block.get(source := source_of(operands(at)[0])) == blocks.block[node]:
         at = source

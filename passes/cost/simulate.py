@@ -33,7 +33,7 @@ from passes.cost.program import Buffer, Index, Program, Task
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when each task of a program runs, and what is live meanwhile. Seconds and bytes; tasks in issue order."""
+    """When each task of a program runs, and which buffers are live. Seconds and bytes; tasks in issue order."""
 
     program: Program = field(repr=False)
     starts: tuple[float, ...] = field(repr=False)
@@ -196,7 +196,7 @@ def _times(
 
 @dataclass(frozen=True)
 class _Gaps:
-    """Hold when the compute stream is idle: disjoint intervals in order, the last one without end."""
+    """The intervals in which the compute stream is idle: disjoint, in order, the last one without end."""
 
     starts: list[float]
     ends: list[float]

@@ -53,7 +53,7 @@ def _unrolled(program: Program, run: Run) -> Program:
 
 @dataclass(frozen=True)
 class _Period:
-    """Hold the kept layers on one side of the removed ones: tasks in order, buffers in the order of their tasks."""
+    """The kept layers on one side of the removed ones: tasks in order, buffers in the order of their tasks."""
 
     tasks: tuple[int, ...]  # numbers in the program
     layers: tuple[int, ...]  # of each task, the position of its layer among the kept ones
@@ -132,13 +132,16 @@ def _check_readers(program: Program, run: Run, lower: _Period, upper: _Period, l
 
 
 def _kind_of_task(run: Run, task: Task) -> dict[str, object]:
-    """Return what is the same in every layer."""
+    """Return the properties of a task that are the same in every layer."""
     relative = {"fqn": _relative(run, task.fqn), "inputs": len(task.inputs), "outputs": len(task.outputs)}
     return vars(task) | relative | {"name": "", "nodes": (), "steps": ()}
 
 
 def _kind_of_buffer(run: Run, buffer: Buffer) -> dict[str, object]:
-    """Return what is the same in every layer. Which values are saved may differ: the lower layers decide for all."""
+    """Return the properties of a buffer that are the same in every layer.
+
+    Which values are saved may differ: the lower layers decide for all.
+    """
     return vars(buffer) | {"name": "", "node": "", "kind": "", "fqn": _relative(run, buffer.fqn)}
 
 
@@ -154,7 +157,7 @@ def _unlike(run: Run, why: str) -> UnlikeLayersError:
 
 @dataclass(frozen=True)
 class _Read:
-    """Describe what a task reads: a buffer outside of the layers, one of its own period, or one `shift` periods further."""
+    """An input of a task: a buffer outside of the layers, one of its own period, or one `shift` periods further."""
 
     outside: str
     buffer: int = -1
@@ -180,7 +183,7 @@ def _reads(program: Program, run: Run, lower: _Period, upper: _Period, member: i
 
 @dataclass(frozen=True)
 class _Copier:
-    """Make the copies. Period 0 is the lower one, 1 to `run.copies` are the copies, the last is the upper one."""
+    """Makes the copies. Period 0 is the lower one, 1 to `run.copies` are the copies, the last is the upper one."""
 
     program: Program
     run: Run
@@ -235,7 +238,7 @@ class _Copier:
         )
 
     def _inputs(self, period: int, member: int) -> tuple[str, ...]:
-        """Return the names of what task `member` of a period reads."""
+        """Return the names of the inputs of task `member` in a period."""
         task = None
         if period == 0:
             task = self.program.tasks[self.lower.tasks[member]]
@@ -270,7 +273,8 @@ class _Copier:
         return self.run.removed[(period - 1) * self.run.period + place]
 
     def _fqn(self, fqn: str, period: int) -> str:
-        """Return the name in another period of what is `fqn` in the lower layers (for the last period: in the upper ones)."""
+        """Return the name in another period that corresponds to `fqn` in the lower layers (for the last period: in the
+        upper ones)."""
         run = self.run
         index = index_in(run.prefix, fqn)
         if index is None:

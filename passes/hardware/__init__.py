@@ -1,1 +1,1 @@
-"""Describe machines by figures: `hardware.py` has the record and its file, `presets/` the machines that are known."""
+"""Figures of machines: `hardware.py` has the record and its file, `presets/` the known machines."""

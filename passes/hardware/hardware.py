@@ -1,4 +1,4 @@
-"""Describe a machine by figures: what one device computes, stores and moves, and the links between devices.
+"""The figures of a machine: what one device computes, stores and moves, and the links between devices.
 
 A preset holds figures from datasheets and published measurements, each with its source. `python -m autoshard calibrate`
 measures a machine and writes a file of the same form; `hardware_named` reads both.
@@ -23,7 +23,7 @@ PRESETS = files("passes.hardware") / "presets"  # a JSON file each, with a sourc
 
 @dataclass(frozen=True)
 class Link:
-    """Describe what joins a device to others: those in its node, or those in other nodes."""
+    """A link between devices: in a node, or between nodes."""
 
     name: str
     bandwidth: float
@@ -37,13 +37,13 @@ class Link:
 
     @property
     def joins_memory(self) -> bool:
-        """Return whether the devices that it joins can read and write each other's memory (symmetric memory)."""
+        """Return whether the linked devices can read and write each other's memory (symmetric memory)."""
         return self.name in ("NVLink", "NVSwitch")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Describe the devices of a collective: how many, on how many nodes, and how many on the node with fewest."""
+    """The devices of a collective: their number, that of their nodes, and the number on the node with fewest."""
 
     ranks: int
     nodes: int = 1
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Describe one device and its links."""
+    """The figures of one device and its links."""
 
     name: str
     flops: tuple[tuple[str, float], ...]
@@ -91,7 +91,7 @@ class Hardware:
         return hash(self.name)  # every cached price looks it up
 
     def rate(self, dtype: str) -> float:
-        """Return the dense FLOP/s for a dtype; that of f32 for a dtype without a rate of its own."""
+        """Return the dense FLOP/s for a dtype, those of f32 for a dtype without a rate of its own."""
         rates = dict(self.flops)
         name = "f8" if dtype.startswith("f8") else dtype
         return rates[name] if name in rates else rates["f32"]
@@ -102,7 +102,7 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str, *, where: str = "hardware") -> Hardware:
-        """Read what `to_json` wrote. Raises UserError with what is missing or wrong, and `where` it was read from."""
+        """Read what `to_json` wrote. Raises UserError that names the missing or wrong entry, and the origin `where`."""
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -120,9 +120,9 @@ def preset_names() -> tuple[str, ...]:
 
 @cache
 def hardware_named(name: str) -> Hardware:
-    """Return the preset of that name, or the hardware in the JSON file of that path.
+    """Return the preset of that name, or the hardware in the JSON file at that path.
 
-    Raises UserError for a name that is neither; it lists the presets.
+    Raises UserError for a name that is neither, and lists the presets.
     """
     key, presets = name.lower(), preset_names()
     if key in presets:

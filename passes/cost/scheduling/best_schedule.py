@@ -1,6 +1,6 @@
-"""Search the orders that list scheduling makes of a step for the fastest: prefetch window, held kernels, bucket size.
+"""Search the orders of a step that list scheduling gives for the fastest: by prefetch window, held kernels, bucket size.
 
-Among orders that are equally fast, take the one that loses least if links are slower than predicted.
+Among equally fast orders, the one that loses least if links are slower than predicted is chosen.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from passes.cost.simulate import Timeline, simulate
 
 # Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.
 WINDOWS = (1, 2, 4, 8, 16)  # prefetch windows to try, in largest gathers: doubled until that saves nothing
-BUDGET_TRIES = 3  # memory budgets to try until a window fits: each is lower by what the last one was over the limit
-MORE_MEMORY = 1.05  # times the memory of the given order that a better one may take without a limit: 5 % for prefetches
-MOST_SAVED = 0.25  # part of a step that other buckets are assumed to save at most: prunes programs that are slower yet
+BUDGET_TRIES = 3  # memory budgets to try until a window fits: each is lower by the excess of the last one
+MORE_MEMORY = 1.05  # times the memory of the given order, allowed without a limit: 5 % for prefetches
+MOST_SAVED = 0.25  # fraction of a step that other buckets save at most, by assumption: prunes programs that are slower yet
 MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
-HIDDEN = 0.01  # part of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
-WORTH = 0.002  # part of a step that a larger window, or more memory, must save: less is finer than the model
-SLOWER = 1.5  # times the predicted seconds of collectives with which ties are broken: a margin for what is not modelled
+HIDDEN = 0.01  # fraction of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
+WORTH = 0.002  # fraction of a step that a larger window, or more memory, must save: less is within the model's error
+SLOWER = 1.5  # times the predicted seconds of collectives, to break ties: a margin for effects that are not modelled
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold a program in its best order found, with its timeline and the choices that gave it."""
+    """A program in its best order found, with its timeline and the choices that gave it."""
 
     program: Program
     timeline: Timeline
@@ -57,7 +57,7 @@ def schedule(
 
 
 class _Orders:
-    """Compute each order of a program once."""
+    """Computes each order of a program once."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -65,7 +65,7 @@ class _Orders:
 
     @cached_property
     def movable(self) -> MovableTasks:
-        """Return what can move in the program."""
+        """Return which tasks of the program can move."""
         return MovableTasks.of(self.program)
 
     def tried(
@@ -92,7 +92,7 @@ class _Orders:
 
 
 class _Joined:
-    """Bucket the collectives of a program by several sizes, and order each result."""
+    """Buckets the collectives of a program by several sizes, and orders each result."""
 
     def __init__(self, program: Program) -> None:
         self.bucketing = Bucketing(program)
@@ -189,8 +189,11 @@ def _schedule(orders: _Orders, bucket_bytes: int, memory_limit: int | None, coun
 
 
 def _more_robust(orders: _Orders, best: Schedule, memory_limit: int | None, window: int) -> Schedule:
-    """Return the same order with everything prefetched that `window` and memory allow, if that is as fast, and faster
-    with collectives `SLOWER` times as slow: a gather that arrives just in time is late then."""
+    """Return the order with everything prefetched that `window` and memory allow, if it is as fast and more robust.
+
+    More robust means faster with collectives that are `SLOWER` times as slow, when a gather that arrives just in time
+    is late.
+    """
     if not 0 < best.window_bytes < window or not _fits(best.timeline, memory_limit):
         return best
     tried = orders.tried(window, best.bucket_bytes, fill=best.fill, held_seconds=best.held_seconds)
@@ -277,7 +280,7 @@ def _fits(timeline: Timeline, memory_limit: int | None) -> bool:
 
 
 def _key(timeline: Timeline, memory_limit: int | None) -> tuple[float, float]:
-    """Return what to minimise: the step time of those that fit, then the memory of the others."""
+    """Return the key to minimise: the step time of those that fit, then the memory of the others."""
     if _fits(timeline, memory_limit):
         return (0.0, timeline.step_time)
     return (float(timeline.peak_memory), timeline.step_time)

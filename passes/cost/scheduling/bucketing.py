@@ -36,7 +36,7 @@ def buckets(program: Program, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...
 
 
 class Bucketing:
-    """Join the messages of a program by several bucket sizes."""
+    """Joins the messages of a program by several bucket sizes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -1,4 +1,4 @@
-"""Bound from below the communication that any order of a program's tasks exposes."""
+"""Compute a lower bound of the communication that any order of a program's tasks exposes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROWS = 1024  # of a table of tasks x tasks that are computed at once: 8 MB for e
 
 
 def exposed_bound(program: Program) -> float:
-    """Return the seconds of exposed communication that no order of the forward and of the backward goes below.
+    """Return a lower bound of the seconds of exposed communication, for any order of the forward and of the backward.
 
-    Each stream runs its tasks one by one, and each task waits for those that it depends on: it starts after all tasks of a
-    stream that lead to it, and after a collective that leads to it and then the kernels between the two. The same holds
-    after it, to the end. For any set of tasks of one stream, their earliest start, their sum, and the least time after one
-    of them bound the call (Carlier 1982, "The one-machine sequencing problem"); so does the choice of what runs before a
-    task, see `_one_task`. The bound minus the kernels' time is exposed.
+    Each stream runs its tasks one by one, and each task waits for those that it depends on: it starts after all tasks
+    of a stream that lead to it, and after a collective that leads to it and then the kernels between the two. The same
+    holds after it, to the end. For any set of tasks of one stream, their earliest start, their sum, and the least time
+    after one of them bound the call (Carlier 1982, "The one-machine sequencing problem"); so does the choice of what
+    runs before a task, see `_one_task`. The bound minus the kernels' time is exposed.
     """
     return sum(_bound(program, phase) for phase in _phases(program))
 

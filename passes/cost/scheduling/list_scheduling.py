@@ -36,7 +36,7 @@ LATE = 4  # kernels that read reductions: these end in order, except on the othe
 
 @dataclass(frozen=True)
 class ListSchedule:
-    """Hold a program in the order that list scheduling gives it. All `windows`, in bytes, give the same order."""
+    """A program in the order that list scheduling gives it. All `windows`, in bytes, give the same order."""
 
     program: Program
     windows: range
@@ -47,7 +47,7 @@ def list_schedule(
 ) -> ListSchedule:
     """Return the program with at most `window_bytes` gathered ahead of their use.
 
-    With `memory_budget`, nothing that runs ahead brings memory above so many bytes.
+    With `memory_budget`, nothing that runs ahead raises memory above that many bytes.
     """
     scheduler = _Scheduler(movable, window_bytes, fill=fill, held_seconds=held_seconds)
     if memory_budget is not None:
@@ -57,7 +57,7 @@ def list_schedule(
 
 
 class FreeMemory:
-    """Hold the bytes that are free at each turn of a program in its own order, as a sparse table for range minima."""
+    """The bytes that are free at each turn of a program in its own order, as a sparse table for range minima."""
 
     def __init__(self, free: list[int]) -> None:
         self.tables = [free]  # minima over 1, 2, 4, ... turns
@@ -73,7 +73,7 @@ class FreeMemory:
 
 
 class _Queue:
-    """Hold tasks that wait for their turn; the first `reach` of them, `front`, can start out of turn."""
+    """Tasks that wait for their turn; the first `reach` of them, `front`, can start out of turn."""
 
     def __init__(self, numbers: list[int], reach: int, issued: list[bool]) -> None:
         self.numbers, self.reach, self.issued = numbers, reach, issued
@@ -91,7 +91,7 @@ class _Queue:
 
 
 class _Scheduler:
-    """Issue tasks one by one, and keep the clocks that `simulate` will find for this order."""
+    """Issues tasks one by one, with the clocks that `simulate` will compute for this order."""
 
     def __init__(self, movable: MovableTasks, window_bytes: int, *, fill: bool, held_seconds: float) -> None:
         program = movable.program
@@ -286,7 +286,7 @@ class _Scheduler:
         self.pending = [n for n in self.pending if any(self.ready[b] > end for b in self.index.outputs[n])]
 
     def _read(self, number: int) -> None:
-        """Stop counting what a task reads as gathered ahead."""
+        """Stop counting the inputs of a task as gathered ahead."""
         if not self.ahead:
             return
         for buffer in self.index.inputs[number]:

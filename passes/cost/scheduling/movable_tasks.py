@@ -1,4 +1,4 @@
-"""Find which tasks of a program may move and how far, whatever the order: the input of list scheduling.
+"""Find which tasks of a program may move and how far, for list scheduling; the result is the same in any order.
 
 Three kinds can move: gathers of parameters, which may start early; reductions of gradients, which may end late; and the
 kernels that lead to one gradient alone, which may wait.
@@ -18,7 +18,7 @@ NONE, MANY = -1, -2  # instead of the one gradient that a task leads to: it lead
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Describe a gather of parameters with the kernels that compute its operand."""
+    """A gather of parameters with the kernels that compute its operand."""
 
     tasks: tuple[int, ...]
     reads: tuple[int, ...]  # buffers that tasks outside of it write
@@ -29,7 +29,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class MovableTasks:
-    """Hold what is true of a program in any order. Lists are by task."""
+    """The properties of a program that hold in any order. Lists are by task."""
 
     program: Program
     phases: tuple[list[int], ...]  # forward, backward and optimizer
@@ -41,7 +41,7 @@ class MovableTasks:
 
     @staticmethod
     def of(program: Program) -> MovableTasks:
-        """Find them in a program."""
+        """Find the movable tasks of a program."""
         return MovableTasks(
             program,
             tuple([number for number, call in enumerate(program.index.calls) if call == phase] for phase in range(3)),

@@ -14,9 +14,9 @@ from passes.search.model.axis_groups import AxisGroups
 
 
 def pinned_layouts(node: Node, free: Sequence[Layout], mesh: Mesh, axis_groups: AxisGroups) -> list[Layout]:
-    """Return the layouts of a node that meet its pins, from those that it could have without.
+    """Return the layouts of a node that meet its pins, out of those that it could have without pins.
 
-    A parameter may also be padded. Raises ConstraintError where none is left.
+    A parameter may also be padded. Raises ConstraintError if none is left.
     """
     shape = tuple(tensor_of(node).shape)
     is_parameter = node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER
