@@ -13,7 +13,7 @@ TRIES = 4  # at most, as each is simulated: two or three mostly do, as each corr
 
 @dataclass(frozen=True)
 class Tried(Generic[T]):
-    """What was made for an amount of memory, and the bytes to ask for next: less by what it was over; None where it will do."""
+    """A result for an amount of memory, and the bytes to ask for next: less by its excess; None where it will do."""
 
     found: T
     less: float | None
