@@ -131,7 +131,7 @@ class Check:
         return f"{self.results_compared} result{'s' if self.results_compared != 1 else ''}"
 
     def _left_out(self) -> list[str]:
-        """What was not seen."""
+        """Say what was not seen."""
         lines = []
         if self.left_out:
             counts = ", ".join(f"{count} {why}" for why, count in self.left_out.items())

@@ -11,7 +11,7 @@ import numpy as np
 from passes.cost.kernel_time import Product
 from passes.hardware.hardware import Group, Hardware, Link
 
-# Thresholds for noisy times, chosen so that tests/test_figures.py recovers known figures from simulated times.
+# Thresholds for noisy times, chosen so that tests/measure/test_figures.py recovers known figures from simulated times.
 TILES = (4, 8, 16, 32, 64, 128, 256)  # edges to try: powers of two, from a CPU register block to a large GPU thread block
 BOUND_BY_MEMORY = 0.7  # part of a product's time: if memory traffic takes more, the time says little about FLOP/s
 LONG = 4  # in launch times: a shorter product says little about FLOP/s

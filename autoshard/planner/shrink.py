@@ -1,4 +1,4 @@
-"""Ask for less memory, until what is made for it fits as the simulator measures it."""
+"""Retry with less memory until the result fits by the simulator's measure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-TRIES = 4  # at most, as each is simulated: two or three mostly do, as each corrects the last by what it was over
+TRIES = 4  # attempts at most, as each is simulated; two or three mostly suffice, as each corrects the excess of the last
 
 
 @dataclass(frozen=True)
 class Tried(Generic[T]):
-    """A result for an amount of memory, and the bytes to ask for next: less by its excess; None where it will do."""
+    """Result of an attempt, and the bytes to try next: less by its excess; None if it fits."""
 
     found: T
     less: float | None
@@ -26,10 +26,10 @@ def shrink(
     none: float = float("-inf"),
     is_over: Callable[[], bool] = lambda: False,
 ) -> T | None:
-    """Return the first that will do of what is made for `asked` bytes and less, else the last; None where nothing is made.
+    """Return the first result that fits, trying `asked` bytes and then less; else the last; None if there is none.
 
-    For `none` bytes nothing can be made. An amount for which nothing is made takes the next try halfway back to the last one
-    for which something was, and no try goes further than halfway to such an amount. After the first try, `is_over` ends it.
+    `none` is an amount known to be infeasible. After an infeasible amount, the next attempt is halfway back to the last
+    feasible one; no attempt goes more than halfway to an infeasible amount. After the first attempt, `is_over` stops.
     """
     some = asked
     last: T | None = None

@@ -17,7 +17,7 @@ from autoshard.cli.display import Display
 from autoshard.cli.main import DONE, USERS_FAULT, main
 from autoshard.cli.target import load_target
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 SOURCE = """
 import torch

@@ -10,7 +10,7 @@ import torch
 from autoshard import Mesh, Options
 from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
-from tests.test_search import on_meta
+from tests.planner.test_search import on_meta
 
 
 def seconds_behind_capture(layers: int) -> float:

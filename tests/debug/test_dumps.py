@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
-import tests.test_checking
+import tests.debug.test_checking
 from autoshard import Dump, Options, Overlap, UserError, autoshard, plan
 from autoshard.cli.main import main
 from autoshard.debug.bisection import bisect
@@ -235,7 +235,7 @@ right after capture, normalize; wrong after negates:
 
 
 def test_bisect_blames_a_rule_where_the_passes_are_right() -> None:
-    model, x = tests.test_checking.made()
+    model, x = tests.debug.test_checking.made()
     found = bisect(model, "tp=2", (x,), options=Options(recipe="megatron"))
     assert found.first is not None and found.first.pass_name == "localize"
     assert "the rule of autoshard_test.centred on tp: S(1) -> S(1)" in str(found)
