@@ -57,7 +57,7 @@ def make_skeleton(
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What the variables are made from."""
+    """The step and the strategies from which the variables are made."""
 
     structure: StepStructure
     mesh: Mesh
