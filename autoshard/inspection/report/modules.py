@@ -167,7 +167,7 @@ class _Writer:
         )
 
     def modules(self) -> Iterator[tuple[str, _Module]]:
-        """Return the nodes that each module computes itself in the forward, by FQN."""
+        """Yield each FQN with the work that the module itself does in the forward."""
         behind = behind_tangents(self.graph)
         sources = _sources(self.graph)
         groups: dict[str, list[Node]] = {}
