@@ -110,6 +110,29 @@ def check_shapes(graph: Graph) -> None:
             raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
+def check_recurrent_dropout(graph: Graph) -> None:
+    """Raise CaptureError for a recurrent layer that drops values between its layers.
+
+    Torch's decomposition of `gru`, `lstm` and `rnn_*` forgets this dropout (2.13: `_rnn_helper` in
+    `torch/_decomp/decompositions.py`), so that the model would train without it.
+    """
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op != "call_function" or name not in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
+            continue
+        weights = max(i for i, given in enumerate(node.args) if isinstance(given, list | tuple))
+        _, layers, dropout, training = node.args[weights + 1 : weights + 5]
+        if training and dropout and layers > 1:
+            place = format_place(user_frame(node.meta.get("stack_trace")))
+            raise CaptureError(_LOST_DROPOUT.format(name, dropout) + place)
+
+
+_LOST_DROPOUT = (
+    "torch loses the dropout between the layers of {0} (dropout={1}) when it traces a model; set dropout=0, or use "
+    "one-layer modules with nn.Dropout between them"
+)
+
+
 def check_messages(gm: GraphModule) -> None:
     """Raise CaptureError if the model calls collectives itself, such as `all_reduce` over a group of its own.
 

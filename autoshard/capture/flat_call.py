@@ -15,7 +15,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from autoshard.capture.capture_errors import check_messages, check_shapes, format_place, user_name
+from autoshard.capture.capture_errors import (
+    check_messages,
+    check_recurrent_dropout,
+    check_shapes,
+    format_place,
+    user_name,
+)
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.origins import user_frame
 from autoshard.capture.signature import Call, InputSpec, Signature, describe_output
@@ -50,6 +56,7 @@ def flatten_call(
     graph = traced.graph_module.graph
     check_shapes(graph)
     check_messages(traced.graph_module)
+    check_recurrent_dropout(graph)
     old = graph.find_nodes(op="placeholder")
     for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
         _check_read(node, tensor, key_of, user_name(source))

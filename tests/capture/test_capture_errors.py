@@ -367,6 +367,18 @@ class KeepsSome(Model):
         return checkpoint(self.layer, x, use_reentrant=False, context_fn=keep_products)  # <line>
 
 
+class DropsBetweenRecurrentLayers(Model):
+    """torch loses the dropout between the layers of gru (dropout=0.3) when it traces a model; set dropout=0, or use
+    one-layer modules with nn.Dropout between them <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(4, 4, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0]  # <line>
+
+
 def models() -> list[type[Model]]:
     return [value for value in globals().values() if inspect.isclass(value) and issubclass(value, Model)][1:]
 
@@ -394,6 +406,16 @@ def test_the_original_error_is_chained(model: type[Model]) -> None:
     with pytest.raises(CaptureError) as raised:
         capture(model(), (torch.ones(2, 4),), training=True)
     assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
+def test_other_recurrent_layers_that_drop_are_refused(kind: Any) -> None:
+    with pytest.raises(CaptureError, match="torch loses the dropout"):
+        capture(kind(4, 4, num_layers=2, dropout=0.3), (torch.ones(2, 4),), training=True)
+
+
+def test_a_recurrent_layer_in_evaluation_is_captured() -> None:
+    capture(nn.RNN(4, 4, num_layers=2, dropout=0.3).eval(), (torch.ones(2, 4),), training=True)
 
 
 def test_a_failed_capture_leaves_no_trace() -> None:
