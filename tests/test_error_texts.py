@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 import passes.errors
 from autoshard import AutoshardError, Mesh, Options, autoshard
+from autoshard.capture.capture import capture
 from autoshard.capture.capture_errors import _message
 from autoshard.capture.flat_call import _check_read
 from autoshard.cli.main import main
@@ -221,8 +222,15 @@ MESH, MIXED = Mesh("dp=2,tp=2"), Options(mixed_precision=MixedPrecisionPolicy())
             "UserError: with mixed precision the numbers are not the model's after any pass; bisect without",
         ),
         (
-            lambda: bisect(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), "dp=2", (torch.ones(2, 2),)),
-            "UserError: the model draws random numbers, other ones on a device than on a mesh; bisect model.eval(), or check",
+            lambda: bisect(nn.Sequential(nn.Linear(2, 2), nn.RReLU()), "dp=2", (torch.ones(2, 2),)),
+            "UserError: the model's random numbers cannot be made those of a mesh: its draw 1 is "
+            "aten.rrelu_with_noise.default float32[2, 2], that of the program is aten.uniform.default float32[2, 2]; "
+            "bisect model.eval()",
+        ),
+        (
+            lambda: capture(nn.GRU(2, 2, num_layers=2, dropout=0.3), (torch.ones(2, 2),), training=True),
+            "CaptureError: torch loses the dropout between the layers of gru (dropout=0.3) when it traces a model; set "
+            "dropout=0, or use one-layer modules with nn.Dropout between them",
         ),
         (
             lambda: _check_read(node(), 3.5, {}, "self.rate"),

@@ -124,13 +124,10 @@ def check_recurrent_dropout(graph: Graph) -> None:
         _, layers, dropout, training = node.args[weights + 1 : weights + 5]
         if training and dropout and layers > 1:
             place = format_place(user_frame(node.meta.get("stack_trace")))
-            raise CaptureError(_LOST_DROPOUT.format(name, dropout) + place)
-
-
-_LOST_DROPOUT = (
-    "torch loses the dropout between the layers of {0} (dropout={1}) when it traces a model; set dropout=0, or use "
-    "one-layer modules with nn.Dropout between them"
-)
+            raise CaptureError(
+                f"torch loses the dropout between the layers of {name} (dropout={dropout}) when it traces a model; set "
+                f"dropout=0, or use one-layer modules with nn.Dropout between them{place}"
+            )
 
 
 def check_messages(gm: GraphModule) -> None:

@@ -17,6 +17,7 @@ from autoshard.debug.checking import (
     TOLERANCE,
     Check,
     Difference,
+    Keeper,
     check_values,
     comparison,
     differences,
@@ -94,11 +95,11 @@ def bisect(
     check_values(call)
     if options.mixed_precision is not None:
         raise UserError("with mixed precision the numbers are not the model's after any pass; bisect without")
-    keeper = _Every()
+    keeper, whole = _Every(), Keeper()
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
     request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
-    planned = make_plan(request, observers=(keeper,))
-    explicit = next(gm for _, stage, gm in keeper.kept if stage is Stage.COLLECTIVE)
+    planned = make_plan(request, observers=(keeper, whole))
+    explicit = whole.graph
     precision, ranks = precision_of(explicit), Ranks.of(call, planned)
     steps = []
     with filled():

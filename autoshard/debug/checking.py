@@ -243,7 +243,7 @@ def _computes(node: Node) -> bool:
 
 @dataclass
 class Keeper(Observer):
-    """A copy of the program while its shapes are global and its collectives are in it."""
+    """Keep a copy of the program while its shapes are global and its collectives are in it."""
 
     kept: GraphModule | None = None
 

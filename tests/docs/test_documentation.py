@@ -32,6 +32,7 @@ def test_code_of_a_page_runs_from_top_to_bottom(
 ) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     module = ModuleType(f"docs_page_{page.stem}")  # Dynamo imports the module of what it traces
     monkeypatch.setitem(sys.modules, module.__name__, module)
     printed = ""
