@@ -21,7 +21,7 @@ from passes.manager import PassManager
 
 @dataclass(frozen=True)
 class OverlapPhase:
-    """How communication is hidden in a program, and the device memory that this may take."""
+    """The ways in which communication is hidden, and the device memory that this may take."""
 
     mesh: Mesh
     memory_limit: int | None  # bytes at the peak of a step; None: no limit is given and the device's memory is unknown

@@ -1,4 +1,4 @@
-"""Whether a sharded model computes what the model computes: on simulated ranks, value by value.
+"""Compare a sharded model with the model itself, on simulated ranks, value by value.
 
 The program that ranks would run is run for all of them in this process; beside it runs the same program on whole
 tensors, on which a collective does nothing. Values that differ are found where they are made, and the model itself is run
@@ -91,7 +91,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check found and what it saw; true where all that it compared is equal."""
+    """The findings of a check, and what it compared; true if all of that is equal."""
 
     mesh: Mesh
     compared: int  # values of the program, beside its results

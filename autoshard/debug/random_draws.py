@@ -54,7 +54,7 @@ class ReplayError(Exception):
 
 @dataclass
 class Draws:
-    """What the ranks drew, assembled, by the number of the draw; copies of a call draw the same."""
+    """The random numbers that the ranks drew, assembled, by the number of the draw; copies of a call draw the same."""
 
     ops: dict[int, OpOverload] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)

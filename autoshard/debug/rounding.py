@@ -1,4 +1,4 @@
-"""How far rounding moves what a model computes: by how much it is another when numbers change in their last digit.
+"""Measure how far rounding moves what a model computes, by changing numbers in their last digit.
 
 Two correct programs add in different orders. What is zero but for rounding, as the gradient of a bias before a
 normalization is, shares no digit between them, and no tolerance relative to it can tell; but it moves as far when
