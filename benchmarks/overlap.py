@@ -1,4 +1,4 @@
-"""How much communication is exposed as lowered and after each pass: `python -m benchmarks.overlap`.
+"""Measure the communication that is exposed as lowered and after each pass: `python -m benchmarks.overlap`.
 
 For each case, planned on meta and simulated: exposed communication and peak memory of a step with every collective awaited
 at once, after each pass in turn, and in the scheduled order, which may take a twentieth more memory; a lower bound for any

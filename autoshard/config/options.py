@@ -60,7 +60,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Dump:
-    """Where to write the graphs, and how much of them: `Options(dump=Dump("folder", mode="diff"))`."""
+    """The folder for graphs, and how much of them to write: `Options(dump=Dump("folder", mode="diff"))`."""
 
     folder: str | PathLike[str]
 

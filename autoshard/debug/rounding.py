@@ -27,7 +27,7 @@ LIKELY = 8.0  # times as far as in these runs, rounding may move a value
 
 @dataclass(frozen=True)
 class Rounding:
-    """Of a call, how far rounding moves its results, and with `ranks` that run it, the values of their `program`.
+    """The distance that rounding moves the results of a call and, with `ranks` that run it, the values of their `program`.
 
     Random numbers are the same in each run. All is computed when it is asked for.
     """

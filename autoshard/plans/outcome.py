@@ -71,7 +71,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What the backward recomputes to save memory, beyond values that cost next to nothing.
+    """The values that the backward recomputes to save memory, beyond those that cost next to nothing.
 
     It is everything in a layer but its inputs and the values in `kept`.
     """
@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """How a plan was chosen (`plan.search`), and how much better another could be. Times in seconds, memory in bytes."""
+    """The way a plan was chosen (`plan.search`), and the bound on better ones. Times in seconds, memory in bytes."""
 
     chosen: str  # name of a candidate
     candidates: tuple[Candidate, ...]

@@ -22,7 +22,7 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class Splits:
-    """How inputs will be split, to the extent known before the model is captured."""
+    """The split of inputs, to the extent known before the model is captured."""
 
     mesh: Mesh
     data_axes: tuple[int, ...]  # axes whose recipe splits the batch: dim 0
