@@ -1,0 +1,99 @@
+"""Why the search's constants are what they are: `python -m benchmarks.search_constants`.
+
+Each constant of the search that has no other source is halved and doubled by itself. Printed are the processor seconds
+of a search, its bound and its step, as parts of those with the constants as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard import Mesh, Options
+from autoshard.planner.evaluation import fold, seeded
+from autoshard.planner.problem import captured_problem
+from autoshard.planner.request import PlanRequest
+from examples.gpt import gpt2
+from examples.llama import llama3_8b
+from passes.search import optimize, search_state, tune_multipliers
+from passes.search.goal import Goal
+from passes.search.prepared import Prepared, prepare
+from passes.search.solvers import probing
+
+CASES: dict[str, tuple[Callable[..., tuple[nn.Module, tuple[Any, ...]]], str, int]] = {
+    "gpt2": (gpt2, "dp=4,tp=2", 64),
+    "8b": (llama3_8b, "dp=8,tp=8", 64),
+}
+CONSTANTS: tuple[tuple[ModuleType, str], ...] = (
+    (search_state, "SWEEPS"),
+    (search_state, "PRUNING_SWEEPS"),
+    (tune_multipliers, "ROUNDS"),
+    (tune_multipliers, "GAIN"),
+    (tune_multipliers, "NEAR"),
+    (tune_multipliers, "LARGE"),
+    (tune_multipliers, "SMALL_GAP"),
+    (optimize, "PROVABLE"),
+    (optimize, "PROOF"),
+    (optimize, "PROBED_GAP"),
+    (probing, "PROBED"),
+    (probing, "CLASSES"),
+    (probing, "PROBES"),
+    (probing, "SWEEPS"),
+    (probing, "TOLERANCE"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
+    for name in parser.parse_args().cases or CASES:
+        compare(name, problem(name))
+
+
+def problem(name: str) -> Prepared:
+    """Return the search's problem of a case, on meta."""
+    build, mesh, batch = CASES[name]
+    with torch.device("meta"):
+        model, args = build(batch=batch)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    on = Mesh(mesh, hardware="h100")
+    asked = captured_problem(PlanRequest(model, args, {}, on, Options(mixed_precision=policy)))
+    return prepare(seeded(asked, fold(asked), (None,) * on.ndim), on)
+
+
+def compare(name: str, prepared: Prepared) -> None:
+    """Print what each constant does to the search of a problem."""
+    _ = prepared.transitions  # computed once for all searches
+    gaps = {gap: searched(prepared, Goal(gap=gap)) for gap in (0.1, 0.02, Goal.gap)}
+    for gap, (seconds, bound, step) in gaps.items():
+        found = f"{seconds:.2f} s, bound {bound * 1e3:.3f} ms, step {step * 1e3:.3f} ms"
+        print(f"{name} to a gap of {gap:.1%}: {found}", flush=True)
+    usual = gaps[Goal.gap]
+    for module, constant in CONSTANTS:
+        value = getattr(module, constant)
+        for factor in (0.5, 2):
+            with patch.object(module, constant, type(value)(value * factor)):
+                found = searched(prepared, Goal())
+            parts = [f"{one / other:.4f}" for one, other in zip(found, usual, strict=True)]
+            where = f"{module.__name__.rpartition('.')[2]}.{constant}"
+            print(f"  {where} x {factor}: seconds {parts[0]}, bound {parts[1]}, step {parts[2]}", flush=True)
+
+
+def searched(prepared: Prepared, goal: Goal) -> tuple[float, float, float]:
+    """Return processor seconds of a search, its bound and its step in seconds."""
+    prepared.searches.clear()
+    started = time.process_time()
+    *_, last = prepared.solutions(goal)
+    return time.process_time() - started, last.bound, last.objective
+
+
+if __name__ == "__main__":
+    main()
