@@ -15,6 +15,7 @@ SHAPE = 64, 120  # the second dim is padded on some axes
 PLACEMENTS: tuple[Placement, ...] = (R, Shard(0), Shard(1), Shard(0, 4), Shard(0, 8), Partial())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("itemsize", [4, 40_000])
 @pytest.mark.parametrize("mesh", ["dp=4,tp=8", "tp=8", "dp=16,tp=8", "dp=2,cp=2,tp=2"])
 def test_transitions_cost_what_the_emitted_steps_cost(mesh: str, itemsize: int) -> None:
