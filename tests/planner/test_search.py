@@ -169,10 +169,10 @@ class MoveAgain(Pass):
     gives: ClassVar[Stage] = Stage.EXPLICIT
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        behind = set(placeholders(gm.graph, InputRole.TANGENT))
+        after = set(placeholders(gm.graph, InputRole.TANGENT))
         for node in gm.graph.nodes:
-            if any(value in behind for value in node.all_input_nodes):
-                behind.add(node)
+            if any(value in after for value in node.all_input_nodes):
+                after.add(node)
             elif is_reshard(node) and not layout_of(operands(node)[0]).has_partial:
                 set_recompute(node, True)
         return True
