@@ -24,7 +24,15 @@ from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.joint_graph import finish_graph
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
-from passes._torch import TracedModule, as_compiled, fake_mode, lazy_code, select_decompositions, trace_joint, trace_module
+from passes._torch import (
+    TracedModule,
+    as_compiled,
+    fake_mode,
+    lazy_code,
+    select_decompositions,
+    trace_joint,
+    trace_module,
+)
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole
 
@@ -221,7 +229,7 @@ def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
             raise CaptureError(
                 f"argument {path} is a {type(leaf).__name__}, which is neither a tensor nor a constant; pass tensors "
-                f"in tuples, lists, dicts or named tuples, or register the class with torch.export.register_dataclass"
+                f"in tuples, lists, dicts or dataclasses, or register the class with torch.utils._pytree.register_pytree_node"
             )
     return call
 

@@ -34,13 +34,15 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="half of the models, one recipe; fails if one is not equal")
     parser.add_argument("-k", metavar="TEXT", default="", help="only models whose names have TEXT in them")
     parser.add_argument("--recipe", choices=list(RECIPES), help="only this recipe")
+    parser.add_argument("--calls", nargs="+", choices=ALL_CALLS, help="only these calls")
     parser.add_argument("--jobs", type=int, default=2, help="models that are tried at the same time")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     given = parser.parse_args()
     cases = [case for case in CASES if given.k.lower() in case.name.lower() and (case.is_fast or not given.fast)]
     recipes = (given.recipe,) if given.recipe else FAST_RECIPES if given.fast else tuple(RECIPES)
+    calls = tuple(given.calls or (FAST_CALLS if given.fast else ALL_CALLS))
     rows = list[Row]()
-    for found in _tried(cases, recipes, FAST_CALLS if given.fast else ALL_CALLS, given.jobs):
+    for found in _tried(cases, recipes, calls, given.jobs):
         for row in found:
             print(" | ".join(_cells(row)), flush=True)
             rows.append(row)

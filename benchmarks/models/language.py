@@ -22,7 +22,8 @@ SMALL = {
 }
 GROUPED = SMALL | {"num_key_value_heads": 2}  # grouped-query attention
 HEADS_OF_16 = {"head_dim": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _text(batch: int, length: int) -> dict[str, Any]:
@@ -72,20 +73,14 @@ CASES = (
         is_transformer=False,
         is_fast=True,
     ),
-    _case(
-        "Mixtral",
-        hf.MixtralForCausalLM,
-        hf.MixtralConfig,
-        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        is_fast=True,
-    ),
-    _case("Qwen3-MoE", hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, GROUPED | HEADS_OF_16 | EXPERTS | {"moe_intermediate_size": 64}),
+    _case("Mixtral", hf.MixtralForCausalLM, hf.MixtralConfig, GROUPED | LOCAL_EXPERTS, is_fast=True),
+    _case("Qwen3-MoE", hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, GROUPED | HEADS_OF_16 | EXPERTS),
     _case(
         "Qwen3-MoE, router losses",
         hf.Qwen3MoeForCausalLM,
         hf.Qwen3MoeConfig,
-        GROUPED | HEADS_OF_16 | EXPERTS | {"moe_intermediate_size": 64, "output_router_logits": True},
+        GROUPED | HEADS_OF_16 | EXPERTS | {"output_router_logits": True},
         is_fast=True,
     ),
-    _case("GPT-OSS", hf.GptOssForCausalLM, hf.GptOssConfig, GROUPED | HEADS_OF_16 | {"num_local_experts": 4, "num_experts_per_tok": 2}, is_fast=True),
+    _case("GPT-OSS", hf.GptOssForCausalLM, hf.GptOssConfig, GROUPED | HEADS_OF_16 | LOCAL_EXPERTS, is_fast=True),
 )

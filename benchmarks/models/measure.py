@@ -155,12 +155,13 @@ def _ran_whole(planned: Planned) -> str:
 def _uncut(planned: Planned) -> Iterator[str]:
     """Yield the calls, by op and module, that a rank computes more than its share of, the largest first."""
     whole = {node.name: flops for node, flops in _flops(planned.captured.graph_module).items()}
-    extra = Counter[str]()
+    extra: dict[str, float] = {}
     for node, flops in _flops(planned.graph).items():
         if node.name in whole and flops > (EVEN + TOLERANCE) * whole[node.name]:
             op = str(node.target).removeprefix("aten.").partition(".")[0]
-            extra[f"{op} {_LAYER.sub('', origin_of(node).fqn)}".strip()] += flops - EVEN * whole[node.name]
-    yield from (name for name, _ in extra.most_common(SHOWN))
+            name = f"{op} {_LAYER.sub('', origin_of(node).fqn)}".strip()
+            extra[name] = extra.get(name, 0.0) + flops - EVEN * whole[node.name]
+    yield from sorted(extra, key=extra.__getitem__, reverse=True)[:SHOWN]
 
 
 def _first_line(error: Exception) -> str:

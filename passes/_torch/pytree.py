@@ -35,8 +35,9 @@ def flatten_pytree(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
 
 def _is_plain_dataclass(leaf: object) -> bool:
     """Return whether `leaf` is an instance of a dataclass that can be made again from its fields."""
-    is_instance = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    return is_instance and all(field.init for field in dataclasses.fields(leaf)) and not isinstance(leaf, torch.Tensor)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor):
+        return False
+    return all(field.init for field in dataclasses.fields(leaf))
 
 
 def _leaf_paths(tree: Any, path: str) -> Iterator[str]:
