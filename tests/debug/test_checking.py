@@ -70,6 +70,7 @@ equal on 4 simulated ranks (dp=2,tp=2)
 17 values are within 1e-04 of one device's, as are 3 results of the model""")
 
 
+@pytest.mark.slow
 def test_a_model_is_equal_value_by_value() -> None:
     model, args, kwargs = build("gpt_dropout")
     found = check(model, "dp=2,tp=2", args, kwargs, options=Options(recipe="fsdp+megatron"))

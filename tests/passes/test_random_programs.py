@@ -116,6 +116,7 @@ def _trained(gm: GraphModule, mesh: Mesh, seed: int) -> list[torch.Tensor]:
     return [values[at] for values in given for at in places.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "late", "programs"),
     [("decompose_matmuls", -6, 5), ("bucket_collectives", -2.5, 10), ("schedule_overlap", -4, 10), ("all", -5, 5)],

@@ -151,6 +151,7 @@ def test_fsdp_over_two_axes_is_one_gather_per_parameter() -> None:
     assert not {("all_gather", axis, "forward") for axis in "ab"} & counts.keys()
 
 
+@pytest.mark.slow
 @EACH_DECODER
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", pytest.param("tp=2,dp=2", marks=pytest.mark.slow)])
 def test_fsdp_times_megatron_is_the_sum_of_both(name: str, mesh: str) -> None:
