@@ -174,7 +174,8 @@ def _setting(random: Random, program: Program) -> Setting:
         random.choice([1.0, 0.9, 0.7, 0.4, 0.001]) if random.random() < 0.15 else None,
     )
     is_loss = program.returns.endswith(("sum()", "mean()"))
-    if setting.memory is None and is_loss and random.random() < RANKS and not draws_numbers(program):
+    is_exact = "mixed_precision" not in setting.options and not draws_numbers(program)
+    if setting.memory is None and is_loss and is_exact and random.random() < RANKS:
         return replace(setting, ranks=random.choice(["eager", "eager", "inductor"]))
     return setting
 
