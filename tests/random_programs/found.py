@@ -32,6 +32,10 @@ FOUND: dict[str, Case] = {
         ),
         Setting("dp=2", "h100", {"dp": "ddp"}),
     ),
+    "a complex number in the text of a graph": Case(
+        Program({"a0": "torch.randn(8)"}, {}, ("v0 = torch.polar(a0.abs(), a0) * 2j",), "v0.abs()"),
+        Setting("dp=2", None, {"dp": "ddp"}),
+    ),
     "a view of an argument without gradients": Case(
         Program({"a0": "torch.randn(8, 16).requires_grad_()"}, {}, ("v0 = a0[..., ::2]",)),
         Setting("dp=2", None, {"dp": "ddp"}, training=False),
