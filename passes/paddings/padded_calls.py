@@ -116,8 +116,7 @@ class PaddedCalls:
         if space is not None and factors:
             try:
                 return self._resized(node, space, factors)
-            except (_DeclinedError, RuntimeError) as e:
-                print("DECLINED", node.format_node(), repr(e)[:300])
+            except (_DeclinedError, RuntimeError):
                 if forced:
                     raise
                 node.args, node.kwargs = before

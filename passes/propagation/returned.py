@@ -74,7 +74,7 @@ def _want(axis: Axis, value: Node, placement: Placement | None, wanted: dict[Nod
         _want(axis, operands(value)[0], placement, wanted)
         return
     wanted[value] = placement
-    if value.target is CUT_END:  # what is cut may be sharded otherwise, and exchanged
+    if value.target is CUT_END and placement.dim != value.args[1]:  # it is stored otherwise than it is used
         return
     space = axis.placed.space_of(value)
     everything = set(range(len(operands(value))))
