@@ -6,9 +6,11 @@ lists what is replaced in torch; `deferred` imports what is slow to import, at i
 
 from __future__ import annotations
 
+from passes._torch.inductor.inductor_config import check_source
 from passes._torch.supported import check_release, unsupported
 
 check_release()
+check_source()
 try:
     from passes._torch.deferred import (
         inductor_compile,
