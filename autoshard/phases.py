@@ -40,15 +40,15 @@ Passes = tuple[Pass, ...]
 class Phases:
     """The passes from a captured graph to a per-device program, configured for one plan.
 
-    `pad` makes dims divide; `seed` holds recipes and constraints, `cast` the dtypes of mixed precision; `choose` is a `Propagate` or a `Solve`;
-    `kept` is what blocks keep of their values (None: nothing is recomputed).
+    `seed` holds recipes and constraints, `cast` the dtypes of mixed precision; `choose` is a `Propagate` or a `Solve`;
+    `kept` is what blocks keep of their values (None: nothing is recomputed); `pad` says what dims are made to divide by.
     """
 
-    pad: Pad = field(default_factory=Pad)
     seed: Seed = field(default_factory=Seed)
     cast: CastParameters = field(default_factory=CastParameters)
     choose: Pass = field(default_factory=Propagate)
     kept: tuple[str, ...] | None = None
+    pad: Pad = field(default_factory=Pad)
 
     @property
     def passes(self) -> Passes:

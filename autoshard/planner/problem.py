@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
-from autoshard.config.axis_recipes import recipes_of
+from autoshard.config.axis_recipes import compute_parts, recipes_of
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options
 from autoshard.planner.request import PlanRequest
@@ -125,12 +125,6 @@ class Problem:
 def data_axes(recipes: Recipes) -> tuple[int, ...]:
     """Return the axes that split the batch."""
     return tuple(axis for axis, name in enumerate(recipes) if name is not None and recipe_named(name).carries_batch)
-
-
-def compute_parts(recipes: Recipes, mesh: Mesh) -> int:
-    """Return how many parts the axes make together whose recipes shard parameters in compute."""
-    pairs = zip(recipes, mesh.sizes, strict=True)
-    return math.prod(size for name, size in pairs if name is not None and recipe_named(name).shards_compute)
 
 
 def freeing(recipes: Recipes, *, frees_gathered: bool) -> Recipes:

@@ -78,12 +78,12 @@ class PaddedCalls:
             if node.op == "call_function" and isinstance(node.target, OpOverload):
                 self.spaces[node], self.calls[node] = space_of(node), call_of(node)
 
-    def run(self, given: Sequence[tuple[Node, Padding]]) -> None:
-        """Rewrite the graph with those inputs and parameters padded."""
+    def run(self, given: Sequence[tuple[Node, Padding, Node]]) -> None:
+        """Rewrite the graph with those parameters padded, each for the call that follows it."""
         nodes = list(self.graph.nodes)
-        for node, padding in given:
+        for node, padding, first in given:
             users = [user for user in node.users if user.op != "output"]
-            padded = self.values.padded(node, padding)
+            padded = self.values.padded(node, padding, first)
             for user in users:
                 user.replace_input_with(node, padded)
         for node in nodes:
@@ -93,7 +93,7 @@ class PaddedCalls:
                 if any(map(self._is_padded, node.all_input_nodes)):
                     self._call(node, {})
         self.values.share_zeros()
-        self._return({_gradient_of(node): padding for node, padding in given})
+        self._return({_gradient_of(node): padding for node, padding, _ in given})
         _drop_unused(self.graph)
 
     def _latest(self, value: Node) -> Node:
@@ -174,28 +174,28 @@ class PaddedCalls:
                 value = self.values.cut(value, padding)
         is_looked_up = node.target in _LOOKUPS and value is operands(node)[0]
         for factor, padding in wanted.items():
-            value = self._padded(value, padding)
+            value = self._padded(value, padding, node)
             fill = None if is_looked_up else _fill(node, space, factor, tensor_of(value).dtype)
             if fill is not None and not (fill == 0 and self.values.of(value)[padding]):
                 value = self.values.masked(value, padding, fill)
         return value
 
-    def _padded(self, value: Node, padding: Padding) -> Node:
+    def _padded(self, value: Node, padding: Padding, user: Node) -> Node:
         """Return `value` with padding; if it is made without data along the dim, or a form of a parameter, make it
         longer."""
         if padding in self.values.of(value):
             return value
-        made = self._remade(value, padding)
+        made = self._remade(value, padding, user)
         if value in self.weights:
             self.longer[value] = made
         return made
 
-    def _remade(self, value: Node, padding: Padding) -> Node:
+    def _remade(self, value: Node, padding: Padding, user: Node) -> Node:
         space = self._plain_space(value)
         at = None if space is None else in_factor(space.sizes, space.results[0], padding.dim, padding.digit)
         is_form = value in self.weights and value.op != "placeholder"
         if at is None or not (is_form or is_generated(value, padding.dim, padding.digit, self._plain_space)):
-            return self.values.padded(value, padding)
+            return self.values.padded(value, padding, user)
         with self.graph.inserting_after(value):
             copied = self.graph.node_copy(value)
         self.spaces[copied], self.calls[copied] = space, self.calls[value]
@@ -244,7 +244,7 @@ class PaddedCalls:
             if isinstance(value, Node) and output.role is OutputRole.GRADIENT and output.name in wanted:
                 padding = wanted[output.name]
                 if not self.values.of(value) and is_generated(value, padding.dim, padding.digit, self._plain_space):
-                    value = self._padded(value, padding)
+                    value = self._padded(value, padding, value)
             values.append(self.values.whole(value) if isinstance(value, Node) else value)
         output_node(self.graph).args = (tuple(values),)
 

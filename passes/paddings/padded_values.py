@@ -32,7 +32,7 @@ class _Mask:
 
 @dataclass
 class PaddedValues:
-    """What is padded of each value, and the calls that were added; none is added twice.
+    """Record what is padded of each value, and the calls that were added; none is added twice.
 
     `held` has the paddings of a value, and whether they are zero.
     """
@@ -46,13 +46,13 @@ class PaddedValues:
     def of(self, value: Node) -> dict[Padding, bool]:
         return self.held.get(value, {})
 
-    def padded(self, value: Node, padding: Padding) -> Node:
-        """Return `value` with zeros as padding."""
+    def padded(self, value: Node, padding: Padding, user: Node) -> Node:
+        """Return `value` with zeros as padding; it is first padded for `user`."""
         if padding in self.of(value):
             return value
         key = "pad", value, padding
         if key not in self._made:
-            self._made[key] = self._resized(value, padding, longer=True)
+            self._made[key] = self._resized(value, padding, user if value.op == "placeholder" else value, longer=True)
             self._hold(self._made[key], {**self.of(value), padding: True})
             self._short[self._made[key], padding] = value
         return self._made[key]
@@ -63,7 +63,7 @@ class PaddedValues:
             return short
         key = "cut", value, padding
         if key not in self._made:
-            self._made[key] = self._resized(value, padding, longer=False)
+            self._made[key] = self._resized(value, padding, value, longer=False)
             self._hold(self._made[key], {one: zero for one, zero in self.of(value).items() if one != padding})
         return self._made[key]
 
@@ -77,7 +77,7 @@ class PaddedValues:
         """Return `value` with `fill` as padding."""
         key = _Mask(value, padding, fill)
         if key not in self._made:
-            with self._after(value, "mask") as at:
+            with self._after(value, "mask", value) as at:
                 line = [padding.length if dim == padding.dim else 1 for dim in range(tensor_of(value).dim())]
                 real = at.call(aten.view.default, self._real(at, padding), line)
                 self._made[key] = at.call(_MASK, real, value, fill)
@@ -107,11 +107,11 @@ class PaddedValues:
             number = at.call(aten.remainder.Scalar, number, padding.padded)
         return at.call(aten.lt.Scalar, number, padding.digit.size)
 
-    def _resized(self, value: Node, padding: Padding, *, longer: bool) -> Node:
+    def _resized(self, value: Node, padding: Padding, origin: Node, *, longer: bool) -> Node:
         """Pad or cut `value`, between views that make the digit a dim of its own."""
         digit, op = padding.digit, PAD_END if longer else CUT_END
         before, after = (digit.size, padding.padded) if longer else (padding.padded, digit.size)
-        with self._after(value, "padded" if longer else "without padding") as at:
+        with self._after(value, "padded" if longer else "without padding", origin) as at:
             if padding.is_whole:
                 return at.call(op, value, padding.dim, after)
             shape = list(tensor_of(value).shape)
@@ -121,11 +121,11 @@ class PaddedValues:
             return at.call(aten.view.default, resized, [*front, digit.outer * after * digit.inner, *back])
 
     @contextmanager
-    def _after(self, value: Node, note: str) -> Iterator[At]:
-        """Add calls after `value`, which take over its origin."""
+    def _after(self, value: Node, note: str, origin: Node) -> Iterator[At]:
+        """Add calls after `value`, with the place of `origin` in the user's program."""
         with inserting_after(value):
             place = self.graph.call_function(aten.alias.default, (value,))
-        copy_facts(value, place)
+        copy_facts(origin, place)
         place.meta["val"] = value.meta["val"]
         last = place.prev
         yield At(self.graph, place, self.fake_mode)
