@@ -1,7 +1,8 @@
 """Why the search's constants are what they are: `python -m benchmarks.search_constants`.
 
 Printed are the processor seconds of a search, its bound and its step: for several gaps, and with each constant that has
-no other source halved and doubled, as parts of those with the constants as they are.
+no other source halved and doubled, as parts of those with the constants as they are. A search in little memory
+takes half a minute or more, and there are thirty for each case.
 """
 
 from __future__ import annotations
