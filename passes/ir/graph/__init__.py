@@ -12,6 +12,7 @@ from passes.ir.graph.ends import (
     trained_parameters,
 )
 from passes.ir.graph.facts import (
+    OPTIONS,
     SAVINGS,
     Facts,
     Origin,
@@ -75,6 +76,7 @@ __all__ = [
     "Origin",
     "Output",
     "OutputRole",
+    "OPTIONS",
     "Pin",
     "SAVINGS",
     "Saving",
