@@ -34,7 +34,7 @@ class Classifier(nn.Module):
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def made(mesh: DeviceMesh, options: Options = EAGER) -> tuple[Classifier, Any]:
+def sharded_of(mesh: DeviceMesh, options: Options = EAGER) -> tuple[Classifier, Any]:
     torch.manual_seed(0)
     model = Classifier().eval()
     return model, autoshard(model, mesh, options=options)
@@ -45,7 +45,7 @@ def tokens(batch: int, length: int) -> Tensor:
 
 
 def test_every_kind_of_call_has_a_program_of_its_own(one_rank: DeviceMesh) -> None:
-    model, sharded = made(one_rank)
+    model, sharded = sharded_of(one_rank)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((tokens(4, 5), tokens(4, 5)), {}),
         ((tokens(3, 5), tokens(3, 5)), {}),  # a smaller last batch
@@ -63,7 +63,7 @@ def test_every_kind_of_call_has_a_program_of_its_own(one_rank: DeviceMesh) -> No
 
 
 def test_gradients_of_several_programs_add_up(one_rank: DeviceMesh) -> None:
-    model, sharded = made(one_rank)
+    model, sharded = sharded_of(one_rank)
     for batch in (4, 3):
         for one in (sharded, model):
             one(tokens(batch, 5), labels=tokens(batch, 5)).backward()
@@ -71,7 +71,7 @@ def test_gradients_of_several_programs_add_up(one_rank: DeviceMesh) -> None:
 
 
 def test_a_call_by_position_and_one_by_name_are_of_one_kind(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank)
+    _, sharded = sharded_of(one_rank)
     sharded(tokens(4, 5), tokens(4, 5))
     sharded(labels=tokens(4, 5), tokens=tokens(4, 5))
     sharded(tokens(4, 5), tokens(4, 5), 1.0)
@@ -86,7 +86,7 @@ def test_a_program_made_ahead_serves_the_first_call(one_rank: DeviceMesh) -> Non
 
 
 def test_autocast_is_a_mode(one_rank: DeviceMesh) -> None:
-    model, sharded = made(one_rank)
+    model, sharded = sharded_of(one_rank)
     sharded(tokens(4, 5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert sharded(tokens(4, 5)).dtype is model(tokens(4, 5)).dtype is torch.bfloat16
@@ -94,7 +94,7 @@ def test_autocast_is_a_mode(one_rank: DeviceMesh) -> None:
 
 
 def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    _, sharded = made(one_rank)
+    _, sharded = sharded_of(one_rank)
     with caplog.at_level(logging.INFO, "autoshard.programs"):
         sharded(tokens(4, 5))
     assert [record.getMessage() for record in caplog.records if record.name == "autoshard.programs"] == [
@@ -104,24 +104,23 @@ def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.
 
 
 def test_the_number_of_programs_is_limited(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank, Options(recipe="fsdp", compile="eager", max_programs=2))
+    _, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", max_programs=2))
     sharded(tokens(4, 5))
     sharded(tokens(4, 6))
     with pytest.raises(UserError) as caught:
         sharded(tokens(4, 7))
-    first, _, listed = str(caught.value).partition(". The last programs:")
-    assert first == (
+    made = "".join(f"\n  {program}" for program in sharded.programs)
+    assert str(caught.value) == (
         "the call (evaluation, tokens: int64[4, 7], labels: None, scale: 1.0) needs a program of its own, and the model "
-        "has 2, as many as Options(max_programs=2) allows; pad inputs to few sizes with Options(buckets=...), pass "
-        "numbers that change as tensors, or allow more"
+        "has 2, as many as Options(max_programs=2) allows; pad inputs to few sizes with Options(buckets=...), pass numbers that change "
+        f"as tensors, or allow more. The last programs:{made}"
     )
-    assert listed == "".join(f"\n  {program}" for program in sharded.programs)
     assert sharded(tokens(4, 5)).shape == (4, 5, 11)
 
 
 def test_buckets_make_one_program_of_many_sizes(one_rank: DeviceMesh) -> None:
     buckets = {"*": Bucket(1, (8, 16), fill=0), "labels": Bucket(-1, (16, 8), fill=-100)}
-    model, sharded = made(one_rank, Options(recipe="fsdp", compile="eager", buckets=buckets))
+    model, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets=buckets))
     for length in (5, 7, 8):
         args = tokens(4, length), tokens(4, length)
         torch.testing.assert_close(sharded(*args), model(*args))
@@ -131,7 +130,7 @@ def test_buckets_make_one_program_of_many_sizes(one_rank: DeviceMesh) -> None:
 
 
 def test_a_bucket_for_a_dim_that_is_not_there(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank, Options(recipe="fsdp", compile="eager", buckets={"tokens": Bucket(2, (8,), fill=0)}))
+    _, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets={"tokens": Bucket(2, (8,), fill=0)}))
     with pytest.raises(InputError) as caught:
         sharded(tokens(4, 5))
     assert str(caught.value) == (
@@ -160,7 +159,7 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
 
 
 def test_arguments_that_forward_does_not_take(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank)
+    _, sharded = sharded_of(one_rank)
     with pytest.raises(InputError) as caught:
         sharded(tokens(4, 5), target=1)
     assert str(caught.value) == (

@@ -41,10 +41,11 @@ def _train(rank: int, recipe: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", [{"dp": "fsdp", "tp": "megatron"}, "auto"], ids=("fsdp+megatron", "auto"))
 def test_every_shape_has_one_devices_numbers(recipe: Any) -> None:
-    for found in run_on_ranks(_train, 4, recipe):
+    for rank, found in enumerate(run_on_ranks(_train, 4, recipe)):
         assert found["loss"] < 1e-10 and found["gradient"] < 1e-10, found
         assert found["programs"] == 4 and found["whole"]
-        assert bool(found["searches"]) == (recipe == "auto")
+        if rank == 0:  # which plans; the others follow
+            assert bool(found["searches"]) == (recipe == "auto")
 
 
 def _differ(rank: int) -> None:

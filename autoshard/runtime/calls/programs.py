@@ -24,7 +24,7 @@ from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
 from autoshard.runtime.build import build_program
 from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
-from autoshard.runtime.calls.padding import padded
+from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.execution import Execution, LocalProgram, Slot, bind
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
