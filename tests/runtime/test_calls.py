@@ -112,8 +112,8 @@ def test_the_number_of_programs_is_limited(one_rank: DeviceMesh) -> None:
     made = "".join(f"\n  {program}" for program in sharded.programs)
     assert str(caught.value) == (
         "the call (evaluation, tokens: int64[4, 7], labels: None, scale: 1.0) needs a program of its own, and the model "
-        "has 2, as many as Options(max_programs=2) allows; pad inputs to few sizes with Options(buckets=...), pass numbers that change "
-        f"as tensors, or allow more. The last programs:{made}"
+        "has 2, as many as Options(max_programs=2) allows; pad inputs to few sizes with Options(buckets=...), pass "
+        f"numbers that change as tensors, or allow more. The last programs:{made}"
     )
     assert sharded(tokens(4, 5)).shape == (4, 5, 11)
 
