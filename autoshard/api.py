@@ -28,11 +28,12 @@ from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call
-from autoshard.runtime.parameters import place_of
-from autoshard.runtime.process_groups import open_groups
+from autoshard.runtime.parameters import Place, place_of
+from autoshard.runtime.process_groups import MeshGroups, open_groups
 from autoshard.runtime.sharded_module import FirstCall, ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
 from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
@@ -137,7 +138,22 @@ def _distribute(
             "to plan without devices, call autoshard.plan"
         )
     place = place_of(device_mesh)
-    groups = open_groups(device_mesh, place.mesh)
+    limit = None if options is None else options.rank_timeout
+    groups = open_groups(device_mesh, place.mesh, model=type(model).__name__, rank_timeout=limit)
+    with groups.watch.call(SharedCall("autoshard(...)")):
+        return _distribute_together(model, device_mesh, place, groups, args, kwargs, plan, options)
+
+
+def _distribute_together(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    place: Place,
+    groups: MeshGroups,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
+) -> ShardedModule:
     given = None if plan is None else given_plan(groups, plan)
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from autoshard.runtime.parameters import Place, distributed_copy, lay_out, plain
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
 from autoshard.runtime.shared_plan import Decided, plan_together
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes._torch import local_of_dtensor
 from passes.errors import InputError, UserError
 from passes.ir.layout import Layout, replicated
@@ -95,14 +98,15 @@ class ShardedModule(nn.Module):
         """
         state = self._autoshard
         key = _key(state)
-        if key not in state.executions:
-            _install(self, key, args, kwargs)
-        execution = state.executions[key]
-        if key not in state.agreed:
-            _agree_on_inputs(state, execution, args, kwargs)
-            state.agreed.add(key)
-        state.step += 1
-        return execution.run(args, kwargs, _seed(state))
+        with state.groups.watch.call(_shared_call(state, key)):
+            if key not in state.executions:
+                _install(self, key, args, kwargs)
+            execution = state.executions[key]
+            if key not in state.agreed:
+                _agree_on_inputs(state, execution, args, kwargs)
+                state.agreed.add(key)
+            state.step += 1
+            return execution.run(args, kwargs, _seed(state), state.step)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -153,7 +157,8 @@ class ShardedModule(nn.Module):
         execution = state.executions.get(_key(state))
         if execution is None:
             raise InputError("nothing was captured for this mode yet: call the model once before")
-        return profile(execution, state.groups, args, kwargs, _seed(state))
+        with state.groups.watch.call(SharedCall("profile")):
+            return profile(execution, state.groups, args, kwargs, _seed(state))
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
@@ -241,6 +246,25 @@ def _key(state: RuntimeState) -> Key:
     )
 
 
+def _shared_call(state: RuntimeState, key: Key) -> SharedCall:
+    """Return the call of a module in its present mode, as all ranks have to make it."""
+    note, traits = _described(key)
+    return SharedCall(f"forward call {state.step + 1}", note, traits)
+
+
+@lru_cache
+def _described(key: Key) -> tuple[str, tuple[tuple[str, str], ...]]:
+    gradients, training, trainable = key
+    mode = "training" if all(training) else "part in training" if any(training) else "evaluation"
+    flags = (("training of modules", training), ("requires_grad of parameters", trainable))
+    return f"{mode}, {'with' if gradients else 'without'} gradients", tuple((name, _on(some)) for name, some in flags)
+
+
+def _on(flags: tuple[bool, ...]) -> str:
+    """Return "3 of 4 (4f2a)": how many are on, and a digest of which."""
+    return f"{sum(flags)} of {len(flags)} ({hashlib.blake2b(bytes(flags), digest_size=2).hexdigest()})"
+
+
 def _install(model: ShardedModule, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     state = model._autoshard
 
@@ -259,7 +283,7 @@ def _build(model: ShardedModule, key: Key, local: LocalProgram) -> None:
         _agree_on_parameters(model)
         lay_out(model, state.place, local.parameters)
         state.layouts = local.parameters
-    state.executions[key] = bind(built.program, local, model, state.place)
+    state.executions[key] = bind(built.program, local, model, state.place, state.groups.watch)
 
 
 def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple[Suspect, ...]:
