@@ -16,9 +16,9 @@ from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
-from autoshard.config.settings import options_of
+from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
-from autoshard.config.validation import check_call
+from autoshard.config.validation import check_call, shown
 from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
@@ -140,8 +140,28 @@ def _distribute(
     place = place_of(device_mesh)
     limit = None if options is None else options.rank_timeout
     groups = open_groups(device_mesh, place.mesh, model=type(model).__name__, rank_timeout=limit)
-    with groups.watch.call(SharedCall("autoshard(...)")):
+    with groups.watch.call(SharedCall("autoshard(...)", traits=_traits(args, kwargs, plan, options))):
         return _distribute_together(model, device_mesh, place, groups, args, kwargs, plan, options)
+
+
+def _traits(
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
+) -> tuple[tuple[str, str], ...]:
+    """Return what has to be equal on all ranks before a module can be distributed: above all the options."""
+    given = {
+        "arguments": "none" if args is None and kwargs is None else "given",
+        "a plan": "none" if plan is None else "given",
+        "gradients": "enabled" if torch.is_grad_enabled() else "disabled",
+    }
+    if options is not None or plan is None:
+        options = options or Options()
+        settings = settings_of(options, training=torch.is_grad_enabled(), device="").options
+        given |= {name: shown(value) for name, value in settings.items()}
+        given["compile"] = repr(options.compile)
+    return tuple(given.items())
 
 
 def _distribute_together(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -52,7 +53,7 @@ class Beacon:
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
         self.ranks, self.rank, self.generation = ranks, rank, generation
         self.world = dist.group.WORLD
-        self.models = 0  # that were distributed on the mesh
+        self.models: Counter[str] = Counter()  # that were distributed on the mesh, by class
         self._store = LiveStore(f"autoshard/{name}/{generation}")
         self._now, self._began, self._told = Status(0, "", "returned"), time.monotonic(), 0.0
         self._beat = BEAT + BEAT_PER_RANK * len(ranks)
@@ -121,10 +122,12 @@ class Beacon:
             final = time.monotonic() > deadline
             peers = self._peers()
             silent = frozenset(r for r, s in peers.items() if final and s is not None and beats.get(r) == s.beat)
-            if not self._store.is_alive:
-                silent = frozenset({HOLDER} & peers.keys())
             beats = beats or {rank: status.beat for rank, status in peers.items() if status is not None}
-            if found := stopped_ranks(mine, peers, silent, final=final and not timed_out):
+            found = stopped_ranks(mine, peers, silent, final=final and not timed_out)
+            if not self._store.is_alive:
+                found = stopped_ranks(mine, peers, frozenset(), final=False) or self._holder(peers)
+                final = True
+            if found:
                 return DistributedError(
                     f"{ranks_text(found)} stopped while rank {self.rank} was in {mine.call}; {describe_ranks(found)}"
                 )
@@ -134,6 +137,10 @@ class Beacon:
             if final:
                 return None
             time.sleep(self._beat / 4)
+
+    def _holder(self, peers: Mapping[int, Status | None]) -> dict[int, str]:
+        holder = {HOLDER: "it has ended, and with it the store of the process group"}
+        return holder if HOLDER in peers else {}
 
     def _waited(self, late: Mapping[int, str], seconds: float) -> str:
         return (
@@ -210,7 +217,7 @@ class Beacon:
     def _leave(self, cause: str) -> None:
         now = self._now
         if now.phase != "left":
-            self._note(replace(now, phase="left", cause=cause, during=now.phase != "returned"))
+            self._note(replace(now, phase="left", cause=now.cause or cause, during=now.phase != "returned"))
             self._tell()
 
 

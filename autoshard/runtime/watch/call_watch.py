@@ -38,6 +38,12 @@ class SharedCall:
         """Return "forward call 3 of Net (training, with gradients)"."""
         return f"{self.what} of {model}{f' ({self.note})' if self.note else ''}"
 
+    def trait(self, name: str) -> str:
+        return dict(self.traits).get(name, "not given")
+
+    def traits_text(self, names: Sequence[str]) -> str:
+        return ", ".join(f"{name} {self.trait(name)}" for name in names)
+
 
 class Watch:
     """The agreements of one model on a mesh; all models of a mesh share one order of calls."""
@@ -51,8 +57,8 @@ class Watch:
         self._ranks, self._model = ranks, model
         self._covered: list[dist.ProcessGroup] = []
         if self._beacon is not None:
-            self._beacon.models += 1
-            number = self._beacon.models
+            self._beacon.models[model] += 1
+            number = self._beacon.models[model]
             self._model = model if number == 1 else f"{model} (model {number})"
 
     def cover(self, group: dist.ProcessGroup) -> None:
@@ -126,11 +132,8 @@ class Watch:
         (model, first), (other_model, second) = calls[0], calls[other]
         texts = first.text(model), second.text(other_model)
         if texts[0] == texts[1]:
-            differing = [(a, b) for a, b in zip(first.traits, second.traits, strict=False) if a != b]
-            texts = tuple(  # type: ignore[assignment]
-                f"{text} with {', '.join(f'{name} {value}' for name, value in some)}"
-                for text, some in zip(texts, zip(*differing, strict=True), strict=True)
-            )
+            names = [name for name in dict([*first.traits, *second.traits]) if first.trait(name) != second.trait(name)]
+            texts = (f"{texts[0]} with {first.traits_text(names)}", f"{texts[1]} with {second.traits_text(names)}")
         raise DistributedError(
             f"ranks make different calls: rank {self._ranks[0]} makes {texts[0]}, rank {self._ranks[other]} makes "
             f"{texts[1]}; make the same calls in the same order, with the same options, on every rank"
