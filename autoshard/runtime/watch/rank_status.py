@@ -15,7 +15,7 @@ NAMED = 4  # ranks that a message describes; of others it gives the number
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank last did, as it tells the others."""
+    """The last act of a rank, as it tells the others."""
 
     number: int  # of calls begun, whatever the model
     call: str  # "forward call 3 of Net (training, with gradients)"
