@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from autoshard.capture.signature import Signature, bind_call
+from autoshard.capture.signature import Call, Signature
 from autoshard.compile.compiled import Program, Split
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
@@ -105,41 +105,26 @@ class Execution:
     saved_parameters: frozenset[str]  # those that the backward reads
     watch: Watch
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor, call: int = 0) -> Any:
+    def run(self, call: Call, seed: torch.Tensor, number: int = 0) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
 
-        `call` is its number, by which its backward is told from others. Raises InputError for a call that does not fit.
+        `number` is that of the call, by which its backward is told from others.
         """
-        inputs = self.take_inputs(args, kwargs)
+        inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
-        outputs = _Step.apply(self, call, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        outputs = _Step.apply(self, number, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return self.local.signature.unflatten(outputs)
 
-    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def take_inputs(self, call: Call) -> list[torch.Tensor]:
         """Return this rank's parts of the tensors of a call, in the order of `signature.inputs`; DTensors are
         redistributed.
         """
-        given = self.check_inputs(args, kwargs)
-        return [item.take(tensor, self.place) for item, tensor in zip(self.inputs, given, strict=True)]
+        return [item.take(call.leaves[item.spec.path], self.place) for item in self.inputs]
 
-    def check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Return the unchanged tensors of a call. Raises InputError for a call that does not fit."""
-        given = self.local.signature.flatten(args, kwargs)
-        for item, tensor in zip(self.inputs, given, strict=True):
-            item.check(tensor, self.place)
-        return given
-
-    def shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call on a global batch, with every tensor cut to this rank's part.
-
-        Raises InputError for a call that does not fit.
-        """
-        signature = self.local.signature
-        whole = signature.flatten(args, kwargs)
-        call = bind_call(signature.forward, args, kwargs)
-        parts = {item.spec.path: item.cut(tensor, self.place) for item, tensor in zip(self.inputs, whole, strict=True)}
-        leaves = {path: parts.get(path, leaf) for path, leaf in call.leaves.items()}
-        return call.as_written(leaves, args, kwargs)
+    def check_inputs(self, call: Call) -> None:
+        """Raise InputError for a call that does not fit."""
+        for item in self.inputs:
+            item.check(call.leaves[item.spec.path], self.place)
 
     def forward(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], seed: torch.Tensor
@@ -213,10 +198,10 @@ class _Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, execution: Execution, call: int, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, execution: Execution, number: int, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
         count = len(execution.local.signature.inputs)
         results = execution.forward(tensors[:count], tensors[count:], seed)
-        ctx.execution, ctx.call = execution, call
+        ctx.execution, ctx.number = execution, number
         # Use DTensor's version counter: a write to a DTensor does not increment that of its local tensor.
         ctx.versions = [
             (name, tensor, tensor._version)
@@ -245,7 +230,7 @@ class _Step(torch.autograd.Function):
                 )
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        with execution.watch.call(SharedCall(f"backward call {ctx.call}")):
+        with execution.watch.call(SharedCall(f"backward call {ctx.number}")):
             gradients = execution.backward(saved, tangents)
         paths = [spec.path for spec in execution.local.signature.inputs]
         names = [*(f"input:{path}" for path in paths), *execution.parameter_names]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ class SharedCall:
     what: str  # "forward call 3"
     note: str = ""  # shown with it: "training, with gradients"
     traits: tuple[tuple[str, str], ...] = ()
+    details: str = field(default="", repr=False, compare=False)  # shown where ranks disagree: "x: float32[8, 4]"
 
     def text(self, model: str) -> str:
         """Return "forward call 3 of Net (training, with gradients)"."""
@@ -42,7 +43,9 @@ class SharedCall:
         return dict(self.traits).get(name, "not given")
 
     def traits_text(self, names: Sequence[str]) -> str:
-        return ", ".join(f"{name} {self.trait(name)}" for name in names)
+        """Return "program 1 (x: float32[8, 4])"."""
+        details = f" ({self.details})" if self.details else ""
+        return ", ".join(f"{name} {self.trait(name)}" for name in names) + details
 
 
 class Watch:
