@@ -6,12 +6,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.graph import Stage, is_reshard, set_draw, value_of
+from passes.ir.graph import Stage, is_random, is_reshard, set_draw, value_of
 from passes.normal_forms import REWRITES, At
 
 
@@ -95,17 +94,13 @@ def _merge_equal(graph: Graph) -> bool:
 
 def _is_pure(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
-        return not _is_random(node) and not node.is_impure()
+        return not is_random(node) and not node.is_impure(impure_random=False)
     return node.target is operator.getitem
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _number_draws(graph: Graph) -> None:
     """Number the random calls before passes copy or move them, as copies must draw the same numbers."""
-    for draw, node in enumerate(filter(_is_random, graph.nodes)):
+    for draw, node in enumerate(filter(is_random, graph.nodes)):
         set_draw(node, draw)
 
 

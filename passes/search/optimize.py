@@ -3,9 +3,10 @@
 1. Ascend the dual and round it (`search_state`), under multipliers under which computation alone counts.
 2. Without an assignment that fits, look for a price on bytes (`tune_multipliers.fit_memory`).
 3. Tune the multipliers, and solve the program of what is near the bound (`tune_multipliers.tune`).
-4. Widen: solve the program of all that can be in an assignment within 1 %, 5 %, ... of the bound, or better than the
+4. Without an assignment that fits, solve the program of the least bytes for one.
+5. Widen: solve the program of all that can be in an assignment within 1 %, 5 %, ... of the bound, or better than the
    incumbent. What it leaves out is worse, so its bound holds for all.
-5. Where that is too large, prove by probing that no assignment is 1 % shorter.
+6. Where that is too large, prove by probing that no assignment is 1 % shorter.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def solve(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> tuple[Assign
 
 
 def _widen(state: SearchState) -> None:
-    """Solve programs of ever more strategies, until the gap is closed or a program is too large."""
+    """Solve programs of ever more strategies, until the gap is closed, a program is too large, or nothing fits."""
+    if not _fit(state):
+        return
     for widening in WIDENINGS:
         if state.is_done:
             return
@@ -73,6 +76,16 @@ def _widen(state: SearchState) -> None:
         threshold = float("inf") if is_last else state.dual_bound * (1 + widening)
         if not _solve_below(state, threshold) or is_last:  # the last has all that is better than the incumbent
             return
+
+
+def _fit(state: SearchState) -> bool:
+    """Return False if no assignment was found that fits the memory: to look for short ones then takes most of the time."""
+    if state.incumbent is None and state.budget is not None:
+        everything = state.pruned(float("inf")).remaining()
+        if everything.size > PROVABLE:
+            return True
+        state.offer_solved(state.formulation(everything).fit(state.seconds_left))
+    return state.incumbent is not None
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from passes.ir.graph.facts import facts_of, input_of, update_facts
-from passes.ir.graph.roles import InputRole, Output
+from passes.ir.graph.roles import InputRole, Output, OutputRole
 
 
 def placeholders(graph: Graph, role: InputRole | None = None) -> tuple[Node, ...]:
@@ -36,6 +36,11 @@ def outputs_of(graph: Graph) -> tuple[Output, ...]:
 
 def has_outputs(graph: Graph) -> bool:
     return facts_of(output_node(graph)).outputs is not None
+
+
+def has_backward(graph: Graph) -> bool:
+    """Return whether the graph computes a gradient; it does not if no parameter or input that needs one is used."""
+    return any(output.role is OutputRole.GRADIENT for output in outputs_of(graph))
 
 
 def set_outputs(graph: Graph, outputs: tuple[Output, ...]) -> None:
