@@ -22,10 +22,12 @@ class Normalize(Pass):
 
     1. `alias`, `detach`, conversions to the same dtype and views to the same shape are removed.
     2. `reshape` and `_unsafe_view` become `view`; `t` and `transpose` become `permute`. A view of a view (a permute of
-       a permute) becomes one.
-    3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added.
+       a permute) becomes one. `as_strided` becomes the view, slices and permutation that it is.
+    3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added; a convolution
+       with a bias likewise, and the gradient of the bias becomes a sum.
     4. `mean` becomes `sum` and `div` by the global count, which are linear, so that it can be partial.
-    5. `split` and `unbind` become slices and selects. Filled tensors become `full`.
+    5. `split` and `unbind` become slices and selects; `cat` loses operands without elements. Filled tensors become
+       `full`.
     6. `var_mean` over dim 0 (batch statistics) becomes sums, so that the batch can be sharded.
     7. The sum of a row with one nonzero entry becomes that entry, so that the gradient of a cross-entropy never needs
        a whole row of the vocabulary.

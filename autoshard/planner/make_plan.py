@@ -135,7 +135,7 @@ def program_problem(
     started = time.perf_counter()
     progress("fold")
     folded = fold(problem, whole=True)
-    decision = _decided(problem, folded, progress) if follow is None else _followed(follow(folded))
+    decision = _decide_for_run(problem, folded, progress) if follow is None else _decision_of(follow(folded))
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -182,7 +182,7 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
     )
 
 
-def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+def _decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     """Decide as `_decide` does, and simulate the step if the user named the hardware or memory may be short."""
     decision = _decide(problem, folded, FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
@@ -194,7 +194,7 @@ def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     return decision
 
 
-def _followed(plan: PlanRecord) -> _Decision:
+def _decision_of(plan: PlanRecord) -> _Decision:
     return _Decision(
         plan.recipes,
         plan.solution,
@@ -263,7 +263,7 @@ def _programmed(
     plan = PlanRecord(
         mesh=problem.mesh,
         recipes=decision.recipes,
-        remarks=_remarks((*decision.remarks, *ctx.remarks)),
+        remarks=_remarks((*problem.captured.call.remarks, *decision.remarks, *ctx.remarks)),
         graphs={"CAPTURED": folded.text, **recorder.graphs},
         settings=settings_of(options, training=problem.training, device=problem.device),
         cost=decision.cost,
@@ -302,7 +302,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         outputs=evaluation.facts["outputs"],
         layouts=expand_names(folded.repeats, evaluation.facts["layouts"]),
         collectives=decision.collectives,
-        remarks=_remarks((*decision.remarks, *folded.remarks, *evaluation.remarks)),
+        remarks=_remarks((*problem.captured.call.remarks, *decision.remarks, *folded.remarks, *evaluation.remarks)),
         graphs={"CAPTURED": captured, **evaluation.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
         cost=evaluation.cost,

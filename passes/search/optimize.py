@@ -1,12 +1,12 @@
 """Search for the assignment with the shortest step: bound it from below, find assignments from above, until they meet.
 
-1. Ascend the dual and round it (`search_state`), under multipliers under which computation alone counts.
-2. Without an assignment that fits, look for a price on bytes (`tune_multipliers.fit_memory`).
-3. Tune the multipliers, and solve the program of what is near the bound (`tune_multipliers.tune`).
-4. Without an assignment that fits, solve the program of the least bytes for one.
-5. Widen: solve the program of all that can be in an assignment within 1 %, 5 %, ... of the bound, or better than the
-   incumbent. What it leaves out is worse, so its bound holds for all.
-6. Where that is too large, prove by probing that no assignment is 1 % shorter.
+1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone.
+2. If no assignment seen so far fits, find a price per byte under which one does (`tune_multipliers.fit_memory`).
+3. Tune the multipliers, and solve the program of the strategies near the bound (`tune_multipliers.tune`).
+4. If still none fits, solve the program of bytes alone: without one in it, the search ends here.
+5. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
+   than the incumbent. Assignments with any other strategy are worse, so the program's bound holds for all.
+6. Where that program is too large, prove by probing that no assignment is 1 % shorter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.probing import is_empty
+from passes.search.solvers.restriction import remaining
 from passes.search.tune_multipliers import fit_memory, tune
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
 PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds
 PROOF = 0.01  # of the step: where no program is small enough, it is probed that no assignment is shorter by this
-# Probing is left out where the bound is further (as part of it) from what is to be proven. The gap of 0.3 % of Llama 3
+# Part of the bound: probing takes long and rarely closes a larger gap, so it is not tried. The gap of 0.3 % of Llama 3
 # 405B took it 289 probes; that of 1.7 % of a small model was not closed in 600.
 PROBED_GAP = 0.01
 
@@ -55,7 +56,7 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
 
 
 def assignments(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> Iterator[tuple[Assignment, float]]:
-    """Yield what `optimize` finds for a factor graph."""
+    """Yield the results of `optimize` for a factor graph."""
     yield from optimize(SearchState(Transitions(graph, unit_costs), goal))
 
 
@@ -72,7 +73,7 @@ def _widen(state: SearchState) -> None:
         if state.is_done:
             return
         best = state.incumbent
-        is_last = best is not None and state.pruned(best.objective).remaining().size <= PROVABLE
+        is_last = best is not None and remaining(state.pruned(best.objective)).size <= PROVABLE
         threshold = float("inf") if is_last else state.dual_bound * (1 + widening)
         if not _solve_below(state, threshold) or is_last:  # the last has all that is better than the incumbent
             return
@@ -80,19 +81,20 @@ def _widen(state: SearchState) -> None:
 
 def _fit(state: SearchState) -> bool:
     """Return False if no assignment was found that fits the memory: to look for short ones then takes most of the time."""
-    if state.incumbent is None and state.budget is not None:
-        everything = state.pruned(float("inf")).remaining()
-        if everything.size > PROVABLE:
-            return True
-        state.offer_solved(state.formulation(everything).fit(state.seconds_left))
+    if state.incumbent is not None or state.budget is None:
+        return True
+    everything = remaining(state.pruned(float("inf")))
+    if everything.size > PROVABLE:
+        return True
+    state.offer_solved(state.formulation(everything).fit(state.seconds_left))
     return state.incumbent is not None
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
-    """Solve the program of what is shorter than `threshold` and than the incumbent; False if that is too large."""
+    """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many."""
     if state.incumbent is not None:
         threshold = min(threshold, state.incumbent.objective)
-    restriction, proven = state.pruned(threshold).remaining(), threshold
+    restriction, proven = remaining(state.pruned(threshold)), threshold
     if restriction.is_possible:
         if state.incumbent is not None and (restriction.size > PROVABLE or state.is_late):
             return False

@@ -457,6 +457,51 @@ return output("output") %select
     assert_same_values(Normalize(), before)
 
 
+def test_a_concatenation_loses_parts_without_elements() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%one: f32[4, 8] = cat([%empty, %x], -2)
+%two: f32[8, 8] = cat([%empty, %x, %one], 0)
+return output("output") %two
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%cat: f32[8, 8] = cat([%x, %x], 0)
+return output("output") %cat
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_concatenation_of_one_part_in_another_order_in_memory_is_a_copy() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%turned: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%cat: f32[8, 4] = cat([%empty, %turned])
+%view: f32[32] = view(%cat, [32])
+return output("output") %view
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%turned: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%clone: f32[8, 4] = clone(%turned, memory_format=torch.contiguous_format)
+%view: f32[32] = view(%clone, [32])
+return output("output") %view
+""")
+    assert_same_values(Normalize(), before)
+
+
 def test_a_split_that_is_used_whole_stays() -> None:
     before = """
 mesh tp=2
@@ -720,5 +765,90 @@ stage CAPTURED
 %x: f32[4, 6] = input("x")
 %relu: f32[4, 6] = relu(%x)
 return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_view_by_strides_is_slices_and_a_permutation() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%as_strided: f32[3, 4]<1, 12> = as_strided(%x, [3, 4], [1, 12], 3)
+%relu: f32[3, 4]<1, 3> = relu(%as_strided)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%view: f32[4, 12] = view(%x, [4, 12])
+%slice_1: f32[4, 3]<12, 1> = slice.Tensor(%view, 1, 3, 6)
+%permute: f32[3, 4]<1, 12> = permute(%slice_1, [1, 0])
+%relu: f32[3, 4]<1, 3> = relu(%permute)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_view_by_strides_of_the_same_shape_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%relu: f32[8, 6] = relu(%x)
+%as_strided: f32[8, 6] = as_strided(%relu, [8, 6], [6, 1])
+%neg: f32[8, 6] = neg(%as_strided)
+return output("output") %neg
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%relu: f32[8, 6] = relu(%x)
+%neg: f32[8, 6] = neg(%relu)
+return output("output") %neg
+""")
+
+
+def test_a_diagonal_by_strides_stays() -> None:
+    assert_declines(Normalize(), """
+mesh tp=2
+stage CAPTURED
+%x: f32[6, 6] = input("x")
+%as_strided: f32[6]<7> = as_strided(%x, [6], [7])
+%relu: f32[6] = relu(%as_strided)
+return output("output") %relu
+""")
+
+
+def test_a_bias_is_added_to_a_convolution_and_its_gradient_summed_apart() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[6, 4, 3] = parameter("w")
+%x: f32[2, 4, 8] = input("x")
+%g: f32[2, 6, 6] = input("g")
+%convolution: f32[2, 6, 6] = convolution(%x, %w, %b, [1], [0], [1], False, [0], 1)
+%convolution_backward: (f32[2, 4, 8], f32[6, 4, 3], f32[6]) = convolution_backward(%g, %x, %w, [6], [1], [0], [1], False, [0], 1, [True, True, True])
+%getitem: f32[6, 4, 3] = getitem(%convolution_backward, 1)
+%getitem_1: f32[6] = getitem(%convolution_backward, 2)
+return output("output") %convolution, output("w") %getitem, output("b") %getitem_1
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[6, 4, 3] = parameter("w")
+%x: f32[2, 4, 8] = input("x")
+%g: f32[2, 6, 6] = input("g")
+%convolution_1: f32[2, 6, 6] = convolution(%x, %w, None, [1], [0], [1], False, [0], 1)
+%view: f32[6, 1] = view(%b, [6, 1])
+%add: f32[2, 6, 6] = add.Tensor(%convolution_1, %view)
+%convolution_backward_1: (f32[2, 4, 8], f32[6, 4, 3], None) = convolution_backward(%g, %x, %w, None, [1], [0], [1], False, [0], 1, [True, True, False])
+%getitem_2: f32[6, 4, 3] = getitem(%convolution_backward_1, 1)
+%sum_1: f32[6] = sum.dim_IntList(%g, [0, 2])
+return output("output") %add, output("w") %getitem_2, output("b") %sum_1
 """)
     assert_same_values(Normalize(), before)
