@@ -86,7 +86,7 @@ def _propagate(axis: Axis) -> None:
         if node.op == "placeholder":
             _place_input(axis, node)
         elif node.op == "output":
-            _place_tangents(axis, placeholders(axis.gm.graph, InputRole.TANGENT))  # those that no call uses
+            _place_tangents(axis, placeholders(axis.gm.graph, InputRole.TANGENT))  # that nothing reads
             axis.placed.needs.setdefault(node, []).append(output_needs(axis))
         elif is_reshard(node):
             _place_reshard(axis, node)

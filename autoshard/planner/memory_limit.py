@@ -11,6 +11,7 @@ from autoshard.planner.problem import Problem, Recipes
 from autoshard.plans.outcome import Cost
 from passes.errors import MemoryLimitError
 from passes.ir.units import format_bytes
+from passes.search.solution import Solution
 
 TRIES = 3  # limits that are tried, each the peak at the one before; at the second, peak and limit are nearly always equal
 
@@ -48,13 +49,15 @@ def _least(problem: Problem, folded: Folded, evaluation: Evaluation) -> Evaluati
     """Return the evaluation of a plan that fits if its own peak is the limit."""
     for _ in range(TRIES):
         options = replace(problem.options, memory_limit=evaluation.cost.peak_memory)
-        again = recipe_evaluation(replace(problem, options=options), folded, evaluation.recipes)
+        again = plan_evaluation(replace(problem, options=options), folded, evaluation.recipes, evaluation.solution)
         if again.cost.peak_memory == evaluation.cost.peak_memory:
             break
         evaluation = again
     return evaluation
 
 
-def recipe_evaluation(problem: Problem, folded: Folded, recipes: Recipes) -> Evaluation:
-    """Return the evaluation of a recipe's plan, with messages in chunks."""
-    return in_chunks(problem, evaluate(problem, folded, recipes, effort=FULL))
+def plan_evaluation(
+    problem: Problem, folded: Folded, recipes: Recipes, solution: Solution | None = None
+) -> Evaluation:
+    """Return the evaluation of a plan that was not searched for, with messages in chunks."""
+    return in_chunks(problem, evaluate(problem, folded, recipes, solution, effort=FULL))

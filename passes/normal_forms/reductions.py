@@ -42,10 +42,12 @@ def _along_channels(value: Node) -> list[int]:
 def _convolution_backward(at: At) -> bool:
     """Sum the gradient of the bias apart from the others."""
     *others, mask = at.node.args
+    assert isinstance(mask, list | tuple)
+    asked = [bool(mask[0]), bool(mask[1]), False]
     if not mask[2] or any(user.target is not operator.getitem for user in at.node.users):
         return False
     others[3] = None
-    both = at.call(aten.convolution_backward.default, *others, [*mask[:2], False]) if any(mask[:2]) else None
+    both = at.call(aten.convolution_backward.default, *others, asked) if any(asked) else None
     for user in list(at.node.users):
         place, number = at.at(user), as_int(user.args[1])
         if number == 2:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from passes.ir.graph import (
+    OPTIONS,
     InputRole,
     Output,
     OutputRole,
@@ -36,10 +37,10 @@ def output_needs(axis: Axis) -> tuple[Placement, ...]:
 
 
 def output_placement(axis: Axis, value: Node) -> Placement:
-    """Return the placement of an output: its pin; else this rank's part on a data axis, whole on the others."""
-    if is_reshard(value) and (pinned := axis.pinned(value)) is not None:
-        return pinned
+    """Return the placement of an output: the user's; else this rank's part on a data axis, whole on the others."""
     placement = axis.of(value)
+    if is_reshard(value) and axis.pinned_by(value) == OPTIONS:
+        return placement
     return placement if isinstance(placement, Shard) and axis.is_data else R
 
 

@@ -3,8 +3,18 @@
 from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard
 from passes.ir.graph.draws import draws, is_random
-from passes.ir.graph.ends import has_backward, has_outputs, output_node, outputs_of, placeholders, returned, set_outputs
+from passes.ir.graph.ends import (
+    has_backward,
+    has_outputs,
+    output_node,
+    outputs_of,
+    placeholders,
+    returned,
+    set_outputs,
+    trained_parameters,
+)
 from passes.ir.graph.facts import (
+    OPTIONS,
     SAVINGS,
     Facts,
     Origin,
@@ -68,6 +78,7 @@ __all__ = [
     "Origin",
     "Output",
     "OutputRole",
+    "OPTIONS",
     "Pin",
     "SAVINGS",
     "Saving",
@@ -133,6 +144,7 @@ __all__ = [
     "stage_of",
     "stands_for",
     "tensor_of",
+    "trained_parameters",
     "transfer_of",
     "update_facts",
     "value_of",

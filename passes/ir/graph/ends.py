@@ -34,6 +34,12 @@ def outputs_of(graph: Graph) -> tuple[Output, ...]:
     return found
 
 
+def trained_parameters(graph: Graph) -> set[str]:
+    """Return the names of the parameters of which the graph returns a gradient."""
+    ends = zip(returned(graph), outputs_of(graph), strict=True)
+    return {output.name for value, output in ends if value is not None and output.role is OutputRole.GRADIENT}
+
+
 def has_outputs(graph: Graph) -> bool:
     return facts_of(output_node(graph)).outputs is not None
 
