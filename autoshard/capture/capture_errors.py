@@ -108,6 +108,11 @@ def takes_lock(error: Exception) -> bool:
     return failure.kind == "Unsupported context manager" and "`lock`" in failure.detail
 
 
+def marks_leaf(error: Exception) -> bool:
+    """Return whether a trace failed at `requires_grad_()`."""
+    return "requires_grad" in trace_failure(error).kind
+
+
 def check_shapes(graph: Graph) -> None:
     """Raise CaptureError for a value whose shape is known only when the model runs."""
     for node in graph.nodes:

@@ -34,12 +34,12 @@ try:
     )
     from passes._torch.fake import (
         FakeTensorMode,
-        as_compiled,
         fake_empty,
         fake_mode,
         fake_mode_of,
         fake_view,
         is_fake,
+        rehearsed,
         shares_memory,
     )
     from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
@@ -75,7 +75,6 @@ __all__ = [
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
-    "as_compiled",
     "box",
     "checkpoint_of",
     "clear_checkpoint",
@@ -99,6 +98,7 @@ __all__ = [
     "module_of",
     "new_group",
     "register_group",
+    "rehearsed",
     "relay_dtensor",
     "reserve_symmetric_memory",
     "run_joint_graph_passes",

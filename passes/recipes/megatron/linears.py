@@ -12,7 +12,7 @@ from passes.rules.rule import Space, space_of
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default)
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default", "transformers.grouped_mm_fallback.default")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Linear:
 
     @property
     def _contracted(self) -> tuple[str, ...]:
-        return tuple(f for f in self._factors(self.weight) if f not in self._result)
+        return tuple(f for f in self._factors(self.weight) if f not in (*self._result, *self.space.blocked))
 
     @property
     def _result(self) -> tuple[str, ...]:
@@ -80,9 +80,9 @@ def find_linears(forward: tuple[Node, ...], weights: dict[Node, Node]) -> dict[N
     """Return the linears among `forward`, by node; `weights` are the forms of parameters."""
     found = {}
     for node in forward:
-        if node.target not in _PRODUCTS:
+        if str(node.target) not in _PRODUCTS:
             continue
-        left, right = (value in weights for value in operands(node))
+        left, right = (value in weights for value in operands(node)[:2])
         space = space_of(node)
         if left == right or space is None:
             continue
