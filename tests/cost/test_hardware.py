@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoshard import Mesh, UserError
 from passes.hardware.hardware import Group, Hardware, Link, hardware_named, preset_names
 
-PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h200")
+PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h100-500w", "h200")
 LINKS = ("inside", "across")
 FIGURES = {field.name for field in fields(Hardware)} - {"name", "sources", *LINKS}
 FIGURES |= {f"{link}.{field.name}" for link in LINKS for field in fields(Link) if field.name != "name"}
@@ -55,7 +55,7 @@ def test_published_figures() -> None:
         (
             "h1000",
             "unknown hardware 'h1000' (did you mean 'h100'?); choose one of a100, a100-pcie, b200, cpu, gb200, h100, "
-            "h200, or give the path of a .json that `python -m autoshard calibrate` wrote",
+            "h100-500w, h200, or give the path of a .json that `python -m autoshard calibrate` wrote",
         ),
         ("no/such.json", "hardware='no/such.json': there is no such file; calibrate writes one"),
     ],
