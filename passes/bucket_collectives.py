@@ -15,6 +15,7 @@ from passes.cost.program import Program
 from passes.cost.scheduling.best_schedule import WORTH, Schedule, bucketed, memory_cap, prefetch, schedule
 from passes.cost.scheduling.bucketing import SMALLER, buckets, neighbours, sizes
 from passes.cost.simulate import simulate
+from passes.ir.collectives import KINDS
 from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     Stage,
@@ -153,14 +154,12 @@ def _join_all(gm: GraphModule, program: Program, joined: Sequence[Sequence[int]]
 def _join(members: list[Node]) -> None:
     transfer = transfer_of(members[0])
     assert transfer is not None
-    if transfer.kind == "all_gather":
+    if KINDS[transfer.kind].bucket == "gather":
         _hoist(members)
-        _Bucket(members, min(members)).all_gather()
+        _Bucket(members, min(members)).gather()
         return
-    bucket = _Bucket(members, max(members).next)
     waits = [next(iter(member.users)) for member in members]
-    results = bucket.reduce_scatter() if transfer.kind == "reduce_scatter" else bucket.all_reduce()
-    _sink(waits, results)
+    _sink(waits, _Bucket(members, max(members).next).reduce())
 
 
 def _steps(member: Node) -> tuple[str, ...]:
@@ -243,7 +242,7 @@ class _Bucket:
         set_transfer(new, replace(transfer, steps=steps))
         return self.call(c10d.wait_tensor.default, new)
 
-    def all_gather(self) -> None:
+    def gather(self) -> None:
         """Gather all members in one message and give the results to the users of their waits."""
         sources = [operands(member)[0] for member in self.members]
         lengths = [tensor_of(source).numel() for source in sources]
@@ -254,23 +253,12 @@ class _Bucket:
         parts = zip(self.columns(table, lengths), waits, strict=True)
         _replace(waits, [self.view(part, list(tensor_of(wait).shape)) for part, wait in parts])
 
-    def reduce_scatter(self) -> list[Node]:
-        """Reduce and scatter all members in one message; return their results."""
+    def reduce(self) -> list[Node]:
+        """Reduce all members in one message, with a row for each rank that gets a part; return their results."""
         sources = [operands(member)[0] for member in self.members]
         lengths = [tensor_of(member).numel() for member in self.members]
         tables = [self.view(s, [tensor_of(s).numel() // n, n]) for s, n in zip(sources, lengths, strict=True)]
-        part = self.collective(self.call(aten.cat.default, tables, 1))
-        return self.restored(self.columns(part, lengths))
-
-    def all_reduce(self) -> list[Node]:
-        """Reduce all members in one message; return their results."""
-        sources = [operands(member)[0] for member in self.members]
-        lengths = [tensor_of(source).numel() for source in sources]
-        flat = [self.view(source, [1, length]) for source, length in zip(sources, lengths, strict=True)]
-        return self.restored(self.columns(self.collective(self.call(aten.cat.default, flat, 1)), lengths))
-
-    def restored(self, parts: list[Node]) -> list[Node]:
-        """Return the parts in the shapes of their members."""
+        parts = self.columns(self.collective(self.call(aten.cat.default, tables, 1)), lengths)
         shapes = [list(tensor_of(member).shape) for member in self.members]
         return [self.view(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -150,7 +150,7 @@ class DecomposeMatmuls(Pass):
         why_not = self._why_not_one(site, mesh)
         ones = [ONE] if self.symmetric_memory and not why_not else []
         if not cuts and not ones:
-            return (), f"its {site.rows.before} x {site.rows.behind} rows are not divided by {COUNTS[0]}{why_not}"
+            return (), f"its {site.rows.before} x {site.rows.after} rows are not divided by {COUNTS[0]}{why_not}"
         times = {}
         for way in (WHOLE, *cuts, *ones):
             part = excerpt(_calls(site))
@@ -229,7 +229,7 @@ def exposed_by_form(sites: Sequence[Site], exposed: Iterable[tuple[Task, float]]
 
 @dataclass(frozen=True)
 class _Choice:
-    """What to do with the sites of a form, and why."""
+    """A decision for the sites of a form, with its reason."""
 
     way: int | None  # a number of chunks, or `ONE`; None: whole
     reason: str

@@ -104,7 +104,7 @@ class FuseCollectives(Pass):
             if node.target is _add and not node.kwargs and len(operands(node)) == 2:
                 changed |= _merge(node)
         for node in [node for node in gm.graph.nodes if is_reshard(node)]:
-            changed |= self._narrowed(node, ctx) or self._widened_behind(node, ctx)
+            changed |= self._narrowed(node, ctx) or self._widened_after(node, ctx)
         return changed
 
     def _narrowed(self, node: Node, ctx: PassContext) -> bool:
@@ -126,7 +126,7 @@ class FuseCollectives(Pass):
         first.replace_all_uses_with(moved, delete_user_cb=lambda user: user is not moved)
         first.append(moved)
         node.graph.erase_node(node)
-        text = "reduced in parts, and gathered as" if before.has_partial else "cast in front of it to"
+        text = "reduced in parts, and gathered as" if before.has_partial else "cast before it to"
         ctx.remark(self, moved, f"{text} {DTYPE_NAMES[tensor_of(moved).dtype]}", routine=True)
         return True
 
@@ -151,7 +151,7 @@ class FuseCollectives(Pass):
         )
         return parted if apart < together else None
 
-    def _widened_behind(self, node: Node, ctx: PassContext) -> bool:
+    def _widened_after(self, node: Node, ctx: PassContext) -> bool:
         """Turn `reshard(cast(a))` into `cast(reshard(a))`."""
         cast = operands(node)[0]
         if cast.target is not _convert or len(cast.users) > 1 or not _sends(node):
@@ -168,8 +168,8 @@ class FuseCollectives(Pass):
         node.replace_all_uses_with(cast)
         node.graph.erase_node(node)
         dtype = DTYPE_NAMES[tensor_of(moved).dtype]
-        reduced = f"reduced in {dtype}, in which it is computed, and cast behind"
-        text = reduced if is_sum else f"moved in {dtype}, cast behind"
+        reduced = f"reduced in {dtype}, in which it is computed, and cast after"
+        text = reduced if is_sum else f"moved in {dtype}, cast after"
         ctx.remark(self, moved, text, routine=not is_sum)
         return True
 

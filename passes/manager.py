@@ -52,7 +52,7 @@ def check_order(passes: Sequence[Pass], stage: Stage) -> None:
         if pass_.takes is not stage:
             raise UserError(
                 f"pass {pass_.name!r} takes a graph that is {pass_.takes.name}, but {before} it is {stage.name}; "
-                f"move {pass_.name!r} behind a pass that gives {pass_.takes.name}, or leave it out"
+                f"move {pass_.name!r} after a pass that gives {pass_.takes.name}, or leave it out"
             )
         stage, before = pass_.gives, f"after {pass_.name!r}"
 

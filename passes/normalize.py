@@ -26,7 +26,8 @@ class Normalize(Pass):
        a permute) becomes one.
     3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added.
     4. `mean` becomes `sum` and `div` by the global count, which are linear, so that it can be partial.
-    5. `split` and `unbind` become slices and selects. Filled tensors become `full`.
+    5. `split` and `unbind` become slices and selects; `cat` loses operands without elements. Filled tensors become
+       `full`.
     6. `var_mean` over dim 0 (batch statistics) becomes sums, so that the batch can be sharded.
     7. The sum of a row with one nonzero entry becomes that entry, so that the gradient of a cross-entropy never needs
        a whole row of the vocabulary.

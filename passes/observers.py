@@ -35,7 +35,7 @@ class Verifier(Observer):
             verify(gm, ctx.mesh)
         except VerifyError as error:
             ran = ", ".join(self.ran) or "none"
-            raise VerifyError(f"behind pass {pass_.name!r}: {error}\n  passes run before it: {ran}") from error
+            raise VerifyError(f"after pass {pass_.name!r}: {error}\n  passes run before it: {ran}") from error
         self.ran.append(pass_.name)
 
 

@@ -107,7 +107,7 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=150))
     dist.barrier()  # a rank that is done would close connections that another is still making
     try:
         report = function(rank, *args)

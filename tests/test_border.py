@@ -7,15 +7,18 @@ import sys
 import threading
 import types
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor import config
 
-from passes._torch.inductor.inductor_settings import order_settings
+from passes._torch.inductor import inductor_config
+from passes._torch.inductor.inductor_config import check_source, checked_settings
 from passes._torch.patches import once, replaced
 from passes._torch.supported import check_release, release
 
-SETTINGS = order_settings(config.get_config_copy())
+SETTINGS = checked_settings(config.get_config_copy())
 
 
 def owner() -> types.ModuleType:
@@ -78,7 +81,7 @@ HINT = (
 def test_a_setting_that_inductor_lacks_is_named() -> None:
     without = {name: value for name, value in SETTINGS.items() if name != "dedup_reduce_scatters"}
     with pytest.raises(ImportError) as caught:
-        order_settings(without, "2.13.0")
+        checked_settings(without, "2.13.0")
     assert str(caught.value) == (
         "autoshard cannot work with torch 2.13.0: Inductor has no setting 'dedup_reduce_scatters', which keeps collectives "
         f"in order. {HINT}"
@@ -87,21 +90,48 @@ def test_a_setting_that_inductor_lacks_is_named() -> None:
 
 def test_a_setting_of_a_newer_release_is_wanted_there() -> None:
     name = "aten_distributed_optimizations.enable_simple_overlap"
-    assert order_settings(SETTINGS | {name: True}, "2.14.0")[name] is False
+    assert checked_settings(SETTINGS | {name: True}, "2.14.0")[name] is False
     without = {one: value for one, value in SETTINGS.items() if one != name}
-    assert name not in order_settings(without, "2.13.0")
+    assert name not in checked_settings(without, "2.13.0")
     with pytest.raises(ImportError, match=f"torch 2.14.0: Inductor has no setting '{name}'"):
-        order_settings(without, "2.14.0")
+        checked_settings(without, "2.14.0")
 
 
 def test_a_new_setting_that_reorders_is_named() -> None:
-    assert order_settings(SETTINGS | {"reorder_collectives_more": False}, "2.13.0") == SETTINGS
+    assert checked_settings(SETTINGS | {"reorder_collectives_more": False}, "2.13.0") == SETTINGS
     with pytest.raises(ImportError) as caught:
-        order_settings(SETTINGS | {"reorder_collectives_more": True}, "2.13.0")
+        checked_settings(SETTINGS | {"reorder_collectives_more": True}, "2.13.0")
     assert str(caught.value) == (
         "autoshard cannot work with torch 2.13.0: Inductor's setting 'reorder_collectives_more' is new, on, and may reorder "
         f"collectives. {HINT}"
     )
+
+
+def test_an_import_refuses_a_release_whose_settings_are_not_those_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source says what is declared; where it does not show that all is well, the imported configuration decides."""
+    asked: list[str] = []
+    monkeypatch.setattr(inductor_config, "checked_settings", lambda config, version: asked.append(version))
+    text = (Path(torch.__file__).parent / "_inductor" / "config.py").read_text()
+    for number, source in enumerate(
+        (
+            text,
+            text.replace("dedup_reduce_scatters", "deduplicate"),
+            text + "\nreorder_collectives_more = os.environ.get('REORDER', '1') == '1'\n",
+            text + "\nreorder_collectives_more: bool = False\n",
+        )
+    ):
+        file = tmp_path / f"{number}.py"
+        file.write_text(source)
+        check_source(file, f"2.13.{number}")
+    check_source(tmp_path / "frozen.py", "2.13.9")
+    assert asked == ["2.13.1", "2.13.2", "2.13.9"]
+
+
+def test_an_import_names_the_setting_that_a_release_lacks() -> None:
+    with pytest.raises(ImportError, match=r"torch 2.14.0: Inductor has no setting '\w+.enable_simple_overlap'"):
+        check_source(version="2.14.0")
 
 
 UNTOUCHED = """

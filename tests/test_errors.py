@@ -414,7 +414,7 @@ def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> No
         ({"reshard_after_forward": 1}, "UserError: Options(reshard_after_forward=1): choose 'auto' or True or False"),
         ({"overlap": 1}, "UserError: Options(overlap=1): give True, False, or autoshard.Overlap(...)"),
         ({"passes": []}, "UserError: Options(passes=[]): give a tuple of passes, made as in "
-            "(*autoshard.phases.default_pipeline(), MyPass()), or None for the default"),
+            "(*autoshard.phases.default_passes(), MyPass()), or None for the default"),
         ({"dump": True}, "UserError: Options(dump=True): give a folder, autoshard.Dump(folder, ...), or False"),
     ],
     ids=lambda value: str(value)[:40],

@@ -28,16 +28,6 @@ def run(*command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_quickstart_prints_its_plan_and_trains() -> None:
-    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(EXAMPLES / "quickstart.py"))
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-    assert "down     In[B_dp, D_tp] . W[D_tp, H_dp], bias[H_dp] -> [B_dp.tp, H]" in output
-    assert len(losses) == 5
-    assert losses == sorted(losses, reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.gloo
 def test_train_gpt_starts_its_ranks_and_has_the_loss_of_one_device() -> None:
     output = run(str(EXAMPLES / "train_gpt.py"), "--steps", "3", "--compile", "eager")
     (difference,) = re.findall(r"largest relative difference of the loss over all 3 steps: (\S+)", output)

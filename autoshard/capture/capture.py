@@ -18,13 +18,21 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autoshard.capture.capture_errors import capture_error, side_effect_error
+from autoshard.capture.capture_errors import capture_error, side_effect_error, takes_lock
 from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.joint_graph import finish_graph
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
-from passes._torch import TracedModule, fake_mode, lazy_code, select_decompositions, trace_joint, trace_module
+from passes._torch import (
+    TracedModule,
+    as_compiled,
+    fake_mode,
+    lazy_code,
+    select_decompositions,
+    trace_joint,
+    trace_module,
+)
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole
 
@@ -157,19 +165,29 @@ def capture_call(
         for path, leaf in call.leaves.items()
     }
     with _tracing(training=training):
-        traced = _trace(_Call(fake.module), *call.with_leaves(leaves))
+        traced = _trace(_Call(fake.module), *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
     return Captured(flat, modules, fake.tied, training)
 
 
-def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
     """Return the trace of a call that changes no Python object.
+
+    A module that holds a lock while it sets itself up in its first call (hooks, say) is called once before, on tensors
+    without data.
 
     Some modules set a flag on an object outside of them (a config, say) in their first call; the fake module has a
     copy of it. If a second call changes nothing more, these constants are set here as the first call would set them.
     """
-    traced = trace_module(call, args, kwargs)
+    try:
+        traced = trace_module(call, args, kwargs)
+    except RuntimeError as error:
+        if not takes_lock(error):
+            raise
+        with mode, torch.no_grad(), as_compiled():
+            call(*args, **kwargs)
+        traced = trace_module(call, args, kwargs)
     for effect in traced.side_effects:
         if not effect.constants or isinstance(effect.changed, nn.Module):
             raise side_effect_error(effect)
@@ -211,7 +229,7 @@ def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
             raise CaptureError(
                 f"argument {path} is a {type(leaf).__name__}, which is neither a tensor nor a constant; pass tensors "
-                f"in tuples, lists, dicts or named tuples, or register the class with torch.export.register_dataclass"
+                f"in tuples, lists, dicts or dataclasses, or register the class with torch.utils._pytree.register_pytree_node"
             )
     return call
 

@@ -102,6 +102,12 @@ def capture_error(error: Exception) -> CaptureError:
     return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
 
 
+def takes_lock(error: Exception) -> bool:
+    """Return whether a trace failed at `with lock:`."""
+    failure = trace_failure(error)
+    return failure.kind == "Unsupported context manager" and "`lock`" in failure.detail
+
+
 def check_shapes(graph: Graph) -> None:
     """Raise CaptureError for a value whose shape is known only when the model runs."""
     for node in graph.nodes:

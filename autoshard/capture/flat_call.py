@@ -24,10 +24,11 @@ from autoshard.capture.capture_errors import (
 )
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.origins import user_frame
-from autoshard.capture.signature import Call, InputSpec, Signature, describe_output
-from passes._torch import TracedModule
+from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature, describe_output
+from passes._torch import LeftOut, TracedModule
+from passes.base import Remark
 from passes.errors import CaptureError
-from passes.ir.graph import Input, InputRole
+from passes.ir.graph import Input, InputRole, Origin
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class FlatCall:
     tensors: dict[Input, torch.Tensor]
     constants: dict[str, torch.Tensor]
     signature: Signature
+    remarks: tuple[Remark, ...] = ()
 
 
 def flatten_call(
@@ -69,9 +71,22 @@ def flatten_call(
     for node, tensor in zip(old, traced.inputs, strict=True):
         node.replace_all_uses_with(new[key_of[id(tensor)]])
         graph.erase_node(node)
-    signature = _flatten_output(graph, traced, call, leaves, {number: new[key] for number, key in key_of.items()})
+    nodes = {number: new[key] for number, key in key_of.items()}
+    signature, left_out = _flatten_output(graph, traced, call, leaves, nodes)
     graph.set_codegen(CodeGen())
-    return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature)
+    remarks = (*(_unsaid(one) for one in traced.left_out), *(_unreturned(one) for one in left_out))
+    return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, remarks)
+
+
+def _unsaid(call: LeftOut) -> Remark:
+    text = f"{call.function} is left out: a program computes tensors and writes no messages"
+    return Remark("capture", text, user_frame(call.stack), "output", routine=call.function not in ("print", "warn"))
+
+
+def _unreturned(left_out: NotReturned) -> Remark:
+    path = left_out.path or "output"
+    text = f"{path}, a {left_out.kind}, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
+    return Remark("capture", text, Origin(), "output")
 
 
 def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name: str) -> None:
@@ -97,15 +112,15 @@ def _free_name(name: str, taken: dict[Input, torch.Tensor]) -> str:
 
 def _flatten_output(
     graph: Graph, traced: TracedModule, call: Call, leaves: dict[str, Any], placeholder_of: dict[int, Node]
-) -> Signature:
+) -> tuple[Signature, tuple[NotReturned, ...]]:
     output = graph.output_node()
     nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
     values = [torch.empty(0) for _ in nodes]
     result, _ = traced.rebuild(values)
     node_of = {**placeholder_of, **{id(value): node for value, node in zip(values, nodes, strict=True)}}
-    paths, results, spec = describe_output(result)
+    described = describe_output(result)
     returned = []
-    for path, leaf in paths:
+    for path, leaf in described.tensors:
         if id(leaf) not in node_of:
             raise CaptureError(
                 f"the model returns at {path} a tensor that it neither computes nor is given; make it a buffer or an "
@@ -116,7 +131,7 @@ def _flatten_output(
         raise CaptureError("the model returns no tensor; return what the training step needs, such as the loss")
     with graph.inserting_before(output):
         output.args = (tuple(_clone(graph, node) for node in returned),)
-    return Signature(
+    signature = Signature(
         call.bound.signature,
         tuple(
             InputSpec(path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
@@ -124,10 +139,11 @@ def _flatten_output(
             if isinstance(leaf, torch.Tensor)
         ),
         tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
-        tuple(path for path, _ in paths),
-        results,
-        spec,
+        tuple(path for path, _ in described.tensors),
+        described.results,
+        described.spec,
     )
+    return signature, described.left_out
 
 
 def _clone(graph: Graph, node: Node) -> Node:

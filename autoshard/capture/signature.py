@@ -204,13 +204,41 @@ def _check_constant(leaves: dict[str, Any], path: str, value: object) -> None:
         )
 
 
-def describe_output(
-    output: Any,
-) -> tuple[tuple[tuple[str, torch.Tensor], ...], tuple[tuple[int | None, Any], ...], TreeSpec]:
-    """Return the tensors of a model's output with their paths, `Signature.results` and `Signature.out_spec`."""
+@dataclass(frozen=True)
+class NotReturned:
+    """Stands in a model's output for an object that holds tensors and that no program can return, such as a cache."""
+
+    path: str
+    kind: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself asks for, as when it copies
+            raise AttributeError(name)
+        raise InputError(
+            f"{self.path or 'output'} is a {self.kind}, which a sharded model does not return: its programs return tensors in "
+            f"tuples, lists, dicts and dataclasses; return the tensors that you need from {self.path or 'output'}.{name}"
+        )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The output of a model: its tensors with their paths, `Signature.results` and `Signature.out_spec`."""
+
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    results: tuple[tuple[int | None, Any], ...]
+    spec: TreeSpec
+    left_out: tuple[NotReturned, ...]
+
+
+def describe_output(output: Any) -> Outputs:
+    """Describe a model's output. Dataclasses are registered with torch; an object of another class is left out.
+
+    Raises CaptureError if nothing else is returned.
+    """
     pairs, spec = flatten_pytree(output)
     tensors: list[tuple[str, torch.Tensor]] = []
     results: list[tuple[int | None, Any]] = []
+    left_out: list[NotReturned] = []
     for path, leaf in pairs:
         if isinstance(leaf, torch.Tensor):
             results.append((len(tensors), None))
@@ -218,9 +246,13 @@ def describe_output(
         elif is_constant(leaf):
             results.append((None, leaf))
         else:
-            raise CaptureError(
-                f"the model returns a {type(leaf).__name__}{f' at {path}' if path else ''}, and tensors inside it "
-                f"would be lost; return tensors in tuples, lists, dicts or named tuples, or register the class with "
-                f"torch.export.register_dataclass"
-            )
-    return tuple(tensors), tuple(results), spec
+            left_out.append(NotReturned(path, type(leaf).__name__))
+            results.append((None, left_out[-1]))
+    if left_out and not tensors:
+        where = f" at {left_out[0].path}" if left_out[0].path else ""
+        raise CaptureError(
+            f"the model returns a {left_out[0].kind}{where}, and tensors inside it "
+            f"would be lost; return tensors in tuples, lists, dicts or dataclasses, or register the class with "
+            f"torch.utils._pytree.register_pytree_node"
+        )
+    return Outputs(tuple(tensors), tuple(results), spec, tuple(left_out))

@@ -29,7 +29,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     explain.set_defaults(run=_explain)
     again = commands.add_parser("replay", help="run the passes after a dump again", description=_replay.__doc__)
     again.add_argument("dump", type=Path, help="a file of a dump: dump/05_insert_reshards.txt")
-    again.add_argument("--from", dest="behind", metavar="PASS", help="the pass that gave it; by default the one in its name")
+    again.add_argument("--after", metavar="PASS", help="the pass that gave it; by default the one in its name")
     again.add_argument("--recipe", help="that places a graph dumped before the seeds: fsdp+megatron")
     again.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write what each pass makes of it")
     again.set_defaults(run=_replay)
@@ -55,7 +55,7 @@ def _explain(given: argparse.Namespace) -> None:
 
 def _replay(given: argparse.Namespace) -> None:
     """Read a graph that was dumped, run the passes after it again, and print what comes out."""
-    found = replay(given.dump, behind=given.behind, folder=given.output, recipe=given.recipe)
+    found = replay(given.dump, after=given.after, folder=given.output, recipe=given.recipe)
     print(found.text, end="")
     for remark in found.remarks:
         print(f"# {remark}")

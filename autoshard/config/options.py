@@ -46,10 +46,10 @@ class Overlap:
     """
 
     symmetric_memory: bool = False
-    """With `split_matmuls`, on CUDA, if the ranks of a group reach each other's memory (NVLink): replace a gather and
-    the products that read it, or a product and its reduce-scatter, by one of PyTorch's fused operators where that is
-    predicted to be faster than chunks. They send with copies, concurrently with the products, and use memory outside
-    of the allocator.
+    """Replace a gather and the products that read it, or a product and its reduce-scatter, by one of PyTorch's fused
+    operators where that is predicted to be faster than chunks. They send with copies, concurrently with the products,
+    and use memory outside of the allocator. Needs `split_matmuls`, CUDA, and a group whose ranks reach each other's
+    memory (NVLink).
     """
 
     def __post_init__(self) -> None:
@@ -133,22 +133,22 @@ class Options:
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether gathered parameters are freed after the forward and gathered again in the backward: less memory for one
-    more gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) apply to all gathered parameters, of a
+    """Free gathered parameters after the forward and gather them again in the backward: less memory for one more
+    gather. `True` (FSDP's FULL_SHARD) and `False` (its SHARD_GRAD_OP) apply to all gathered parameters, of a
     recipe or of the search. `"auto"`: `fsdp` frees them, `zero2` does not, and the search keeps those that are worth
     it and fit.
     """
 
     recompute: Literal["auto", "none", "block"] = "auto"
-    """Which values of the forward the backward recomputes instead of keeping them. `"none"`: only those that cost next
+    """Values of the forward that the backward recomputes instead of keeping them. `"none"`: only those that cost next
     to nothing. `"block"`: everything in a layer but its inputs (a layer is a module of a list; in a model without
     lists, a child of the model): the least memory, for one more forward. `"auto"`: as `"none"` if that fits into
     `memory_limit`, else the values whose recomputation takes the least time, collectives included.
     """
 
     loss: Literal["mean", "sum"] = "mean"
-    """How a loss that is computed outside of the model, from this rank's part of an output, combines over ranks: the
-    loss of the global batch is their mean (as DDP and FSDP average gradients) or their sum.
+    """Reduction over ranks of a loss that is computed outside of the model, from this rank's part of an output: the
+    loss of the global batch is the mean of theirs (as DDP and FSDP average gradients) or the sum.
     """
 
     overlap: bool | Overlap = True
@@ -158,7 +158,7 @@ class Options:
     """
 
     unknown_ops: Literal["replicate", "error"] = "replicate"
-    """What to do with an op without a sharding rule: run it on whole tensors, with a remark, or raise an error."""
+    """Treatment of an op without a sharding rule: run it on whole tensors, with a remark, or raise an error."""
 
     compile: Literal["inductor", "eager"] = "inductor"
     """Compile with Inductor (faster steps, slower start), or run the graphs op by op."""
@@ -208,7 +208,7 @@ class Options:
         if not isinstance(self.passes, tuple) or not all(isinstance(one, Pass) for one in self.passes):
             raise UserError(
                 f"Options(passes={shown(self.passes)}): give a tuple of passes, made as in "
-                "(*autoshard.phases.default_pipeline(), MyPass()), or None for the default"
+                "(*autoshard.phases.default_passes(), MyPass()), or None for the default"
             )
 
     def _check_time_limit(self) -> None:
@@ -217,7 +217,7 @@ class Options:
 
     @property
     def hiding(self) -> Overlap | None:
-        """Return how communication is hidden; None: it is not."""
+        """Return the settings for hiding communication; None: it is not hidden."""
         if isinstance(self.overlap, Overlap):
             return self.overlap
         return Overlap() if self.overlap else None

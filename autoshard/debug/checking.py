@@ -313,7 +313,7 @@ class _Comparison:
             self.wrong[node] = max(distance(got, want), apart * norm_of(want)), error
 
     def differences(self, rounding: Rounding) -> tuple[Difference, ...]:
-        """In the order of the program: what the first is made of is not wrong."""
+        """Return the wrong values in program order: the operands of the first are right."""
         return tuple(self._difference(node, rounding) for node in sorted(self.wrong, key=self.order.__getitem__))
 
     def _assembled(self, node: Node, parts: Sequence[Any]) -> Any:

@@ -24,10 +24,10 @@ class Replayed:
 
 
 def replay(
-    path: Path, *, behind: str | None = None, folder: Path | None = None, recipe: str | None = None
+    path: Path, *, after: str | None = None, folder: Path | None = None, recipe: str | None = None
 ) -> Replayed:
-    """Read the graph in `path` and run the passes that follow the pass `behind`, by default the one that the file is
-    named after.
+    """Read the graph in `path` and run the passes that come after the pass `after`, by default the one that the file
+    is named after.
 
     Passes are configured as in the dump's header; a text without one is run by the default pipeline. The graph after
     each pass is written to `folder`, named as in the dump. A `recipe` places values, without constraints: needed for a
@@ -41,15 +41,15 @@ def replay(
     except OSError as error:
         raise UserError(f"the dump {path} cannot be read: {error.strerror}") from error
     header = parse_header(text)
-    behind = _named(path) if behind is None else behind
-    start = _place([name for name, _ in header.passes], behind) + 1
+    after = _named(path) if after is None else after
+    start = _place([name for name, _ in header.passes], after) + 1
     gm, mesh = parse_graph(text)
     if recipe is not None:
         header = header.placed_by(recipe, mesh)
     unknown = [name for name, one in header.passes[start:] if one is None]
     if unknown:
         raise UserError(
-            f"a graph from behind {behind!r} is not enough to run {' and '.join(unknown)}: what the user set, what a search "
+            f"the graph after {after!r} is not enough to run {' and '.join(unknown)}: what the user set, what a search "
             "found and passes of your own are not in the file; give a recipe to place it by, replay a later dump, or plan "
             "the model again"
         )
@@ -64,7 +64,9 @@ def _named(path: Path) -> str:
     """Return the name of the pass that a dump file is named after."""
     match = re.fullmatch(r"\d+_(\w+)", path.stem)
     if match is None:
-        raise UserError(f"{path.name} is not named after a pass, as 05_insert_reshards.txt is; say behind which: --from PASS")
+        raise UserError(
+            f"{path.name} is not named after a pass, as 05_insert_reshards.txt is; name the pass that wrote it: --after PASS"
+        )
     return match[1]
 
 

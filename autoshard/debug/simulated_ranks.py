@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gives, all of it global: tensors by path or FQN. Gradients that are None are left out."""
+    """Results of one step, all of it global: tensors by path or FQN. Gradients that are None are left out."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]  # of parameters by FQN, of inputs by "input:<path>"

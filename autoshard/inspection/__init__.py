@@ -1,0 +1,1 @@
+"""Question a plan: explain, compare, replan and assert; `report/` shows it."""

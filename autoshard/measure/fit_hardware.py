@@ -10,6 +10,7 @@ import numpy as np
 
 from passes.cost.kernel_time import EDGE, FILL, ROUND, Product
 from passes.hardware.hardware import Group, Hardware, Link
+from passes.ir.collectives import KINDS, Fabric
 
 # Thresholds for noisy times, chosen so that tests/measure/test_figures.py recovers known figures from simulated times.
 TILES = (4, 8, 16, 32, 64, 128, 256)  # edges to try: powers of two, from a CPU register block to a large GPU thread block
@@ -115,7 +116,7 @@ class _Line:
 def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
     of: dict[tuple[str, Group], list[TransferTime]] = {}
     for time in times:
-        if time.kind != "all_to_all":
+        if KINDS[time.kind].sweeps is not None:
             of.setdefault((time.kind, time.group), []).append(time)
     lines = []
     for (kind, group), measured in of.items():
@@ -123,8 +124,10 @@ def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
         # Under load a small message may take as long as a large one; the bytes still cost time.
         least = BYTES_PART * large.seconds / large.nbytes
         slope = max((large.seconds - small.seconds) / (large.nbytes - small.nbytes), least)
-        is_twice = kind == "all_reduce" or (kind == "reduce_scatter" and machine.scatter_sends_all)
-        lines.append(_Line(kind, group, 2 if is_twice else 1, small.seconds, slope))
+        sweeps = KINDS[kind].sweeps
+        assert sweeps is not None
+        count = sweeps(Fabric(scatter_sends_all=machine.scatter_sends_all))
+        lines.append(_Line(kind, group, count, small.seconds, slope))
     return lines
 
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.measure.clocks import KIB, Effort, clock_of
 from autoshard.measure.fit_hardware import TransferTime
 from passes.hardware.hardware import Hardware
+from passes.ir.collectives import ALL_GATHER, KINDS, REDUCE_SCATTER, Kind
 from passes.ir.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SMALL, REPEATS_OF_SMALL, REPEATS = 64 * KIB, 20, 3  # bytes of the largest short message; calls per round
 LONGER = 1.5  # how much longer the one that outlasts takes alone: enough to cover all of the other when both are slowed
 MOST_LOST = 0.9  # largest part of the hidden time that hiding may cost; above it, contentions would multiply to 1 or more
@@ -25,15 +25,20 @@ def measure_links(machine: Hardware, axes: Mesh, devices: DeviceMesh, effort: Ef
     clock, placed = clock_of(devices.device_type, effort), Mesh(str(axes), hardware=machine)
     found = []
     for axis, ranks in zip(axes.names, axes.sizes, strict=True):
-        for kind in KINDS if ranks > 1 else ():
+        for kind in timed_kinds() if ranks > 1 else ():
             for nbytes in effort.sent:
                 start = _collective(kind, devices, axis, nbytes)
                 call = _waited(start)
                 call()
                 repeats = REPEATS_OF_SMALL if nbytes <= SMALL else REPEATS
                 seconds = clock.repeated(call, repeats)
-                found.append(TransferTime(kind, (axis,), placed.group_shape((axis,)), nbytes, seconds))
+                found.append(TransferTime(kind.name, (axis,), placed.group_shape((axis,)), nbytes, seconds))
     return tuple(found)
+
+
+def timed_kinds() -> tuple[Kind, ...]:
+    """Return the kinds of collectives that calibration can call."""
+    return tuple(kind for kind in KINDS.values() if kind.timed is not None)
 
 
 def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple[float, float]:
@@ -51,7 +56,7 @@ def measure_contention(axes: Mesh, devices: DeviceMesh, effort: Effort) -> tuple
 
     once = clock.seconds(multiply)
     added, hidden = [0.0, 0.0], [0.0, 0.0]  # s: when products outlast messages, and vice versa
-    for kind in ("all_gather", "reduce_scatter"):
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
         start = _collective(kind, devices, axis, nbytes)
         sent = clock.repeated(_waited(start), 1)
         for number, part in enumerate((LONGER, 1 / LONGER)):
@@ -77,17 +82,12 @@ def _waited(start: Callable[[], torch.Tensor]) -> Callable[[], object]:
     return lambda: c10d.wait_tensor(start())
 
 
-def _collective(kind: str, devices: DeviceMesh, axis: str, nbytes: int) -> Callable[[], torch.Tensor]:
+def _collective(kind: Kind, devices: DeviceMesh, axis: str, nbytes: int) -> Callable[[], torch.Tensor]:
     """Return the call that a compiled graph makes."""
     device, group = devices.device_type, devices.get_group(axis)
     name, ranks = group.group_name, group.size()
     part = torch.zeros(max(1, nbytes // (4 * ranks)), device=device)
     whole = torch.zeros(part.numel() * ranks, device=device)
-    even = [part.numel()] * ranks
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "all_gather": lambda: c10d.all_gather_into_tensor(part, ranks, name),
-        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", ranks, name),
-        "all_reduce": lambda: c10d.all_reduce(whole, "sum", name),
-        "all_to_all": lambda: c10d.all_to_all_single(whole, even, even, name),
-    }
-    return calls[kind]
+    timed = kind.timed
+    assert timed is not None
+    return lambda: timed(part, whole, ranks, name)

@@ -1,0 +1,1 @@
+"""Run a plan on process groups: a sharded module with DTensor parameters and a program per mode."""

@@ -87,7 +87,7 @@ def _placement(placement: DPlacement, left: Layout, axis: int, mesh: Mesh) -> Pl
 
 @dataclass(frozen=True)
 class Storage:
-    """How one rank stores its part of a tensor of global `shape`."""
+    """One rank's storage of its part of a tensor of global `shape`."""
 
     layout: Layout
     shape: tuple[int, ...]

@@ -6,9 +6,11 @@ lists what is replaced in torch; `deferred` imports what is slow to import, at i
 
 from __future__ import annotations
 
+from passes._torch.inductor.inductor_config import check_source
 from passes._torch.supported import check_release, unsupported
 
 check_release()
+check_source()
 try:
     from passes._torch.deferred import (
         inductor_compile,
@@ -32,6 +34,7 @@ try:
     )
     from passes._torch.fake import (
         FakeTensorMode,
+        as_compiled,
         fake_empty,
         fake_mode,
         fake_mode_of,
@@ -51,7 +54,7 @@ try:
     from passes._torch.interception import Calls, intercepted
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
-    from passes._torch.results import InductorCode, JointGraph, SideEffect, TracedModule, TraceFailure
+    from passes._torch.results import InductorCode, JointGraph, LeftOut, SideEffect, TracedModule, TraceFailure
     from passes._torch.structured_trace import is_traced, trace_artifact
     from passes._torch.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
 except (ImportError, AttributeError) as error:
@@ -65,12 +68,14 @@ __all__ = [
     "FakeTensorMode",
     "InductorCode",
     "JointGraph",
+    "LeftOut",
     "MATMUL_REDUCE_SCATTER",
     "OpOverload",
     "SideEffect",
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
+    "as_compiled",
     "box",
     "checkpoint_of",
     "clear_checkpoint",

@@ -1,7 +1,7 @@
 """Functions that need dynamo, AOTAutograd, Inductor or checkpoints, which are imported at the first call.
 
-These take longer to import than torch itself, and reading a plan or a `--help` needs none of them. This is the only
-module that imports inside of functions; if torch lacks a name, the first call raises an ImportError that says so.
+These take longer to import than torch itself, and reading a plan or a `--help` needs none of them. If torch lacks a
+name, the first call raises an ImportError that says so.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +13,15 @@ import torch._dynamo
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from passes._torch.results import TracedModule, TraceFailure
+from passes._torch.patches import replaced
+from passes._torch.results import LeftOut, TracedModule, TraceFailure
 from passes._torch.side_effects import source_name, watch_side_effects
+
+_IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 
 
 def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
@@ -26,17 +33,46 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
         automatic_dynamic_shapes=False,
         specialize_float=True,
         specialize_int=True,
-        ignore_logging_functions=_logging_functions(),
+        ignore_logging_functions=_logging_functions() | {print, warnings.warn},
     )
-    with config, watch_side_effects() as effects:
+    with config, watch_side_effects() as effects, _watch_messages() as left_out:
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
     captured = traced._dynamo_bytecode_flatten.out.graph_capture_output.output_graph.export_metadata
     sources = tuple(source_name(captured.graph_input_idx_to_local_source[number]) for number in range(len(inputs)))
     return TracedModule(
-        traced, inputs, sources, lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given), tuple(effects)
+        traced,
+        inputs,
+        sources,
+        lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given),
+        tuple(effects),
+        tuple(dict.fromkeys(left_out)),
     )
+
+
+@contextmanager
+def _watch_messages() -> Iterator[list[LeftOut]]:
+    """Collect the calls that write a message, which dynamo leaves out of the graph."""
+    found: list[LeftOut] = []
+
+    def ignored(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found.append(LeftOut(variable.value.__qualname__, _stack()))
+        return _IGNORE(variable, tx, args, kwargs)
+
+    def logged(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found.append(LeftOut(f"Logger.{name}", _stack()))
+        return _LOG(variable, tx, name, args, kwargs)
+
+    with (
+        replaced(IgnoredFunctionVariable, "call_function", ignored),
+        replaced(LoggingLoggerVariable, "call_method", logged),
+    ):
+        yield found
+
+
+def _stack() -> str:
+    return "".join(TracingContext.extract_stack().format())
 
 
 def _logging_functions() -> set[Callable[..., Any]]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.compiler import _compile_session_context
 
 
 def fake_mode() -> Any:
     """Return a context manager in which tensors have static shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def as_compiled() -> AbstractContextManager[None]:
+    """Let `torch.compiler.is_compiling()` be true in a `with` block, as while a call is traced."""
+    session: AbstractContextManager[None] = _compile_session_context()
+    return session
 
 
 def is_fake(value: object) -> bool:

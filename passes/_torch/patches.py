@@ -9,6 +9,8 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
+| `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |
+| `LoggingLoggerVariable.call_method` | | | |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
 
 For the rest of the process, once (`once`):

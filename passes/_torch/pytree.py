@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     GetAttrKey,
     MappingKey,
     SequenceKey,
     _get_node_type,
+    register_dataclass,
     tree_flatten,
     tree_unflatten,
 )
@@ -18,10 +21,23 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 
 
 def flatten_pytree(tree: Any) -> tuple[list[tuple[str, Any]], TreeSpec]:
-    """Return the leaves of `tree` with their paths (`"batch.labels"`, `"0"`, `""` for a bare leaf), and its
-    structure."""
+    """Return the leaves of `tree` with their paths (`"batch.labels"`, `"0"`, `""` for a bare leaf), and its structure.
+
+    Classes of dataclasses that PyTorch does not know yet are registered with it.
+    """
     leaves, spec = tree_flatten(tree)
+    while unknown := dict.fromkeys(type(leaf) for leaf in leaves if _is_plain_dataclass(leaf)):
+        for kind in unknown:
+            register_dataclass(kind)
+        leaves, spec = tree_flatten(tree)
     return list(zip(_leaf_paths(tree, ""), leaves, strict=True)), spec
+
+
+def _is_plain_dataclass(leaf: object) -> bool:
+    """Return whether `leaf` is an instance of a dataclass that can be made again from its fields."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | torch.Tensor):
+        return False
+    return all(field.init for field in dataclasses.fields(leaf))
 
 
 def _leaf_paths(tree: Any, path: str) -> Iterator[str]:

@@ -24,6 +24,14 @@ class SideEffect:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A call that writes a message (`print`, `warnings.warn`, a logger's) and is not in the graph, and its stack."""
+
+    function: str
+    stack: str
+
+
+@dataclass(frozen=True)
 class TracedModule:
     """A module's call as a flat graph: no Python, no structure, every tensor that it reads is a placeholder.
 
@@ -36,6 +44,7 @@ class TracedModule:
     sources: tuple[str, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     side_effects: tuple[SideEffect, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ REORDERED_WEIGHTS = 4
 
 @dataclass(frozen=True)
 class Pricing:
-    """What the price of a kernel depends on, except for the kernel."""
+    """All that the price of a kernel depends on, except for the kernel."""
 
     mesh: Mesh
     hardware: Hardware

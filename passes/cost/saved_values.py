@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.cost.fused_regions import node_nbytes, source_of
+from passes.ir.collectives import KINDS
 from passes.ir.graph import Saving, operands, transfer_of
 from passes.ir.recompute_blocks import Blocks
 from passes.rules.rule import call_of
@@ -57,7 +58,7 @@ def stored(node: Node, blocks: Blocks) -> Node:
 def _is_moved(node: Node) -> bool:
     """Return whether a value is a copy of its one operand, or the operands of all ranks gathered."""
     transfer = transfer_of(node)
-    return node.target in _COPIES or (transfer is not None and transfer.kind == "all_gather")
+    return node.target in _COPIES or (transfer is not None and KINDS[transfer.kind].gathers)
 
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops._c10d_functional.wait_tensor.default)

@@ -33,7 +33,7 @@ from passes.cost.program import Buffer, Index, Program, Task
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task of a program runs, and which buffers are live. Seconds and bytes; tasks in issue order."""
+    """Times at which each task of a program runs, and the buffers that are live. Seconds and bytes; tasks in issue order."""
 
     program: Program = field(repr=False)
     starts: tuple[float, ...] = field(repr=False)

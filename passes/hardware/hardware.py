@@ -83,7 +83,7 @@ class Hardware:
     link_contention: float = 0.0
     """Part of its time by which a collective takes longer while kernels run; its product with `contention` is below 1."""
     scatter_sends_all: bool = False
-    """Whether a reduce-scatter moves as much as an all-reduce, as in gloo."""
+    """True where a reduce-scatter moves as much as an all-reduce, as in gloo."""
     sources: tuple[tuple[str, str], ...] = ()
     """The source of each figure: (field, source), where a field of a link is "inside.latency"."""
 

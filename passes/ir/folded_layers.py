@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeats:
-    """What was removed from a graph.
+    """Nodes and layers that were removed from a graph.
 
     `nodes` maps each name of the whole graph to its representative, `parameters` (buffers too) each removed one.
     """

@@ -1,4 +1,4 @@
-"""Rewrites of parts of tensors to slices and selects, and of filled tensors to `full`."""
+"""Rewrites of parts of tensors to slices and selects, of their concatenations, and of filled tensors to `full`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from passes.ir.graph import tensor_of, value_of
-from passes.normal_forms.rewriting import At, as_int
+from passes.normal_forms.rewriting import At, as_int, is_returned
 
 aten = torch.ops.aten
 
@@ -47,6 +48,22 @@ def _replace_items(at: At, pieces: list[Piece]) -> bool:
     return True
 
 
+def _cat(at: At) -> bool:
+    """Drop operands without elements, as an empty cache is, which no dim can be sharded with."""
+    given = at.node.args[0]
+    if not isinstance(given, list | tuple):
+        return False
+    kept = [value for value in given if isinstance(value, Node) and tensor_of(value).numel()]
+    made = tensor_of(at.node)
+    if len(kept) in (0, len(given)) or any(tensor_of(value).dtype != made.dtype for value in kept):
+        return False
+    if len(kept) > 1:
+        return at.replace(at.call(aten.cat.default, kept, *at.node.args[1:], **at.node.kwargs))
+    if tensor_of(kept[0]).stride() == made.stride() and not is_returned(at.node):
+        return at.replace(kept[0])
+    return at.replace(at.call(aten.clone.default, kept[0], memory_format=torch.contiguous_format))
+
+
 # --- 5: filled tensors
 
 
@@ -70,6 +87,7 @@ REWRITES: dict[Any, Callable[[At], bool]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.unbind.int: _unbind,
+    aten.cat.default: _cat,
     aten.full_like.default: _full_like,
     aten.zeros_like.default: _full(0),
     aten.ones_like.default: _full(1),

@@ -52,3 +52,8 @@ class At:
 def as_int(value: Any) -> int:
     assert isinstance(value, int)
     return value
+
+
+def is_returned(node: Node) -> bool:
+    """Return whether the graph returns a value, which then must not share memory with another."""
+    return any(user.op == "output" for user in node.users)

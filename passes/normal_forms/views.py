@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from passes.ir.fake_calls import is_viewable
 from passes.ir.graph import tensor_of
-from passes.normal_forms.rewriting import At, as_int
+from passes.normal_forms.rewriting import At, as_int, is_returned
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -29,11 +29,7 @@ def _convert(at: At) -> bool:
 
 def _clone(at: At) -> bool:
     same = tensor_of(at.operand).stride() == tensor_of(at.node).stride()
-    return same and not _is_returned(at.node) and _identity(at)
-
-
-def _is_returned(node: Node) -> bool:
-    return any(user.op == "output" for user in node.users)
+    return same and not is_returned(at.node) and _identity(at)
 
 
 def _slice(at: At) -> bool:

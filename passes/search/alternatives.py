@@ -15,8 +15,10 @@ from passes.search.model.objective import COMPUTE
 from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
 from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.dual_rounding import min_marginals, rounded
 from passes.search.solvers.evaluate import Assignment, evaluate
 from passes.search.solvers.mip import Formulation
+from passes.search.solvers.restriction import cheapest
 
 SWEEPS = 5  # of dual ascent, at most, from where the search ended
 CHEAPEST = 2  # strategies of every variable in the program of an alternative, in addition to those of known assignments
@@ -55,7 +57,7 @@ def alternatives(searched: Searched, node: Node, *, asked: Layout, most: int, so
         groups.setdefault(strategy.results[owner.results + position], []).append(number)
     restricted = _Restricted(searched, owner.variable)
     chosen = searched.assignment.strategies[owner.variable]
-    marginals = searched.relaxation.dual.min_marginals(owner.variable)
+    marginals = min_marginals(searched.relaxation.dual, owner.variable)
     ranked = sorted(groups, key=lambda layout: (float(marginals[groups[layout]].min()), str(layout)))
     kept = [one for rank, one in enumerate(ranked) if rank < most or chosen in groups[one] or one == asked]
     found = []
@@ -88,11 +90,11 @@ class _Restricted:
         """Return the assignment that the dual rounds to, starting at the variable, and the search's assignment with
         only this variable changed."""
         rest = [other for other in range(len(self.factor_graph.variables)) if other != self.variable]
-        rounded = dual.rounded([self.variable, *rest])
+        picked = rounded(dual, [self.variable, *rest])
         changed = list(self.searched.assignment.strategies)
-        changed[self.variable] = rounded[self.variable]
+        changed[self.variable] = picked[self.variable]
         found = []
-        for strategies in (rounded, changed):
+        for strategies in (picked, changed):
             for keeps in dict.fromkeys((self.relaxation.multipliers.byte, 0.0, float("inf"))):
                 assignment = evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget)
                 found += [assignment] if assignment is not None else []
@@ -100,7 +102,7 @@ class _Restricted:
 
     def solved(self, numbers: Sequence[int], dual: Dual, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the best assignment among strategies near the bound and those at hand."""
-        restriction = dual.cheapest(CHEAPEST, [one.strategies for one in (self.searched.assignment, *assignments)])
+        restriction = cheapest(dual, CHEAPEST, [one.strategies for one in (self.searched.assignment, *assignments)])
         restriction.strategies[self.variable] &= ~self._others(numbers)
         assignment, _ = Formulation(self.transitions, restriction, self.budget).solve(GAP, None, nodes=1)
         return [] if assignment is None else [assignment]

@@ -21,6 +21,7 @@ from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.probing import is_empty
+from passes.search.solvers.restriction import remaining
 from passes.search.tune_multipliers import fit_memory, tune
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
@@ -69,7 +70,7 @@ def _widen(state: SearchState) -> None:
         if state.is_done:
             return
         best = state.incumbent
-        is_last = best is not None and state.pruned(best.objective).remaining().size <= PROVABLE
+        is_last = best is not None and remaining(state.pruned(best.objective)).size <= PROVABLE
         threshold = float("inf") if is_last else state.dual_bound * (1 + widening)
         if not _solve_below(state, threshold) or is_last:  # the last has all that is better than the incumbent
             return
@@ -79,7 +80,7 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
     """Solve the program of what is shorter than `threshold` and than the incumbent; False if that is too large."""
     if state.incumbent is not None:
         threshold = min(threshold, state.incumbent.objective)
-    restriction, proven = state.pruned(threshold).remaining(), threshold
+    restriction, proven = remaining(state.pruned(threshold)), threshold
     if restriction.is_possible:
         if state.incumbent is not None and (restriction.size > PROVABLE or state.is_late):
             return False

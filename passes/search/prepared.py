@@ -164,8 +164,7 @@ def prepare(
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    assert mesh.hardware is not None
-    node_costs = NodeCosts(gm.graph, UnitCosts(mesh, mesh.hardware))
+    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh))
     structure = StepStructure(gm)
     skeleton = make_skeleton(structure, mesh, axis_groups or single_axes(mesh), deadline=deadline)
     return Prepared.of(structure, skeleton, node_costs, deadline)

@@ -6,11 +6,13 @@ import time
 
 from passes.search.goal import Goal
 from passes.search.model.transitions import Transitions
-from passes.search.solvers.dual_ascent import Dual, Restriction
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.dual_rounding import rounded
 from passes.search.solvers.evaluate import Assignment, evaluate
 from passes.search.solvers.mip import Formulation
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.relaxation import Relaxation
+from passes.search.solvers.restriction import Restriction
 
 SWEEPS = 30  # of dual ascent, at most; it stops before where the bound hardly grows
 PRUNING_SWEEPS = 3  # of dual ascent while pruning: reduced costs grow with each, and with them what is pruned
@@ -110,7 +112,7 @@ class SearchState:
     def _take_bound_and_rounding(self) -> None:
         byte = self.relaxation.multipliers.byte
         self.raise_bound(self.dual_bound)
-        strategies = self.dual.rounded(range(len(self.dual.unary)))
+        strategies = rounded(self.dual, range(len(self.dual.unary)))
         for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
             assignment = self._keeping(evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget))
             if assignment is None:

@@ -6,8 +6,8 @@ from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.objective import GB
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
 from passes.search.solvers.cutting_planes import best_multipliers
-from passes.search.solvers.dual_ascent import Restriction
 from passes.search.solvers.multipliers import Multipliers
+from passes.search.solvers.restriction import Restriction, cheapest
 
 ROUNDS = 8  # of tuning by the linear program of what is near the bound, at most
 GAIN = 5e-4  # of the bound: a round that adds less is idle
@@ -85,5 +85,5 @@ def _near_bound(state: SearchState) -> Restriction:
     bound, dual = state.dual.bound, state.dual.copied()
     dual.prune(bound + NEAR * state.dual_bound, PRUNING_SWEEPS)
     seen = [assignment.strategies for assignment in state.seen]
-    restrictions = (dual.cheapest(most, seen) for most in CHEAPEST)
-    return next((one for one in restrictions if one.size <= LARGE), dual.cheapest(0, seen))
+    restrictions = (cheapest(dual, most, seen) for most in CHEAPEST)
+    return next((one for one in restrictions if one.size <= LARGE), cheapest(dual, 0, seen))

@@ -190,6 +190,7 @@ class MaskedEinsum(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -546,6 +547,7 @@ def test_model_arguments_and_torch_are_left_as_they_were() -> None:
     assert not is_fake(torch.ones(2)), "a fake mode was left open"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "structured"])
 def test_meta_fake_and_real_modules_give_the_same_graph(name: str) -> None:
     graphs = []

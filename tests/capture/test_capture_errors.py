@@ -5,7 +5,6 @@ Each model states its message as its docstring, with the user's line as `<line>`
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import random
 import re
@@ -127,15 +126,6 @@ class Unique(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).sum() + torch.unique(x).sum()  # <line>
-
-
-class Prints(Model):
-    """the model calls print while it runs, but a graph has tensor operations only; remove the call, or make it only
-    where torch.compiler.is_compiling() is False <line>"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        print("mean", x.mean())  # <line>
-        return self.layer(x)
 
 
 class Seeds(Model):
@@ -303,17 +293,17 @@ class KeepsGraph(Model):
         return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))  # <line>
 
 
-@dataclasses.dataclass
 class Result:
-    loss: Tensor
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
 
 
 class ReturnsObject(Model):
     """the model returns a Result at 0, and tensors inside it would be lost; return tensors in tuples, lists, dicts or
-    named tuples, or register the class with torch.export.register_dataclass"""
+    dataclasses, or register the class with torch.utils._pytree.register_pytree_node"""
 
-    def forward(self, x: Tensor) -> tuple[Result, Tensor]:
-        return Result(self.layer(x)), x
+    def forward(self, x: Tensor) -> tuple[Result, int]:
+        return Result(self.layer(x)), 1
 
 
 class ReturnsGlobal(Model):
@@ -450,7 +440,7 @@ class Takes(nn.Module):
             (Result(torch.ones(2)),),
             {},
             "argument x is a Result, which is neither a tensor nor a constant; pass tensors in tuples, lists, dicts or "
-            "named tuples, or register the class with torch.export.register_dataclass",
+            "dataclasses, or register the class with torch.utils._pytree.register_pytree_node",
         ),
         (
             (torch.ones(2), {"y": {"z": 1}, "y.z": 2}),

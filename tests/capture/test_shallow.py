@@ -79,6 +79,7 @@ def both(problem: Problem) -> tuple[Folded, bool, Folded]:
     return short, "_whole" in vars(problem.captured), fold(problem, whole=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shallow_trace_is_the_folded_joint_graph(kind: str) -> None:
     short, is_whole, whole = both(problem_of(kind))
@@ -91,6 +92,7 @@ def test_a_shallow_trace_is_the_folded_joint_graph(kind: str) -> None:
     assert bool(short.repeats.runs) == (kind not in ("shared", "states"))
 
 
+@pytest.mark.slow
 def test_a_layer_that_options_single_out_is_no_copy_of_the_others() -> None:
     pinned = fold(problem_of("plain", params={"blocks.4.up.weight": {"tp": Shard(0)}}))
     assert all(4 not in run.removed for run in pinned.repeats.runs)

@@ -22,7 +22,7 @@ def test_a_first_gather_and_a_last_reduction_are_exposed() -> None:
     assert exposed_bound(program(*tasks)) == 3 + 2
 
 
-def test_a_collective_hides_behind_what_does_not_depend_on_it() -> None:
+def test_a_collective_hides_after_what_does_not_depend_on_it() -> None:
     tasks = [kernel("a", 1), gather("c", 4, "a"), kernel("b", 1, "c"), kernel("beside", 3, "a")]
     assert exposed_bound(program(*tasks)) == 1
 
@@ -55,7 +55,7 @@ def test_what_is_held_back_for_the_last_reduction_brings_its_own() -> None:
     assert exposed_bound(program(*tasks, *path)) == 8 - 3 * (4 - 3)
 
 
-def test_a_reduction_on_two_links_one_behind_the_other_is_one() -> None:
+def test_a_reduction_on_two_links_one_after_the_other_is_one() -> None:
     tasks = [
         task
         for n in range(3)

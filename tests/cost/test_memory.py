@@ -78,6 +78,7 @@ def _error(name: str, mode: Mode) -> tuple[float, Timeline]:
     return timeline.peak_memory / measured - 1, timeline
 
 
+@pytest.mark.slow
 @MEASURED
 def test_predicted_memory_is_what_an_eager_step_takes(name: str) -> None:
     error, timeline = _error(name, "eager")

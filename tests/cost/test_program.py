@@ -56,6 +56,7 @@ def _check_dependencies(program: Program) -> None:
         made.update(task.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("name", "axes", "recipe"),
@@ -155,6 +156,7 @@ def test_a_deep_model_on_one_node_hides_its_gathers() -> None:
     assert best.timeline.step_time < simulate(program).step_time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
 def test_a_graph_by_itself_holds_what_it_holds_in_the_step(recipe: str) -> None:
     """What is saved stays to the end of the forward, and is there from the start of the backward."""

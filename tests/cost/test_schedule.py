@@ -1,4 +1,4 @@
-"""The schedule hides communication behind compute, keeps every dependency, and is never worse than what it is given."""
+"""The schedule hides communication after compute, keeps every dependency, and is never worse than what it is given."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_where_memory_is_short_nothing_is_gathered_ahead_and_elsewhere_all_the_s
     free, limit = schedule(given).timeline, simulate(given).peak_memory
     assert free.exposed == 3 and free.peak_memory > limit and simulate(given).exposed == 8 * 3
     best = schedule(given, memory_limit=limit).timeline
-    assert best.peak_memory <= limit and best.exposed == 3 + 3, "the first gather, and that behind the fourth layer"
+    assert best.peak_memory <= limit and best.exposed == 3 + 3, "the first gather, and that after the fourth layer"
 
 
 def test_where_memory_is_short_no_kernel_goes_ahead_that_makes_more_than_there_is_room_for() -> None:

@@ -168,6 +168,7 @@ def test_a_task_more_is_never_faster(given: Program, data: st.DataObject) -> Non
     assert simulate(without).step_time <= simulate(given).step_time
 
 
+@pytest.mark.slow
 @LAW
 @given(programs(), st.data())
 def test_a_slower_task_is_never_faster(given: Program, data: st.DataObject) -> None:

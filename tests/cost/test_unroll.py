@@ -123,6 +123,7 @@ def test_a_bucket_of_several_layers_is_refused() -> None:
         unroll(joined, Repeats((Run("layers", (1,), (2, 3), (4,)),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipes", [("fsdp", "ddp"), ("zero2", "fsdp")])
 def test_a_folded_mlp_unrolls_to_the_whole_one(recipes: tuple[str, ...]) -> None:
     case = models.mlp(sizes=(64,) * 10)

@@ -70,6 +70,7 @@ equal on 4 simulated ranks (dp=2,tp=2)
 17 values are within 1e-04 of one device's, as are 3 results of the model""")
 
 
+@pytest.mark.slow
 def test_a_model_is_equal_value_by_value() -> None:
     model, args, kwargs = build("gpt_dropout")
     found = check(model, "dp=2,tp=2", args, kwargs, options=Options(recipe="fsdp+megatron"))
@@ -79,7 +80,7 @@ def test_a_model_is_equal_value_by_value() -> None:
 
 
 class Normalized(nn.Module):
-    """The bias in front of the normalization has no gradient but rounding; half of the rows are masked with -inf."""
+    """The bias before the normalization has no gradient but rounding; half of the rows are masked with -inf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Centred(Normalized):
         return super().forward(torch.ops.autoshard_test.centred(x.flatten(1)).unflatten(1, (6, 9)))
 
 
-def test_a_fault_in_front_of_rounding_is_found() -> None:
+def test_a_fault_before_rounding_is_found() -> None:
     torch.manual_seed(0)
     options = Options(recipe={"dp": "fsdp"}, inputs={"x": {"tp": "S(1)"}})
     found = check(Centred(), "dp=2,tp=2", (torch.randn(12, 6, 9),), options=options)

@@ -65,7 +65,7 @@ def unnamed(text: str) -> str:
 
 
 def replayed_as_it_was(files: list[Path], folder: Path) -> None:
-    """Each file, run again, gives all those behind it, headers included."""
+    """Each file, run again, gives all those after it, headers included."""
     for path in files:
         place = folder / path.stem
         place.mkdir()
@@ -99,7 +99,7 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
 """)
 
 
-def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
+def test_a_dump_of_a_search_runs_again_from_after_the_search(tmp_path: Path) -> None:
     options = Options(passes=Phases(choose=Solve()).passes, dump=tmp_path / "dump", recompute="block")
     make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options))
     files = sorted((tmp_path / "dump").iterdir())
@@ -112,13 +112,13 @@ def test_a_dump_of_a_search_runs_again_from_behind_it(tmp_path: Path) -> None:
 
 def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = dump / "05_insert_reshards.txt"
-    assert main(["replay", str(path), "--from", "insert_reshards"]) == 0
+    assert main(["replay", str(path), "--after", "insert_reshards"]) == 0
     out = capsys.readouterr().out
     passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize"
     assert out.startswith("mesh dp=2,tp=2\nstage LOCAL\n") and out.endswith(f"# ran {passes}\n")
 
 
-def test_a_graph_in_front_of_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
+def test_a_graph_before_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
     found = replay(dump / "01_normalize.txt", recipe="fsdp+megatron")
     pinned = 'pinned(tp:S(1) "megatron: row-parallel", dp:S(0) "fsdp: stored sharded") = parameter("down.weight")'
     assert pinned in found.text and pinned not in max(dump.iterdir()).read_text()
@@ -149,11 +149,11 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
     (tmp_path / "01_normalize.txt").write_text(captured[captured.index("mesh ") :])
     (tmp_path / "02_seed.txt").write_text('# pass seed {"recipes": }\n')
     (tmp_path / "03_cast_parameters.txt").write_text('# pass cast_parameters {"reduce": "f31"}\n')
-    for path, behind, expected in (
+    for path, after, expected in (
         (
             tmp_path / "01_normalize.txt",
             None,
-            "a graph from behind 'normalize' is not enough to run seed and cast_parameters: what the user set, what a search "
+            "the graph after 'normalize' is not enough to run seed and cast_parameters: what the user set, what a search "
             "found and passes of your own are not in the file; give a recipe to place it by, replay a later dump, or plan "
             "the model again",
         ),
@@ -166,7 +166,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
         (
             tmp_path / "graph.txt",
             None,
-            "graph.txt is not named after a pass, as 05_insert_reshards.txt is; say behind which: --from PASS",
+            "graph.txt is not named after a pass, as 05_insert_reshards.txt is; name the pass that wrote it: --after PASS",
         ),
         (
             dump / "05_insert_reshards.txt",
@@ -177,7 +177,7 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
         (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):
         with pytest.raises(UserError) as caught:
-            replay(path, behind=behind)
+            replay(path, after=after)
         assert str(caught.value).startswith(expected)
 
 

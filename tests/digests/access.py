@@ -27,6 +27,8 @@ RENAMED: Mapping[str, str] = {
     "plan.replan": "plan.with_",
     "sharded over": "is cut over",
     "partial sum over": "a term of a sum over",
+    "cast before it to": "cast in front of it to",
+    "cast after": "cast behind",
     "in the backward, except": "in the backward, but for",
 }
 """Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""

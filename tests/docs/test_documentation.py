@@ -160,8 +160,10 @@ def test_readme_shows_the_example_and_its_plan(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_quickstart_prints_what_readme_shows() -> None:
+def test_quickstart_prints_what_readme_shows_and_trains() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(QUICKSTART)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     output = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True).stdout
     assert blocks_of(README)[1].text in output
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)

@@ -55,6 +55,7 @@ class SquareByProduct(Pass):
 PASSES = inserted(default_passes(), SquareByProduct(), before="seed")  # the one line
 
 
+@pytest.mark.slow
 def test_a_pass_of_ones_own_runs_where_it_is_told() -> None:
     case = build("llama")
     options = Options(recipe="fsdp+megatron", passes=PASSES)
@@ -63,6 +64,7 @@ def test_a_pass_of_ones_own_runs_where_it_is_told() -> None:
     assert squares[0] and not squares[1]
 
 
+@pytest.mark.slow
 def test_a_pass_of_ones_own_computes_what_one_device_does() -> None:
     check_step(build("llama"), "dp=2,tp=2", Options(recipe="fsdp+megatron", passes=PASSES))
 

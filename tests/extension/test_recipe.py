@@ -92,6 +92,7 @@ def test_a_step_gives_the_numbers_of_one_device(mesh: str, recipe: str) -> None:
     assert checked, str(checked)
 
 
+@pytest.mark.slow
 def test_the_search_enters_a_registered_recipe() -> None:
     model, args = made()
     found = plan(model, Mesh("rows=2", hardware="h100"), args=args, options=Options())

@@ -133,6 +133,7 @@ propagate: autoshard_test.mixed.default has no sharding rule:
         assert_plan(found, fallbacks=1)
 
 
+@pytest.mark.slow
 def test_a_batch_too_large_leads_to_what_is_made_of_it() -> None:
     with torch.device("meta"):
         x = torch.empty(4_000_000, 32, 64)

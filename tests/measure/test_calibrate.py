@@ -9,7 +9,7 @@ import pytest
 from autoshard import Mesh, UserError
 from autoshard.measure.calibrate import Calibration, calibrate, format_calibration
 from autoshard.measure.clocks import QUICK
-from autoshard.measure.link_figures import KINDS, contention_of
+from autoshard.measure.link_figures import contention_of, timed_kinds
 from passes.cost.collective_time import collective_seconds
 from passes.cost.contention import Contention
 from passes.hardware.hardware import hardware_named
@@ -67,7 +67,7 @@ def test_two_ranks_measure_their_link() -> None:
     first, second = run_on_ranks(_calibrated, 2)
     assert first == second, "all ranks get the same figures"
     machine = first.hardware
-    asked = [(kind, ("dp",), nbytes) for kind in KINDS for nbytes in QUICK.sent]
+    asked = [(kind.name, ("dp",), nbytes) for kind in timed_kinds() for nbytes in QUICK.sent]
     assert [(time.kind, time.axes, time.nbytes) for time in first.transfers] == asked
     assert machine.inside != hardware_named("cpu").inside and machine.across == hardware_named("cpu").across
     assert 1e6 < machine.inside.bandwidth < 1e12 and machine.scatter_sends_all

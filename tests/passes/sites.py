@@ -16,9 +16,9 @@ def read(text: str) -> GraphModule:
     return parse_graph(f"mesh tp=2\nstage LOCAL\n{text.strip()}")[0]
 
 
-def gather(before: int, behind: int, width: int, *, kept: bool) -> str:
-    """x @ w and x @ v, where rows of x are gathered [before, 2, behind]."""
-    rows = before * behind
+def gather(before: int, after: int, width: int, *, kept: bool) -> str:
+    """x @ w and x @ v, where rows of x are gathered [before, 2, after]."""
+    rows = before * after
     returned = ', output("2") %whole' if kept else ""
     return f"""
 %x: f64[{rows}, {width}] = input("x")
@@ -26,9 +26,9 @@ def gather(before: int, behind: int, width: int, *, kept: bool) -> str:
 %v: f64[{width}, 5] = parameter("v")
 %gather: f64[{2 * rows}, {width}] = _c10d_functional.all_gather_into_tensor(%x, 2, {GROUP})
 %wait: f64[{2 * rows}, {width}] = _c10d_functional.wait_tensor(%gather)
-%split: f64[2, {before}, {behind}, {width}] = view(%wait, [2, {before}, {behind}, {width}])
-%placed: f64[{before}, 2, {behind}, {width}]<{behind * width}, {rows * width}, {width}, 1> = permute(%split, [1, 0, 2, 3])
-%copied: f64[{before}, 2, {behind}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
+%split: f64[2, {before}, {after}, {width}] = view(%wait, [2, {before}, {after}, {width}])
+%placed: f64[{before}, 2, {after}, {width}]<{after * width}, {rows * width}, {width}, 1> = permute(%split, [1, 0, 2, 3])
+%copied: f64[{before}, 2, {after}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
 %whole: f64[{2 * rows}, {width}] = view(%copied, [{2 * rows}, {width}])
 %mm: f64[{2 * rows}, 3] = mm(%whole, %w)
 %mm_1: f64[{2 * rows}, 5] = mm(%whole, %v)
@@ -36,35 +36,35 @@ return output("0") %mm, output("1") %mm_1{returned}
 """
 
 
-def scatter(before: int, behind: int, width: int, *, kept: bool) -> str:
-    """The sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, behind] are parted."""
-    rows = 2 * before * behind
+def scatter(before: int, after: int, width: int, *, kept: bool) -> str:
+    """The sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, after] are parted."""
+    rows = 2 * before * after
     source, dtype = ("wide", "f64") if kept else ("mm", "f32")
     wide = f"""
 %mm_1: f32[{rows}, {width}] = mm(%y, %w)
 %total: f32[{rows}, {width}] = add.Tensor(%mm, %mm_1)
-%shaped: f32[{before}, {2 * behind}, {width}] = view(%total, [{before}, {2 * behind}, {width}])
-%wide: f64[{before}, {2 * behind}, {width}] = prims.convert_element_type(%shaped, f64)"""
-    strides = f"<{behind * width}, {2 * behind * width}, {width}, 1>"
+%shaped: f32[{before}, {2 * after}, {width}] = view(%total, [{before}, {2 * after}, {width}])
+%wide: f64[{before}, {2 * after}, {width}] = prims.convert_element_type(%shaped, f64)"""
+    strides = f"<{after * width}, {2 * after * width}, {width}, 1>"
     return f"""
 %x: f32[{rows}, 3] = input("x")
 %y: f32[{rows}, 3] = input("y")
 %w: f32[3, {width}] = parameter("w")
 %mm: f32[{rows}, {width}] = mm(%x, %w){wide if kept else ""}
-%split: {dtype}[{before}, 2, {behind}, {width}] = view(%{source}, [{before}, 2, {behind}, {width}])
-%placed: {dtype}[2, {before}, {behind}, {width}]{strides} = permute(%split, [1, 0, 2, 3])
-%copied: {dtype}[2, {before}, {behind}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
+%split: {dtype}[{before}, 2, {after}, {width}] = view(%{source}, [{before}, 2, {after}, {width}])
+%placed: {dtype}[2, {before}, {after}, {width}]{strides} = permute(%split, [1, 0, 2, 3])
+%copied: {dtype}[2, {before}, {after}, {width}] = clone(%placed, memory_format=torch.contiguous_format)
 %flat: {dtype}[2, {rows // 2 * width}] = view(%copied, [2, {rows // 2 * width}])
 %reduce: {dtype}[1, {rows // 2 * width}] = _c10d_functional.reduce_scatter_tensor(%flat, "sum", 2, {GROUP})
 %wait: {dtype}[1, {rows // 2 * width}] = _c10d_functional.wait_tensor(%reduce)
-%part: {dtype}[{before}, {behind}, {width}] = view(%wait, [{before}, {behind}, {width}])
+%part: {dtype}[{before}, {after}, {width}] = view(%wait, [{before}, {after}, {width}])
 return output("0") %part
 """
 
 
-def all_reduce(before: int, behind: int, width: int, *, kept: bool) -> str:
+def all_reduce(before: int, after: int, width: int, *, kept: bool) -> str:
     """The sum of x @ w, in a wider dtype if `kept`, on all ranks."""
-    rows = before * behind
+    rows = before * after
     source, wide = ("%wide", f"\n%wide: f64[{rows}, {width}] = prims.convert_element_type(%mm, f64)") if kept else ("%mm", "")
     dtype = "f64" if kept else "f32"
     return f"""

@@ -159,7 +159,7 @@ return output("output") %relu
 """)
 
 
-def test_a_reshard_stays_behind_a_view_that_its_layout_does_not_pass() -> None:
+def test_a_reshard_stays_after_a_view_that_its_layout_does_not_pass() -> None:
     before = """
 mesh tp=2
 stage EXPLICIT
@@ -172,7 +172,7 @@ return output("output") %relu
     assert_declines(CancelReshards(), before)
 
 
-def test_a_reshard_of_a_computed_value_stays_behind_its_call() -> None:
+def test_a_reshard_of_a_computed_value_stays_after_its_call() -> None:
     before = """
 mesh tp=2
 stage EXPLICIT

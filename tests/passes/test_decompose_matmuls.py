@@ -29,12 +29,12 @@ from tests.spmd.oracle import plan_ranks
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("kind", [gather, scatter, all_reduce])
 @pytest.mark.parametrize(
-    ("before", "behind", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2), (2, 6, 4)]
+    ("before", "after", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2), (2, 6, 4)]
 )
 def test_chunks_give_the_rows_in_their_order(
-    kind: Callable[..., str], kept: bool, before: int, behind: int, count: int
+    kind: Callable[..., str], kept: bool, before: int, after: int, count: int
 ) -> None:
-    gm = read(kind(before, behind, 6, kept=kept))
+    gm = read(kind(before, after, 6, kept=kept))
     given = inputs(gm)
     whole = run_ranks(gm, MESH, given)
     (site,) = sites_in(gm)

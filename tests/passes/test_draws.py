@@ -53,6 +53,7 @@ def step(model: nn.Module, x: torch.Tensor, mesh: Mesh, options: Options) -> dic
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "recipe"), (("dp=4", "ddp"), ("dp=2", "fsdp"), ("dp=2,tp=2", {"dp": "fsdp", "tp": "megatron"}))
 )

@@ -68,6 +68,7 @@ def test_a_value_that_all_layers_share_is_of_none_of_them() -> None:
     assert fold(gm)[0].runs == (Run("layers", (1,), (2,), (3,)),)
 
 
+@pytest.mark.slow
 def test_every_node_and_parameter_of_the_whole_model_has_a_representative() -> None:
     gm = captured(models.gpt, 5)
     before = {node.name: (node.target if node.op != "placeholder" else "", _rest(node)) for node in gm.graph.nodes}

@@ -98,8 +98,8 @@ def test_casts_stand_where_fewer_bytes_move() -> None:
 %reshard_1: bf16[8, 6] {dp:S(0), tp:R} = reshard(%narrow)
 %add: bf16[8, 6] {dp:S(0), tp:R} = add.Tensor(%reshard_1, %reshard_1)""")
     assert_expected_inline("\n".join(map(str, ctx.remarks)), """\
-fuse_collectives: reduced in bf16, in which it is computed, and cast behind [%reshard]
-fuse_collectives: cast in front of it to bf16 [%reshard_1]""")
+fuse_collectives: reduced in bf16, in which it is computed, and cast after [%reshard]
+fuse_collectives: cast before it to bf16 [%reshard_1]""")
 
 
 def test_what_is_widened_for_its_reduction_stays_wide() -> None:

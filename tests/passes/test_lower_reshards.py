@@ -155,7 +155,7 @@ return output("0") %exp, output("1") %relu
 """)
 
 
-def test_a_scatter_stands_behind_what_it_shrinks() -> None:
+def test_a_scatter_stands_after_what_it_shrinks() -> None:
     before = """
 mesh tp=2
 stage EXPLICIT

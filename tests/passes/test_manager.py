@@ -111,7 +111,7 @@ def test_a_pipeline_in_the_wrong_order_is_refused_before_anything_runs() -> None
         PassManager((Sigmoid(), Replicate(), Sigmoid())).run(gm, ctx)
     assert_expected_inline(
         str(error.value),
-        """pass 'sigmoid' takes a graph that is CAPTURED, but after 'replicate' it is PLACED; move 'sigmoid' behind a pass that gives CAPTURED, or leave it out""",  # noqa: E501
+        """pass 'sigmoid' takes a graph that is CAPTURED, but after 'replicate' it is PLACED; move 'sigmoid' after a pass that gives CAPTURED, or leave it out""",  # noqa: E501
     )
     assert ctx.remarks == []
 
@@ -147,7 +147,7 @@ def test_the_verifier_names_the_pass_that_broke_the_graph() -> None:
     assert_expected_inline(
         str(error.value),
         """\
-behind pass 'broken': at stage PLACED, %x is not valid: it has 1 results and 0 layouts
+after pass 'broken': at stage PLACED, %x is not valid: it has 1 results and 0 layouts
     %x: f32[4] = input("x")
   passes run before it: idle""",
     )

@@ -47,7 +47,7 @@ def _halves(case: Case, recipe: str, mesh: Mesh, without: str | None = None) -> 
     return [split.forward, split.backward]
 
 
-def _behind(gm: GraphModule, mesh: Mesh, *passes: Pass) -> GraphModule:
+def _after(gm: GraphModule, mesh: Mesh, *passes: Pass) -> GraphModule:
     other = copy_graph(gm)
     PassManager(passes).run(other, PassContext(mesh))
     return other
@@ -79,12 +79,12 @@ def test_no_pass_makes_a_step_slower(make: Callable[[], Case], recipe: str, link
             cap = int(MORE_MEMORY * given.peak_memory) if room is None else room
             before = _ordered(gm, mesh, cap)
             for one in (BucketCollectives(BUCKET, room), DecomposeMatmuls(room)):
-                behind = _behind(gm, mesh, one)
-                assert _ordered(behind, mesh, cap) <= before
-                assert _as_it_stands(behind, mesh).peak_memory <= cap
+                after = _after(gm, mesh, one)
+                assert _ordered(after, mesh, cap) <= before
+                assert _as_it_stands(after, mesh).peak_memory <= cap
             whole = OverlapPasses(room, bucket_bytes=BUCKET)
             for before_order in ((), (*whole.chunk, BucketCollectives(BUCKET, room))):
-                unordered = _as_it_stands(_behind(gm, mesh, *before_order), mesh)
-                timeline = _as_it_stands(_behind(gm, mesh, *before_order, ScheduleOverlap(room)), mesh)
+                unordered = _as_it_stands(_after(gm, mesh, *before_order), mesh)
+                timeline = _as_it_stands(_after(gm, mesh, *before_order, ScheduleOverlap(room)), mesh)
                 assert timeline.step_time <= given.step_time
                 assert timeline.peak_memory <= (cap if room else int(MORE_MEMORY * unordered.peak_memory))

@@ -457,6 +457,51 @@ return output("output") %select
     assert_same_values(Normalize(), before)
 
 
+def test_a_concatenation_loses_parts_without_elements() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%one: f32[4, 8] = cat([%empty, %x], -2)
+%two: f32[8, 8] = cat([%empty, %x, %one], 0)
+return output("output") %two
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%cat: f32[8, 8] = cat([%x, %x], 0)
+return output("output") %cat
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_concatenation_of_one_part_in_another_order_in_memory_is_a_copy() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%turned: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%cat: f32[8, 4] = cat([%empty, %turned])
+%view: f32[32] = view(%cat, [32])
+return output("output") %view
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%empty: f32[0] = buffer("empty")
+%x: f32[4, 8] = input("x")
+%turned: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%clone: f32[8, 4] = clone(%turned, memory_format=torch.contiguous_format)
+%view: f32[32] = view(%clone, [32])
+return output("output") %view
+""")
+    assert_same_values(Normalize(), before)
+
+
 def test_a_split_that_is_used_whole_stays() -> None:
     before = """
 mesh tp=2

@@ -34,11 +34,11 @@ from tests.spmd.oracle import plan_ranks
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("kind", [gather, scatter])
-@pytest.mark.parametrize(("before", "behind"), [(1, 8), (4, 3), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (4, 3), (2, 1)])
 def test_one_operator_gives_the_rows_in_their_order(
-    kind: Callable[..., str], kept: bool, before: int, behind: int
+    kind: Callable[..., str], kept: bool, before: int, after: int
 ) -> None:
-    gm = read(kind(before, behind, 6, kept=kept and kind is gather))
+    gm = read(kind(before, after, 6, kept=kept and kind is gather))
     given = inputs(gm)
     whole = run_ranks(gm, MESH, given)
     (site,) = sites_in(gm)
@@ -55,7 +55,7 @@ def test_one_operator_gives_the_rows_in_their_order(
                 assert torch.equal(value, other)
 
 
-def test_weights_made_behind_the_gather_stand_in_front_of_the_operator() -> None:
+def test_weights_made_after_the_gather_stand_before_the_operator() -> None:
     """A product whose other operand comes of what is gathered stays, and reads what the operator gathers."""
     gm = read(f"""
 %x: f64[2, 4] = input("x")
@@ -196,7 +196,7 @@ return output("mm") %mm, output("v") %wait
     gm = read(text.replace("%w:", '%y: bf16[2048, 4096] = input("y")\n%w:', 1))
     make_one(sites_in(gm)[0], "test")
     both = simulate(program_of_graph(gm, Mesh("tp=2", hardware="h100")))
-    assert sorted(both.starts) == pytest.approx([0.0, min(both.ends)])  # one behind the other, as they share a link
+    assert sorted(both.starts) == pytest.approx([0.0, min(both.ends)])  # one after the other, as they share a link
     assert schedule(both.program).timeline.step_time == pytest.approx(both.step_time)
     ScheduleOverlap(1 << 40).run(gm, PassContext(Mesh("tp=2", hardware="h100")))
     verify(gm, MESH)

@@ -54,12 +54,12 @@ SEGMENTS = {
         "%j{n}: f32[8, 4] {s} = reshard(%q{n})",
         "%o{n}: f32[8, 4] {s} = add.Tensor(%k{n}, %j{n})",
     ],
-    "narrowed behind a gather": [
+    "narrowed after a gather": [
         f"%i{{n}}: f32[8, 4] {A} = sub.Tensor(%x, %y)",
         "%j{n}: f32[8, 4] {dp:S(0), tp:R} = reshard(%i{n})",
         "%o{n}: bf16[8, 4] {dp:S(0), tp:R} = prims.convert_element_type(%j{n}, bf16)",
     ],
-    "narrowed behind a sum": [
+    "narrowed after a sum": [
         f"%p{{n}}: f32[8, 4] {SUM} = mm(%a, %v)",
         "%j{n}: f32[8, 4] {dp:S(0), tp:R} = reshard(%p{n})",
         "%o{n}: bf16[8, 4] {dp:S(0), tp:R} = prims.convert_element_type(%j{n}, bf16)",
@@ -100,7 +100,7 @@ SEGMENTS = {
         "%k{n}: f32[8, 4] {dp:S(0), tp:R} = neg(%j{n})",
         "%o{n}: f32[8, 4] {dp:S(0), tp:R} = mul.Tensor(%i{n}, %k{n})",
     ],
-    "a gather behind another": [
+    "a gather after another": [
         f"%p{{n}}: f32[8, 4] {A} = relu(%y)",
         "%i{n}: f32[8, 4] {dp:S(0), tp:R} = reshard(%p{n})",
         "%o{n}: f32[8, 4] {dp:R, tp:R} = reshard(%i{n})",
@@ -220,14 +220,14 @@ def test_random_programs_have_the_same_bits_and_every_rewrite_is_among_them() ->
             for one, other in zip(mine, theirs, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), seed
     assert_expected_inline("\n".join(sorted(hit)), """\
-a gather behind another: all_gather tp f32, all_gather dp f32 -> all_gather dp.tp f32
+a gather after another: all_gather tp f32, all_gather dp f32 -> all_gather dp.tp f32
 a gather for nobody: all_gather dp f32 -> nothing
 a part of a sum: all_reduce tp f32 -> reduce_scatter tp f32
 a sum in a sum: all_reduce tp f32, all_gather tp f32, all_reduce tp f32 -> all_reduce tp f32, all_gather tp f32
 a sum in a sum: reduce_scatter tp f32, reduce_scatter tp f32 -> reduce_scatter tp f32
 equal gathers: all_gather tp f32, all_gather tp f32 -> all_gather tp f32
-narrowed behind a gather: all_gather tp f32 -> all_gather tp bf16
-narrowed behind a sum: all_reduce tp f32 -> reduce_scatter tp f32, all_gather tp bf16
+narrowed after a gather: all_gather tp f32 -> all_gather tp bf16
+narrowed after a sum: all_reduce tp f32 -> reduce_scatter tp f32, all_gather tp bf16
 two sums: all_reduce tp f32, all_reduce tp f32 -> all_reduce tp f32
 two sums: reduce_scatter tp f32, reduce_scatter tp f32 -> reduce_scatter tp f32
 widened before a gather: all_gather tp f32 -> all_gather tp bf16

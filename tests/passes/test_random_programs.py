@@ -103,7 +103,7 @@ def _random_prices(random: Random, late: float) -> Hardware:
 
 
 def _trained(gm: GraphModule, mesh: Mesh, seed: int) -> list[torch.Tensor]:
-    """All weights of all ranks behind ten steps."""
+    """All weights of all ranks after ten steps."""
     generator = torch.Generator().manual_seed(seed)
     nodes = placeholders(gm.graph)
     given = [[torch.randn(tensor_of(node).shape, generator=generator) for node in nodes] for _ in range(mesh.size)]
@@ -116,6 +116,7 @@ def _trained(gm: GraphModule, mesh: Mesh, seed: int) -> list[torch.Tensor]:
     return [values[at] for values in given for at in places.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "late", "programs"),
     [("decompose_matmuls", -6, 5), ("bucket_collectives", -2.5, 10), ("schedule_overlap", -4, 10), ("all", -5, 5)],

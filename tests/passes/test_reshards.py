@@ -109,7 +109,7 @@ def test_a_layout_that_does_not_split_the_shape_is_refused() -> None:
         steps("{a:S(0/3), b:P(sum)}", "{a:S(0/3), b:S(0/6), c:S(0/12)}", (18, 6), mesh)
 
 
-def test_a_moved_parameter_is_gathered_in_front_of_its_use() -> None:
+def test_a_moved_parameter_is_gathered_before_its_use() -> None:
     gm, mesh = parse_graph("""mesh tp=2
 stage EXPLICIT
 %w: f32[8, 6] {tp:S(0)} = parameter("w")

@@ -13,7 +13,7 @@ from autoshard.planner.request import PlanRequest
 from tests.planner.test_search import on_meta
 
 
-def seconds_behind_capture(layers: int) -> float:
+def seconds_after_capture(layers: int) -> float:
     """Process time of everything that a searched plan takes once the model is captured."""
     model, args = on_meta(64, 16, layers)
     begun: dict[str, float] = {}
@@ -26,8 +26,8 @@ def seconds_behind_capture(layers: int) -> float:
 
 
 @pytest.mark.slow
-def test_four_times_the_layers_take_at_most_twice_as_long_behind_capture() -> None:
+def test_four_times_the_layers_take_at_most_twice_as_long_after_capture() -> None:
     torch.manual_seed(0)
-    seconds_behind_capture(8)  # what is cached once is not measured
-    few, many = seconds_behind_capture(16), seconds_behind_capture(64)
+    seconds_after_capture(8)  # what is cached once is not measured
+    few, many = seconds_after_capture(16), seconds_after_capture(64)
     assert many <= 2 * few, f"{few:.1f} s and {many:.1f} s"

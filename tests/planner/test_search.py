@@ -73,6 +73,7 @@ def searched(hidden: int, batch: int, mesh: Mesh, options: Options = SEARCH, lay
     return plan(model, mesh, args, options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["h100", "a100-pcie"])
 @pytest.mark.parametrize(("hidden", "batch"), [(1 << 14, 64), (1024, 1 << 14)])
 def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -> None:
@@ -85,6 +86,7 @@ def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -
         assert found.cost.step_time <= expert.cost.step_time * (1 + 1e-9), recipe
 
 
+@pytest.mark.slow
 def test_the_gap_that_is_proven_is_in_the_plan() -> None:
     found = searched(1024, 1024, Mesh("dp=2,tp=2", hardware="h100"))
     assert found.search is not None and found.search.gap is not None
@@ -149,6 +151,7 @@ def test_without_figures_of_the_hardware_a_rule_of_thumb_is_followed_and_told(mo
     assert any("nothing was searched for: dp: fsdp, tp: megatron" in remark.text for remark in found.remarks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
 def test_a_searched_mlp_computes_what_one_device_does(mesh: str) -> None:
     check_step(build("mlp"), Mesh(mesh, hardware="h100"), SEARCH)
@@ -169,10 +172,10 @@ class MoveAgain(Pass):
     gives: ClassVar[Stage] = Stage.EXPLICIT
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        behind = set(placeholders(gm.graph, InputRole.TANGENT))
+        after = set(placeholders(gm.graph, InputRole.TANGENT))
         for node in gm.graph.nodes:
-            if any(value in behind for value in node.all_input_nodes):
-                behind.add(node)
+            if any(value in after for value in node.all_input_nodes):
+                after.add(node)
             elif is_reshard(node) and not layout_of(operands(node)[0]).has_partial:
                 set_recompute(node, True)
         return True
@@ -259,6 +262,7 @@ def test_what_the_solver_predicts_is_what_is_simulated() -> None:
     assert 0.9 <= found.search.objective / solved.step_time <= 1.1
 
 
+@pytest.mark.slow
 def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
     """Of all layers of a model that is folded, and of a recipe that shards, copies, or splits tensors."""
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
@@ -298,6 +302,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
         assert steps[0] is not None and steps[1] is not None and steps[0] > steps[1]
 
 
+@pytest.mark.slow
 def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
     """Once a plan fits: what stores too much is not simulated at all, what is slower anyway is not made to fit."""
     model, args = on_meta(4096, 1 << 12, layers=6)

@@ -42,6 +42,7 @@ def base() -> ShardingPlan:
     return planned(recipe="fsdp+megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -75,6 +76,7 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -57,6 +57,7 @@ def check_sent(planned: Planned) -> None:
         assert sorted(step for transfer in transfers for step in transfer.steps) == sorted(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [

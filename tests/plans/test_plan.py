@@ -122,6 +122,7 @@ def test_bytes_are_those_that_a_rank_receives() -> None:
     assert sum(c.bytes for c in reduced.collectives if c.backward) == sum(whole.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", list(Stage)[:5])
 def test_graphs_of_all_stages_are_kept_and_read_back(stage: Stage) -> None:
     text = planned().graph(stage.name.lower())
@@ -170,6 +171,7 @@ def test_inputs_in_a_structure_are_known_by_their_path() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_large_model_on_many_ranks_is_planned_on_meta() -> None:
     """Two layers of Llama 3 8B on 800 ranks: nothing of it is ever made."""
     with torch.device("meta"):

@@ -105,6 +105,7 @@ def test_hidden_communication_is_what_is_not_exposed() -> None:
     assert abs(SOLVED.hidden_comm - 0.788) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_plan_of_32_layers_is_one_screen() -> None:
     text = format_plan(made(layers=32), width=100, colour=False)
     assert len(text.splitlines()) < 50
@@ -176,6 +177,7 @@ def blocks(layers: int = 8) -> tuple[nn.Module, tuple[torch.Tensor]]:
         return Blocks(layers).bfloat16(), (torch.empty(2, 8192, 4096, dtype=torch.bfloat16),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric_memory", [False, True])
 def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bool) -> None:
     (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
@@ -193,6 +195,7 @@ def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bo
     assert sum(one.exposed or 0.0 for one in made.collectives) == pytest.approx(exposed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("symmetric_memory", "way"), [(False, "in 4 chunks"), (True, "in one operator with its product")])
 def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, way: str) -> None:
     (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
@@ -206,6 +209,7 @@ def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, way:
     assert ShardingPlan.from_json(made.to_json()).collectives == made.collectives
 
 
+@pytest.mark.slow
 def test_a_search_counts_the_chunks_of_what_it_chooses() -> None:
     (model, args), mesh, options = blocks(), Mesh("tp=8", hardware="h100"), Options(inputs={"x": {"tp": "R"}})
     made, run = plan(model, mesh, args, options=options), _compiled(model, args, mesh, options)

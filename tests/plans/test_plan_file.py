@@ -35,6 +35,7 @@ def made(mesh: str = "dp=2,tp=2") -> ShardingPlan:
     return replace(bare, cost=COST, search=Search("solved", TRIED, 80 * 10**9, 0.1, 0.099, 2.5), remarks=remarks)
 
 
+@pytest.mark.slow
 def test_a_plan_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     made().save(path)

@@ -50,6 +50,7 @@ class AdaptedBlock(nn.Module):
         return (x + self.down(F.gelu(self.up(self.norm(x))))).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "is_first", "fused", "mesh"),
     [

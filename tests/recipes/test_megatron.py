@@ -17,7 +17,7 @@ Embed = Callable[["Embedded", Tensor, Tensor], Tensor]
 
 
 class Embedded(nn.Module):
-    """Tables whose rows are combined by `embed`, in front of one MLP; positions are an input, as in Hugging Face's models."""
+    """Tables whose rows are combined by `embed`, before one MLP; positions are an input, as in Hugging Face's models."""
 
     def __init__(self, embed: Embed) -> None:
         super().__init__()

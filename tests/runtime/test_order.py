@@ -153,7 +153,7 @@ def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_behind_a_collective_is_not_joined_with_one_that_leads_to_it(ranks: None) -> None:
+def test_a_kernel_after_a_collective_is_not_joined_with_one_that_leads_to_it(ranks: None) -> None:
     split = split_program(parse_graph(SUMS.strip())[0], mode="inductor")
     (code,) = _codes(split, Mesh("dp=2", hardware="h100"))
     scatter, wait = "reduce_scatter_tensor", "wait_tensor"

@@ -163,7 +163,7 @@ def test_the_sampler_splits_samples_over_data_axes_alone() -> None:
 
 def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON, mode="inductor")
+    case, model = sharded({"tp": 2}, {"tp": "megatron"}, mode="inductor")
     loss = model(*model.shard(*case.args))
     loss.backward()
     equal = float((loss - case.model(*case.args)).abs()) < 1e-10
@@ -171,6 +171,6 @@ def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
 
 
 def test_one_rank_of_a_host_compiles_and_the_others_find_its_code(tmp_path: Path) -> None:
-    first, *others = run_on_ranks(_compile, 4, str(tmp_path), fresh=True)
+    first, other = run_on_ranks(_compile, 2, str(tmp_path), fresh=True)
     assert first == (2, 0, True)
-    assert others == [(0, 2, True)] * 3
+    assert other == (0, 2, True)

@@ -51,6 +51,7 @@ def named_limit(name: str, limit: int | str) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wide mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SMALL)[1:])])
 def test_the_smallest_limit_that_the_error_names_is_enough_and_no_more(name: str) -> None:
     smallest = named_limit(name, "100KB")
@@ -84,6 +85,7 @@ def test_a_short_time_gives_the_best_plan_so_far() -> None:
     assert {one.name for one in found.search.candidates} >= {"solved", "ddp", "fsdp+megatron"}
 
 
+@pytest.mark.slow
 def test_a_long_time_gives_the_plan_of_no_limit() -> None:
     limited, free = in_time(600), in_time(None)
     assert limited.search is not None and free.search is not None

@@ -77,6 +77,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "mesh", "hardware"), SMALL)
 def test_no_plan_is_better(seed: int, mesh: str, hardware: str) -> None:
     factor_graph, unit_costs = problem_of(small_graph(seed, mesh), hardware)

@@ -15,17 +15,17 @@ SHAPE = 64, 120  # the second dim is padded on some axes
 PLACEMENTS: tuple[Placement, ...] = (R, Shard(0), Shard(1), Shard(0, 4), Shard(0, 8), Partial())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("itemsize", [4, 40_000])
 @pytest.mark.parametrize("mesh", ["dp=4,tp=8", "tp=8", "dp=16,tp=8", "dp=2,cp=2,tp=2"])
 def test_transitions_cost_what_the_emitted_steps_cost(mesh: str, itemsize: int) -> None:
     on = Mesh(mesh, hardware="h100")
-    assert on.hardware is not None
-    unit_costs = UnitCosts(on, on.hardware)
+    unit_costs = UnitCosts.of(on)
     layouts = [Layout(placements) for placements in product(PLACEMENTS, repeat=on.ndim)]
     layouts = [layout for layout in layouts if is_storable(layout, SHAPE, on)]
     costs = unit_costs.transition_costs(SHAPE, itemsize, layouts, layouts)
     for i, j in list(np.ndindex(*costs.inside.shape))[:: max(1, costs.inside.size // 500)]:
-        fresh = UnitCosts(on, on.hardware)  # knows of no transition that is like it
+        fresh = UnitCosts.of(on)  # knows of no transition that is like it
         alone = fresh.transition_costs(SHAPE, itemsize, [layouts[i]], [layouts[j]])
         one, found = (
             [float(cost[at]) for cost in (of.inside, of.across, of.local, of.impossible)]

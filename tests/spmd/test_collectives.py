@@ -69,7 +69,7 @@ def _read_in_backward(name: str) -> int:
 @pytest.mark.parametrize(("mesh", "axes"), [("tp=2", "tp"), ("tp=4", "tp"), ("t=2,u=2", "t.u")])
 @pytest.mark.parametrize(
     ("name", "whole"),
-    # Norms and the biases behind a reduction see a part of the sequence: their gradients are summed.
+    # Norms and the biases after a reduction see a part of the sequence: their gradients are summed.
     [("gpt", 6), ("llama", 2)],
 )
 def test_megatron_has_two_gathers_and_two_scatters_per_block(name: str, whole: int, mesh: str, axes: str) -> None:
@@ -85,7 +85,7 @@ def test_megatron_has_two_gathers_and_two_scatters_per_block(name: str, whole: i
 
 @EACH_DECODER
 def test_megatron_around_the_blocks(name: str) -> None:
-    """One scatter behind the embedding, one gather in front of the head, and their mirror."""
+    """One scatter after the embedding, one gather before the head, and their mirror."""
     counts = _counts(_plan(name, "tp=2", "megatron"))
     for kind in ("all_gather", "reduce_scatter"):
         for direction in ("forward", "backward"):
@@ -151,6 +151,7 @@ def test_fsdp_over_two_axes_is_one_gather_per_parameter() -> None:
     assert not {("all_gather", axis, "forward") for axis in "ab"} & counts.keys()
 
 
+@pytest.mark.slow
 @EACH_DECODER
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", pytest.param("tp=2,dp=2", marks=pytest.mark.slow)])
 def test_fsdp_times_megatron_is_the_sum_of_both(name: str, mesh: str) -> None:

@@ -43,6 +43,7 @@ def test_what_divides_has_no_padding() -> None:
         assert math.prod(value.local_shape(plan.mesh)) * 8 == math.prod(value.shape), name
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_store_their_part_of_what_megatron_shards() -> None:
     plan = plan_ranks(build("llama"), "dp=2,tp=4", Options(recipe="fsdp+megatron")).planned.plan
     stored = {name: math.prod(v.shape) / math.prod(v.local_shape(plan.mesh)) for name, v in plan.parameters.items()}

@@ -108,7 +108,7 @@ ALONE: tuple[Pass, ...] = (
     BucketCollectives(1 << 16, PLENTY, fused=False),
     ScheduleOverlap(PLENTY, fused=False),
 )
-# A sum that is rounded to bf16 before it is reduced, or behind, is off by half a unit in the last of 8 bits at most: by
+# A sum that is rounded to bf16 before it is reduced, or after, is off by half a unit in the last of 8 bits at most: by
 # 2**-9, and a gradient passes several such sums. All of a rank's gradients together were 2**-9 off at most.
 ROUNDED = 2**-7
 
@@ -140,14 +140,14 @@ def _sent(gm: GraphModule) -> list[str]:
 
 
 def _alone(split: Split, one: Pass, mesh: Mesh) -> Split | None:
-    """A copy behind a pass; None where it changed neither half."""
+    """A copy after a pass; None where it changed neither half."""
     assert split.backward is not None
     copied = replace(split, forward=copy_graph(split.forward), backward=copy_graph(split.backward))
     halves = ((split.forward, copied.forward), (split.backward, copied.backward))
     for _, gm in halves:
         assert gm is not None
         PassManager((one,)).run(gm, PassContext(mesh))
-    return copied if any(_order(before) != _order(behind) for before, behind in halves if behind is not None) else None
+    return copied if any(_order(before) != _order(after) for before, after in halves if after is not None) else None
 
 
 @pytest.mark.slow

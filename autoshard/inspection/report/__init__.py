@@ -1,1 +1,1 @@
-"""A ShardingPlan as people read it."""
+"""Show a plan: tables, an HTML page, a trace."""

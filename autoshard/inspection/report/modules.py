@@ -168,16 +168,16 @@ class _Writer:
 
     def modules(self) -> Iterator[tuple[str, _Module]]:
         """Yield each FQN with the work that the module itself does in the forward."""
-        behind = behind_tangents(self.graph)
+        backward = backward_nodes(self.graph)
         sources = _sources(self.graph)
         groups: dict[str, list[Node]] = {}
         for node in self.graph.nodes:
-            if node.op == "call_function" and node not in behind and node not in sources:
+            if node.op == "call_function" and node not in backward and node not in sources:
                 groups.setdefault(origin_of(node).fqn, []).append(node)
         for fqn, nodes in groups.items():
-            yield fqn, self._module(fqn, nodes, behind, sources)
+            yield fqn, self._module(fqn, nodes, backward, sources)
 
-    def _module(self, fqn: str, nodes: list[Node], behind: set[Node], sources: dict[Node, Node]) -> _Module:
+    def _module(self, fqn: str, nodes: list[Node], backward: set[Node], sources: dict[Node, Node]) -> _Module:
         inside = set(nodes)
         read = [operand for node in nodes for operand in operands(node) if operand not in inside]
         found = dict.fromkeys(sources[one] for one in read if one in sources)
@@ -188,7 +188,7 @@ class _Writer:
             for node in nodes
             if is_tensor(node)
             and _unmoved(node) in inside
-            and any(user not in inside and user not in behind for user in node.users)
+            and any(user not in inside and user not in backward for user in node.users)
         ]
         left = list(dict.fromkeys(self._given(one) for one in given if is_tensor(one) and tensor_of(one).dim()))
         right = list(dict.fromkeys(self._value(one) for one in made))
@@ -220,13 +220,13 @@ class _Writer:
         return f"{'W' if name == 'weight' else name}{self.letters.format_dims(dims, layout_of(node), self.plan.mesh, order)}"
 
 
-def behind_tangents(graph: Graph) -> set[Node]:
+def backward_nodes(graph: Graph) -> set[Node]:
     """Return the nodes of the backward: those that depend on a tangent."""
-    behind = set(placeholders(graph, InputRole.TANGENT))
+    backward = set(placeholders(graph, InputRole.TANGENT))
     for node in graph.nodes:
-        if node.op != "output" and any(value in behind for value in node.all_input_nodes):
-            behind.add(node)
-    return behind
+        if node.op != "output" and any(value in backward for value in node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def _sources(graph: Graph) -> dict[Node, Node]:

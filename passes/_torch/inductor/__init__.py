@@ -1,0 +1,1 @@
+"""The use of Inductor: its settings, passes, decompositions and compilation."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from passes.cost.collective_time import collective_seconds
 from passes.cost.kernel_time import region_seconds
 from passes.cost.program import COMPUTE, Buffer, Program, Task
+from passes.ir.collectives import KINDS
 
 Sort = tuple[tuple[str, ...], str]  # the mesh axes and the dtype of messages
 Sizes = Mapping[Sort, int]  # bytes of the largest bucket of each sort; 0: none is joined
@@ -119,9 +120,10 @@ def _neighbours(program: Program, levels: list[int], nbytes: int | Sizes) -> lis
 
 
 def _is_movable(task: Task) -> bool:
-    if task.kind == "all_gather":
-        return task.prefetchable
-    return task.kind in ("reduce_scatter", "all_reduce") and task.deferrable
+    bucket = KINDS[task.kind].bucket if task.kind in KINDS else None
+    if bucket is None:
+        return False
+    return task.prefetchable if bucket == "gather" else task.deferrable
 
 
 def _levels(program: Program) -> list[int]:

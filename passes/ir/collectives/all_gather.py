@@ -33,9 +33,13 @@ def _lower(call: StepCall) -> Node:
     return join(call, call.wait(gathered), have, [d for d in digits if d.axis is None or d.axis in call.axes])
 
 
+def _sweeps(fabric: Fabric) -> int:
+    return 1
+
+
 def _seconds(fabric: Fabric) -> sympy.Expr:
     others = [tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else [])]
-    return least(ring_formula(fabric.where, sweeps=1), *others)
+    return least(ring_formula(fabric.where, sweeps=_sweeps(fabric)), *others)
 
 
 def _gathered(calls: Calls) -> list[torch.Tensor]:
@@ -66,6 +70,9 @@ ALL_GATHER = register(
         pieces=lambda before, after, ranks: (ranks - 1) * before,
         seconds=_seconds,
         sent=lambda where: spread_formula(where, sweeps=1),
+        bucket="gather",
+        sweeps=_sweeps,
+        timed=lambda part, whole, ranks, group: c10d.all_gather_into_tensor(part, ranks, group),
         counts_ranks=True,
         source="NCCL's ring, tree and NVLink SHARP (tests/cost/test_collective.py)",
     )

@@ -26,9 +26,13 @@ def _lower(call: StepCall) -> Node:
     return call.wait(call.emit(c10d.all_reduce.default, call.contiguous(call.value), call.reduction, call.group))
 
 
+def _sweeps(fabric: Fabric) -> int:
+    return 2
+
+
 def _seconds(fabric: Fabric) -> sympy.Expr:
     others = [tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else [])]
-    return least(ring_formula(fabric.where, sweeps=2), *others)
+    return least(ring_formula(fabric.where, sweeps=_sweeps(fabric)), *others)
 
 
 def _reduced(calls: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
@@ -45,6 +49,9 @@ ALL_REDUCE = register(
         pieces=lambda before, after, ranks: 2 * (ranks - 1) * -(-before // ranks),
         seconds=_seconds,
         sent=lambda where: spread_formula(where, sweeps=2),
+        bucket="reduction",
+        sweeps=_sweeps,
+        timed=lambda part, whole, ranks, group: c10d.all_reduce(whole, "sum", group),
         in_place=True,
         source="NCCL's ring, tree and NVLink SHARP (tests/cost/test_collective.py)",
     )

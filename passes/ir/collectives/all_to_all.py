@@ -66,6 +66,12 @@ def _exchanged(calls: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
     return [torch.cat([sent[place] for sent in pieces]) for place in range(len(calls))]
 
 
+def _timed(part: torch.Tensor, whole: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    even = [part.numel()] * ranks
+    exchanged: torch.Tensor = c10d.all_to_all_single(whole, even, even, group)
+    return exchanged
+
+
 ALL_TO_ALL = register(
     Kind(
         step=all_to_all,
@@ -76,6 +82,7 @@ ALL_TO_ALL = register(
         pieces=lambda before, after, ranks: (ranks - 1) * -(-before // ranks),
         seconds=lambda fabric: exchange_formula(fabric.where),
         sent=_sent,
+        timed=_timed,
         takes_one_axis=True,
         fits=_fits,
         source="NCCL's sends and receives (tests/cost/test_collective.py)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -18,7 +18,7 @@ from torch.fx import Node
 from passes._torch import OpOverload
 from passes.ir.collectives.formulas import Where
 from passes.ir.collectives.lowering import StepCall
-from passes.ir.layout import Layout, Placement
+from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
 
 Step = Callable[..., torch.Tensor]
@@ -60,6 +60,13 @@ class Kind:
     seconds: Callable[[Fabric], sympy.Expr] | None = None  # in `formulas.SYMBOLS`
     sent: Callable[[Where], tuple[sympy.Expr, sympy.Expr]] = _nothing  # bytes of a rank in its node, and between nodes
     is_reshard: bool = True  # keeps the value: a way from one layout to another may take it
+    bucket: Literal["gather", "reduction"] | None = None
+    """Join neighbours into one message: results of all ranks side by side ("gather"), or terms of the results, a row per
+    rank that gets them ("reduction"). None: each is sent by itself.
+    """
+    sweeps: Callable[[Fabric], int] | None = None  # times that its bytes go around a ring; None: it uses no ring
+    timed: Callable[[torch.Tensor, torch.Tensor, int, str], torch.Tensor] | None = None
+    """Functional collective that calibration times: of a rank's part, the whole, the ranks and the group."""
     takes_one_axis: bool = False  # several axes cannot move in one message
     fits: Callable[[Layout, Layout, int, tuple[int, ...], Mesh], bool] = _always  # beyond that both layouts are legal
     counts_ranks: bool = False  # the argument before the group is how many ranks it has
@@ -73,6 +80,11 @@ class Kind:
     @property
     def communicates(self) -> bool:
         return self.received is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether the result is made of the operands of all ranks, unchanged."""
+        return self.moves(Shard(0), R)
 
 
 KINDS: dict[str, Kind] = {}  # by name, in the order of registration

@@ -33,9 +33,13 @@ def _lower(call: StepCall) -> Node:
     return call.view(call.wait(scattered), merged(rest, len(call.shape)))
 
 
+def _sweeps(fabric: Fabric) -> int:
+    return 2 if fabric.scatter_sends_all else 1
+
+
 def _seconds(fabric: Fabric) -> sympy.Expr:
     others = [tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else [])]
-    return least(ring_formula(fabric.where, sweeps=2 if fabric.scatter_sends_all else 1), *others)
+    return least(ring_formula(fabric.where, sweeps=_sweeps(fabric)), *others)
 
 
 def _scattered(calls: Calls) -> list[torch.Tensor]:
@@ -68,6 +72,9 @@ REDUCE_SCATTER = register(
         pieces=lambda before, after, ranks: (ranks - 1) * after,
         seconds=_seconds,
         sent=lambda where: spread_formula(where, sweeps=1),
+        bucket="reduction",
+        sweeps=_sweeps,
+        timed=lambda part, whole, ranks, group: c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
         counts_ranks=True,
         source="NCCL's ring, tree and NVLink SHARP (tests/cost/test_collective.py)",
     )

@@ -1,4 +1,4 @@
-"""What passes know of a node beyond FX: one record per node, under one key of `node.meta`.
+"""Facts that passes know of a node beyond FX: one record per node, under one key of `node.meta`.
 
 A record is never changed in place: setting a fact replaces the record, so that copied nodes may share one.
 Functions named after a fact read it or set it; `update_facts` sets several.
@@ -24,7 +24,7 @@ SAVINGS: tuple[Saving, ...] = ("saved", "remade")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node comes from in the user's code."""
+    """The place in the user's code that a node comes from."""
 
     fqn: str = ""  # innermost module
     file: str = ""
@@ -47,7 +47,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a functional collective of a LOCAL graph was before it was lowered."""
+    """The reshard that a functional collective of a LOCAL graph was before it was lowered."""
 
     kind: str  # a name in `passes.ir.collectives`: "all_gather", "reduce_scatter", ...
     axes: tuple[str, ...]

@@ -25,7 +25,7 @@ class OutputRole(enum.Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """What a placeholder stands for."""
+    """The parameter, buffer, input or tangent that a placeholder stands for."""
 
     role: InputRole
     name: str
@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What one element of the graph's output stands for."""
+    """The output, gradient or mutation that one element of the graph's output stands for."""
 
     role: OutputRole
     name: str

@@ -13,7 +13,7 @@ from passes.ir.graph.facts import KEY
 
 
 class Stage(enum.IntEnum):
-    """What is true of a graph; each stage includes those before it, up to LOCAL."""
+    """A set of facts that hold for a graph; each stage includes those before it, up to LOCAL."""
 
     CAPTURED = 0  # single-device ATen graph, global shapes
     PLACED = 1  # every tensor value has a layout, every operand a needed layout

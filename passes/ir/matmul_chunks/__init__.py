@@ -1,0 +1,1 @@
+"""Matrix products with the collectives next to them: found, cut into chunks, or replaced by one operator."""

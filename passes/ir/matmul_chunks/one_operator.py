@@ -87,7 +87,7 @@ class _One(Writer):
         self.before = first
         (value,) = operands(site.collective)
         by_rows = rows.before == 1
-        part = self.view(value, [rows.behind, -1] if by_rows else [rows.before, rows.behind, width_of(site.joined)])
+        part = self.view(value, [rows.after, -1] if by_rows else [rows.before, rows.after, width_of(site.joined)])
         made = self.operator(ALL_GATHER_MATMUL, part, others, 0 if by_rows else 1, keep)
         if keep:
             self.facts = site.joined
@@ -101,7 +101,7 @@ class _One(Writer):
         left, right = operands(site.products[0])
         wait = next(iter(site.collective.users))
         by_rows = rows.before == 1
-        whole = left if by_rows else self.view(left, [rows.before, rows.ranks * rows.behind, -1])
+        whole = left if by_rows else self.view(left, [rows.before, rows.ranks * rows.after, -1])
         reduction = site.collective.args[1]
         self.replace(wait, self.operator(MATMUL_REDUCE_SCATTER, whole, right, reduction, 0 if by_rows else 1))
 

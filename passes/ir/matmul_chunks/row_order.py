@@ -23,15 +23,15 @@ _Move = tuple[str, tuple[int, ...]]  # "view" and a shape, or "permute" and an o
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in the order [before, ranks, behind]: each rank has `before` runs of `behind` rows."""
+    """Rows in the order [before, ranks, after]: each rank has `before` runs of `after` rows."""
 
     before: int
     ranks: int
-    behind: int
+    after: int
 
     @property
     def count(self) -> int:
-        return self.before * self.ranks * self.behind
+        return self.before * self.ranks * self.after
 
 
 def is_move(node: Node) -> bool:
@@ -70,11 +70,11 @@ def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> 
 
 
 def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
-    """Return `order` as [before, ranks, behind], None if it is not of that form."""
+    """Return `order` as [before, ranks, after], None if it is not of that form."""
     count = len(order)
     moved = (order != torch.arange(count, device="cpu")).nonzero()
-    behind = int(moved[0]) if len(moved) else count // ranks
-    rows = Rows(count // ranks // behind, ranks, behind)
+    after = int(moved[0]) if len(moved) else count // ranks
+    rows = Rows(count // ranks // after, ranks, after)
     return rows if rows.count == count else None
 
 
@@ -111,5 +111,5 @@ def _identity(rows: Rows) -> torch.Tensor:
 
 
 def _by_rank(rows: Rows) -> torch.Tensor:
-    """Return the rows, numbered as they stand in [before, ranks, behind], in the order [ranks, before, behind]."""
-    return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.behind).transpose(0, 1).flatten()
+    """Return the rows, numbered as they stand in [before, ranks, after], in the order [ranks, before, after]."""
+    return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.after).transpose(0, 1).flatten()

@@ -32,15 +32,15 @@ _SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # ops t
 
 @dataclass(frozen=True)
 class Cut:
-    """The numbers of parts into which `before` and `behind` of [before, ranks, behind] are cut; a chunk is a part of
+    """The numbers of parts into which `before` and `after` of [before, ranks, after] are cut; a chunk is a part of
     both."""
 
     before: int
-    behind: int
+    after: int
 
     @property
     def count(self) -> int:
-        return self.before * self.behind
+        return self.before * self.after
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Site:
     def cut(self, count: int) -> Cut | None:
         """Return how to make `count` chunks, of whole runs of rows if there are enough; None if rows do not divide."""
         before = math.gcd(self.rows.before, count)
-        behind = count // before
-        return Cut(before, behind) if self.rows.behind % behind == 0 else None
+        after = count // before
+        return Cut(before, after) if self.rows.after % after == 0 else None
 
 
 def sites_in(gm: GraphModule) -> list[Site]:
@@ -160,7 +160,7 @@ class _Chunks(Writer):
         super().__init__(site.collective)
         self.site, self.cut, self.by = site, cut, by
         rows = site.rows
-        self.part = Rows(rows.before // cut.before, rows.ranks, rows.behind // cut.behind)
+        self.part = Rows(rows.before // cut.before, rows.ranks, rows.after // cut.after)
 
     def gather(self) -> None:
         site, part = self.site, self.part
@@ -181,10 +181,10 @@ class _Chunks(Writer):
     def reduction(self) -> None:
         site, part = self.site, self.part
         wait = next(iter(site.collective.users))
-        local = Rows(part.before, 1, part.behind)
+        local = Rows(part.before, 1, part.after)
         waits = []
         for number in range(self.cut.count):
-            rows = self.view(self.chunk(site.joined, number), [part.before, part.ranks, part.behind, -1])
+            rows = self.view(self.chunk(site.joined, number), [part.before, part.ranks, part.after, -1])
             parted = self.contiguous(self.call(aten.permute.default, rows, [1, 0, 2, 3]))
             flat = self.view(parted, [part.ranks, -1])
             waits.append(self.wait(self.collective(flat, number)))
@@ -210,11 +210,11 @@ class _Chunks(Writer):
 
     def rows_of(self, value: Node, ranks: int, number: int) -> Node:
         """Return the rows of a chunk of `value`, which has those of `ranks` ranks."""
-        before, behind = divmod(number, self.cut.behind)
-        if self.cut.behind == 1 or (ranks == 1 and self.part.before == 1):
+        before, after = divmod(number, self.cut.after)
+        if self.cut.after == 1 or (ranks == 1 and self.part.before == 1):
             return self.piece(value, 0, tensor_of(value).shape[0] // self.cut.count, number)
-        value, width = self.view(value, [self.site.rows.before, ranks, self.site.rows.behind, -1]), width_of(value)
-        piece = self.piece(self.piece(value, 0, self.part.before, before), 2, self.part.behind, behind)
+        value, width = self.view(value, [self.site.rows.before, ranks, self.site.rows.after, -1]), width_of(value)
+        piece = self.piece(self.piece(value, 0, self.part.before, before), 2, self.part.after, after)
         return self.view(piece, [-1, width])
 
     def piece(self, value: Node, dim: int, size: int, number: int) -> Node:
@@ -237,8 +237,8 @@ class _Chunks(Writer):
         return self.call(c10d.wait_tensor.default, node)
 
     def joined(self, parts: Sequence[Node], rows: Rows, order: Sequence[int]) -> Node:
-        """Concatenate chunks, each with its rows in the `order` of [before, ranks, behind], in that order."""
-        shape = [rows.before, rows.ranks, rows.behind]
+        """Concatenate chunks, each with its rows in the `order` of [before, ranks, after], in that order."""
+        shape = [rows.before, rows.ranks, rows.after]
         if 1 in shape[:2]:  # either order is the other
             order = range(4)
         split = [self.view(part, [*(shape[dim] for dim in order[:3]), -1]) for part in parts]
@@ -246,7 +246,7 @@ class _Chunks(Writer):
             split = [self.call(aten.permute.default, part, order) for part in split]
         if rows.before == rows.ranks == 1:
             return self.call(aten.cat.default, split, 2)
-        runs = [split[start : start + self.cut.behind] for start in range(0, len(split), self.cut.behind)]
+        runs = [split[start : start + self.cut.after] for start in range(0, len(split), self.cut.after)]
         whole = [self.call(aten.cat.default, run, 2) if len(run) > 1 else run[0] for run in runs]
         return self.call(aten.cat.default, whole, 0) if len(whole) > 1 else whole[0]
 

@@ -94,9 +94,9 @@ class NodeCosts:
         """Return the bytes that a fused call reads and writes."""
         share, moved = self._shares[node], 0.0
         for operand, need, nbytes in zip(operands(node), strategy.needs, share.reads, strict=True):
-            moved += nbytes * self.unit_costs.part(tuple(operand.meta["val"].shape), need) if nbytes else 0.0
+            moved += nbytes * self.unit_costs.sizes.part(tuple(operand.meta["val"].shape), need) if nbytes else 0.0
         for result, layout, nbytes in zip(results_of(node), strategy.results, share.writes, strict=True):
-            moved += nbytes * self.unit_costs.part(tuple(result.shape), layout) if nbytes else 0.0
+            moved += nbytes * self.unit_costs.sizes.part(tuple(result.shape), layout) if nbytes else 0.0
         return moved
 
     def _local(self, call: Call, strategy: Strategy) -> Call:
@@ -115,7 +115,7 @@ class NodeCosts:
         return value
 
     def _part(self, tensor: Tensor, layout: Layout) -> Tensor:
-        return Tensor(self.unit_costs.local(tensor.shape, layout), tensor.dtype)
+        return Tensor(self.unit_costs.sizes.local(tensor.shape, layout), tensor.dtype)
 
     def _state(self, node: Node, strategy: Strategy) -> float:
         """Return the bytes of a parameter with its gradient and AdamW's state."""
@@ -125,13 +125,13 @@ class NodeCosts:
         """Return the bytes of a call's results; 0 for partial ones, as their sum is saved instead."""
         pairs = zip(results_of(node), strategy.results, strict=False)  # an input's strategy says more
         whole = ((t, layout) for t, layout in pairs if not layout.has_partial)
-        return sum(self.unit_costs.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in whole)
+        return sum(self.unit_costs.sizes.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in whole)
 
     def _stored(self, node: Node, strategy: Strategy) -> float:
         if node.op != "placeholder" or input_of(node).role is not InputRole.PARAMETER:
             return 0.0
         tensor: torch.Tensor = node.meta["val"]
-        return self.unit_costs.nbytes(tuple(tensor.shape), tensor.element_size(), strategy.results[0])
+        return self.unit_costs.sizes.nbytes(tuple(tensor.shape), tensor.element_size(), strategy.results[0])
 
     def _working(self, node: Node, strategy: Strategy) -> float:
         """Return the bytes of a call's operands and results; of a fused call, only of those in memory.
@@ -145,7 +145,7 @@ class NodeCosts:
         read = zip(operands(node), strategy.needs, strict=True)
         tensors = [(operand.meta["val"], need) for operand, need in read if not _is_filled(source_of(operand))]
         tensors += zip(results_of(node), strategy.results, strict=True)
-        return sum(self.unit_costs.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in tensors)
+        return sum(self.unit_costs.sizes.nbytes(tuple(t.shape), t.element_size(), layout) for t, layout in tensors)
 
 
 def _is_filled(node: Node) -> bool:

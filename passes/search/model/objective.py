@@ -54,7 +54,7 @@ def transition_terms(
     exposed = graph.segments[value.segment].exposed if value.hides else 1.0
     exposed_again, can_repeat = graph.segments[value.repeat_segment].exposed, value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
-    moved = np.array([unit_costs.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
+    moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
         np.stack([(costs.local + exposed * links) * value.count, *on_links]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
@@ -81,7 +81,7 @@ def _held(value: Value, sources: Sequence[Layout], moved: Floats, same: Bools, u
         return _nothing(*same.shape)
     counted = np.zeros(len(sources))
     if value.is_counted:
-        sizes = [0.0 if one.has_partial else unit_costs.nbytes(value.shape, value.itemsize, one) for one in sources]
+        sizes = [0.0 if one.has_partial else unit_costs.sizes.nbytes(value.shape, value.itemsize, one) for one in sources]
         counted = np.array(sizes) * value.count
     return np.where(same, 0.0, np.maximum(0.0, moved[None, :] - counted[:, None]))
 

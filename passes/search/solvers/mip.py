@@ -13,11 +13,11 @@ from passes.search.model.factor_graph import Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.objective import GB, step_seconds
 from passes.search.model.transitions import Transitions
-from passes.search.solvers.dual_ascent import Restriction
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
 from passes.search.solvers.mip_columns import TIE, Terms, add_columns
 from passes.search.solvers.multipliers import Multipliers, weights_of
+from passes.search.solvers.restriction import Restriction
 
 
 class Formulation:

@@ -10,8 +10,8 @@ import numpy as np
 from passes.search.model.factor_graph import Bools, Ints, Value
 from passes.search.model.objective import COMPUTE, TransitionTerms
 from passes.search.model.transitions import Arc, Transitions
-from passes.search.solvers.dual_ascent import Restriction
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram
+from passes.search.solvers.restriction import Restriction
 
 TIE = 1e-4  # of a transition's seconds: of assignments that are equally quick, prefer the one that communicates less
 

@@ -12,6 +12,7 @@ import numpy as np
 from passes.search.model.factor_graph import Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.transitions import INFEASIBLE, Transitions
+from passes.search.solvers.adjacency import adjacency_of
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.multipliers import Multipliers, Weights
 from passes.search.solvers.transition_factors import TransitionFactor
@@ -30,7 +31,8 @@ class Relaxation:
             for number in range(len(self.factor_graph.values))
         ]
         variables = range(len(self.factor_graph.variables))
-        self.dual = Dual([self._unary(number, self.multipliers) for number in variables], factors)
+        unary = [self._unary(number, self.multipliers) for number in variables]
+        self.dual = Dual(unary, factors, adjacency_of(factors, len(unary)))
 
     def discount(self, budget: MemoryBudget | None) -> float:
         """Return the seconds that the dual's bound is over a bound on the step, as bytes below the limit are free."""

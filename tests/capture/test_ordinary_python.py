@@ -1,0 +1,110 @@
+"""What models do beside computing tensors: messages, objects of their own, a first call that sets something up."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard import Mesh, Options, plan
+from autoshard.capture.capture import capture
+from passes.errors import InputError
+
+LOCK = threading.Lock()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+class Prints(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        print("mean", x.mean())
+        warnings.warn("only once", stacklevel=1)
+        return self.layer(x)
+
+
+def test_messages_are_left_out_with_a_remark() -> None:
+    p = plan(Prints(), Mesh("dp=2"), (torch.ones(2, 4),), options=Options(recipe="fsdp"))
+    said = [remark.text for remark in p.remarks if remark.pass_name == "capture"]
+    assert said == [
+        "print is left out: a program computes tensors and writes no messages",
+        "warn is left out: a program computes tensors and writes no messages",
+    ]
+    assert next(remark.origin.source for remark in p.remarks if remark.pass_name == "capture").startswith("print(")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    logits: Tensor | None = None
+
+
+class TakesDataclass(Model):
+    def forward(self, batch: Batch) -> Result:
+        y = self.layer(batch.x) * batch.scale
+        return Result(y.sum(), y)
+
+
+def test_dataclasses_are_arguments_and_results() -> None:
+    captured = capture(TakesDataclass(), (Batch(torch.ones(2, 4), 2.0),), training=True)
+    assert [spec.path for spec in captured.signature.inputs] == ["batch.x"]
+    assert captured.signature.constants == (("batch.scale", 2.0),)
+    assert captured.signature.outputs == ("loss", "logits")
+    assert captured.signature.unflatten([torch.zeros(()), torch.ones(2, 4)]).loss == 0
+
+
+class Cache:
+    def __init__(self, key: Tensor) -> None:
+        self.key = key
+
+
+class ReturnsCache(Model):
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y = self.layer(x)
+        return {"loss": y.sum(), "cache": Cache(y)}
+
+
+def test_an_object_beside_tensors_is_not_returned_and_says_so_when_it_is_used() -> None:
+    captured = capture(ReturnsCache(), (torch.ones(2, 4),), training=True)
+    assert captured.signature.outputs == ("loss",)
+    assert [remark.text for remark in captured.call.remarks] == [
+        "cache, a Cache, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
+    ]
+    output = captured.signature.unflatten([torch.zeros(())])
+    with pytest.raises(InputError) as raised:
+        _ = output["cache"].key
+    assert str(raised.value) == (
+        "cache is a Cache, which a sharded model does not return: its programs return tensors in tuples, lists, dicts and "
+        "dataclasses; return the tensors that you need from cache.key"
+    )
+
+
+class SetsUp(Model):
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with LOCK:
+                self.layer.register_forward_hook(lambda module, given, made: 2 * made)
+                self.ready = True
+        return self.layer(x)
+
+
+def test_a_model_that_sets_itself_up_under_a_lock_is_called_once_before_the_trace() -> None:
+    model = SetsUp()
+    captured = capture(model, (torch.ones(2, 4),), training=False)
+    assert any("mul" in node.name for node in captured.graph_module.graph.nodes)
+    assert not model.ready
