@@ -5,8 +5,8 @@ and as long as 1.5 tiles of terms to fill the pipeline and to write its results.
 takes the one that fits best, so that an eighth of a tile is wasted at each edge, and 0.3 of a round of tiles at the end. So
 large products reach the device's efficiency and small ones a part of it, without the steps that counting whole tiles would
 give. These parts are the least squares of what cuBLAS reaches on an H100 for 29 shapes from 256 to 4096
-(xla/service/gpu/model/matmul_interpolator_data.h in openxla/xla): 8 % off on average, 20 % at most; on an A100 (ND A100 v4 in
-Azure/AI-benchmarking-guide) 7 % and 15 %, but for 192 columns. `tests/cost/test_compute.py` holds them to both.
+(xla/service/gpu/model/matmul_interpolator_data.h in openxla/xla): 10 % off on average, 38 % for the smallest; on an A100
+(ND A100 v4 in Azure/AI-benchmarking-guide) 5 %, but for 192 columns. `tests/cost/test_compute.py` holds them to both.
 
 A fused attention multiplies like a product; a unit takes a tile of queries. It takes as long as half a tile of keys to begin
 and to write its results; if it is causal, as long as another tile, for the keys on the diagonal that no query attends to and
