@@ -67,5 +67,5 @@ def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardw
     seconds = clock.seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
     keys = (positions + 1) / 2
     flops, attended = 4 * heads * width * positions * keys, Attended(heads * positions, width, keys, causal=True)
-    least = attention_seconds(attended, flops, 0.0, dtype, replace(machine, attention=1.0)) - machine.launch
+    least = attention_seconds(attended, flops, 0.0, dtype, replace(machine, attention=1.0, spread=0.0)) - machine.launch
     return min(1.0, least / work_seconds(seconds, machine))

@@ -49,7 +49,7 @@ SYMBOLS = {
     D: "bytes read and written",
     f: "FLOP/s, dense, for the operands' dtype",
     c: "bytes/s of memory, read and written together",
-    e: "part of f that a kernel reaches on a large problem",
+    e: "part of f that a kernel reaches on a large problem, on the slowest device",
     t: "edge of the square of results that a unit makes at a time",
     u: "such squares made at once",
     launch: "seconds that every kernel takes beside its work",
@@ -158,9 +158,10 @@ def region_seconds(flops: float, nbytes: float, hardware: Hardware, dtype: str =
 
 
 def _figures(hardware: Hardware, dtype: str, efficiency: float) -> tuple[float, ...]:
-    """Return the values of the symbols after D, in order."""
+    """Return the values of the symbols after D, in order, for the slowest device."""
     rate = hardware.rate(dtype)
-    return rate, hardware.memory_bandwidth, efficiency, hardware.tile, hardware.units, hardware.launch
+    at_slowest = efficiency / (1 + hardware.spread)
+    return rate, hardware.memory_bandwidth, at_slowest, hardware.tile, hardware.units, hardware.launch
 
 
 @cache

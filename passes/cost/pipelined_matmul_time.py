@@ -26,7 +26,6 @@ from passes.hardware.hardware import Hardware
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor
 
-
 # The part of a link's bandwidth that a copy of another device's memory reaches while others copy from this one: 672 of 900
 # GB/s on ND H100 v5, 423 of 600 on ND A100 v4, 1,530 of 1,800 on ND GB200 v6 (Azure/AI-benchmarking-guide, device to device).
 COPY_RATE = 0.75

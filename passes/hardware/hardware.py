@@ -78,6 +78,8 @@ class Hardware:
     """Edge of the square tile of results that one unit of a matrix product computes at a time."""
     units: int
     """Units that compute such tiles at the same time: the multiprocessors of a GPU."""
+    spread: float = 0.0
+    """Part of its time by which a product or an attention takes longer on the slowest device, for which the others wait."""
     contention: float = 0.0
     """Part of its time by which a kernel takes longer while a collective runs."""
     link_contention: float = 0.0
@@ -156,6 +158,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
+            spread=float(found["spread"]),
             contention=_contention(found),
             link_contention=float(found["link_contention"]),
             scatter_sends_all=bool(found["scatter_sends_all"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from passes.hardware.hardware import Hardware, hardware_named
 from passes.rules.rule import Call, Tensor
 
 aten = torch.ops.aten
-H100, H200 = hardware_named("h100"), hardware_named("h200")
+H100, H200, A100 = (replace(hardware_named(name), spread=0.0) for name in ("h100", "h200", "a100"))  # one typical device
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Call:
@@ -114,7 +115,7 @@ def test_small_products_reach_less() -> None:
 # What cuBLAS reaches in TFLOP/s: batch, m, n, k. H100: xla/service/gpu/model/matmul_interpolator_data.h in openxla/xla, bf16.
 # A100: ND A100 v4 in Azure/AI-benchmarking-guide, f16.
 PRODUCTS = {
-    "h100": (
+    H100: (
         (1, 4096, 4096, 4096, 783), (2, 4096, 4096, 4096, 808), (4, 4096, 2048, 4096, 809), (1, 4096, 4096, 2048, 739),
         (1, 4096, 4096, 512, 543), (1, 4096, 4096, 256, 392), (1, 4096, 1024, 4096, 738), (1, 4096, 512, 4096, 650),
         (1, 4096, 1024, 1024, 488), (1, 2048, 2048, 2048, 632), (4, 2048, 2048, 2048, 726), (1, 2048, 4096, 1024, 594),
@@ -124,19 +125,19 @@ PRODUCTS = {
         (4, 4096, 4096, 512, 620), (4, 4096, 4096, 256, 504), (1, 256, 4096, 4096, 412), (1, 1024, 2048, 256, 140),
         (1, 256, 256, 2048, 31),
     ),
-    "a100": (
+    A100: (
         (1, 1024, 1024, 1024, 119), (1, 2048, 2048, 2048, 222), (1, 4096, 4096, 4096, 228), (1, 8192, 8192, 8192, 254),
         (1, 16384, 16384, 16384, 257), (1, 6144, 12288, 12288, 251), (1, 802816, 192, 768, 158),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_reach_what_is_published(name: str) -> None:
+@pytest.mark.parametrize("machine", PRODUCTS, ids=lambda machine: machine.name)
+def test_products_reach_what_is_published(machine: Hardware) -> None:
     off = []
-    for batch, m, n, k, rate in PRODUCTS[name]:
+    for batch, m, n, k, rate in PRODUCTS[machine]:
         product = Product(batch, m, n, k)
-        seconds = product_seconds(product, 2.0 * batch * (m * n + n * k + m * k), "bf16", hardware_named(name))
+        seconds = product_seconds(product, 2.0 * batch * (m * n + n * k + m * k), "bf16", machine)
         off.append(abs(math.log(product.flops / seconds / (rate * 1e12))))
     assert sum(off) / len(off) < 0.11 and max(off) < 0.35
 
@@ -193,6 +194,17 @@ def test_a_look_up_reads_what_it_takes_of_the_table() -> None:
     table, index = Tensor((100_000, 64), torch.float32), Tensor((8,), torch.int64)
     made = Call(aten.embedding.default, (table, index), {}, (Tensor((8, 64), torch.float32),))
     assert kernel_bytes(made) == 2 * 8 * 64 * 4 + 8 * 8
+
+
+def test_ranks_wait_for_the_slowest_device() -> None:
+    cube, long = Product(1, 8192, 8192, 8192), attention((2, 8, 8192, 128), (2, 8, 8192, 128))
+    slowest = replace(H100, spread=0.1)
+    for alone, waited in (
+        (product_seconds(cube, 0.0, "bf16", H100), product_seconds(cube, 0.0, "bf16", slowest)),
+        (kernel_seconds(long, H100), kernel_seconds(long, slowest)),
+    ):
+        assert waited - H100.launch == pytest.approx(1.1 * (alone - H100.launch))
+    assert region_seconds(0.0, 1e9, slowest) == region_seconds(0.0, 1e9, H100), "memory's clock is the same on all"
 
 
 @settings(deadline=None)
