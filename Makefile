@@ -4,6 +4,11 @@ PYTHON ?= python3
 # For a machine whose package index has CUDA builds only: make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_FLAGS ?=
 
+# Of `make fuzz`: how many programs, the seed of the first one, and the file of results.
+PROGRAMS ?= 1000
+SEED ?= 0
+RESULTS ?= fuzz.jsonl
+
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BROWSER := chromium-headless-shell
@@ -13,7 +18,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-fast test-browser lint clean
+.PHONY: help demo test test-fast test-browser fuzz fuzz-table lint clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -43,6 +48,12 @@ $(UNPACKED)/chromium:
 		printf '#!/bin/sh\nLD_LIBRARY_PATH=%s exec %s "$$@"\n' "$$libraries" \
 		$(CURDIR)/$(UNPACKED)/usr/lib/chromium/$(BROWSER) > $@.part
 	chmod +x $@.part && mv $@.part $@
+
+fuzz: $(INSTALLED) ## try random programs, on all cores; goes on where RESULTS ends: make fuzz PROGRAMS=10000 SEED=0
+	$(BIN)/python -m tests.random_programs run --programs $(PROGRAMS) --seed $(SEED) --results $(RESULTS)
+
+fuzz-table: $(INSTALLED) ## write what RESULTS comes to into docs/fuzzing.md
+	$(BIN)/python -m tests.random_programs table $(RESULTS) docs/fuzzing.md
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

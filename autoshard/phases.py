@@ -27,6 +27,7 @@ from passes.insert_reshards import InsertReshards
 from passes.localize import Localize
 from passes.lower_reshards import LowerReshards
 from passes.normalize import Normalize
+from passes.pad import Pad
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
 from passes.schedule_overlap import ScheduleOverlap
@@ -40,13 +41,14 @@ class Phases:
     """The passes from a captured graph to a per-device program, configured for one plan.
 
     `seed` holds recipes and constraints, `cast` the dtypes of mixed precision; `choose` is a `Propagate` or a `Solve`;
-    `kept` is what blocks keep of their values (None: nothing is recomputed).
+    `kept` is what blocks keep of their values (None: nothing is recomputed); `pad` says what dims are made to divide by.
     """
 
     seed: Seed = field(default_factory=Seed)
     cast: CastParameters = field(default_factory=CastParameters)
     choose: Pass = field(default_factory=Propagate)
     kept: tuple[str, ...] | None = None
+    pad: Pad = field(default_factory=Pad)
 
     @property
     def passes(self) -> Passes:
@@ -56,7 +58,10 @@ class Phases:
     @property
     def prepare(self) -> Passes:
         """Return the passes that normalize a captured graph; all plans of a model share the result."""
-        return (Normalize(),)
+        return (
+            Normalize(),
+            self.pad,  # dims that axes do not divide
+        )
 
     def prepare_folded(self, fold: Fold) -> Passes:
         """Return the passes of `prepare` and the fold of equal layers; candidate plans are evaluated on the folded
@@ -116,7 +121,7 @@ class Phases:
 
     def fill(self, passes: Passes) -> Passes:
         """Return the user's `passes` with this plan's settings for passes that were left at their defaults."""
-        unset, own = (one.constrain + one.rematerialize for one in (Phases(), self))
+        unset, own = (one.prepare + one.constrain + one.rematerialize for one in (Phases(), self))
         return tuple(next((mine for usual, mine in zip(unset, own, strict=True) if usual == one), one) for one in passes)
 
 

@@ -18,6 +18,7 @@ from passes.ir.graph import (
     is_reshard,
     item_of,
     operands,
+    placeholders,
     results_of,
 )
 from passes.ir.layout import Placement, R
@@ -85,6 +86,7 @@ def _propagate(axis: Axis) -> None:
         if node.op == "placeholder":
             _place_input(axis, node)
         elif node.op == "output":
+            _place_tangents(axis, placeholders(axis.gm.graph, InputRole.TANGENT))  # that nothing reads
             axis.placed.needs.setdefault(node, []).append(output_needs(axis))
         elif is_reshard(node):
             _place_reshard(axis, node)

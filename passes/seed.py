@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
 from passes.ir.graph import (
+    OPTIONS,
     InputRole,
     OutputRole,
     Pin,
@@ -144,13 +145,13 @@ class _Seeds:
             return
         if isinstance(placement, Shard) and placement.outer == 1:
             placement = next_digit(self.layouts[node], placement.dim, self.mesh)
-        self.pin(node, axis, placement, "options")
+        self.pin(node, axis, placement, OPTIONS)
 
     def _pin_returned(self, value: Node, constraints: list[Constraint]) -> Node:
         new = add_reshard(value, "seed: options: output")
         self.changed = True
         for one in constraints:
-            add_pin(new, Pin(self.mesh.index(one.axis), one.placement, "options"))
+            add_pin(new, Pin(self.mesh.index(one.axis), one.placement, OPTIONS))
         return new
 
     # --- 2: decisions of recipes

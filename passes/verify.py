@@ -50,6 +50,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Placement, R, is_even, is_storable
 from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
+from passes.ir.padding import PADS
 from passes.ir.text import DTYPE_NAMES, format_node, format_type, name_of_function
 from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, space_of
 
@@ -247,7 +248,7 @@ def _op(checked: _Checked, node: Node) -> None:
         gives = tuple(layout.on(axis) for layout in layouts_of(node))
         if all(placement == R for placement in (*needs, *gives)):
             continue
-        parts = 1 if _keeps_padding(node) else size  # the number of parts that a dim must be divisible by
+        parts = 1 if _keeps_padding(node) and node.target not in PADS else size  # that a dim must be divisible by
         if not any((row.operands, row.results) == (needs, gives) for row in _rows(space, needs, gives, parts)):
             row = f"{', '.join(map(str, needs))} -> {', '.join(map(str, gives))}"
             why = "its rule has no such row" if space is not None else "no rule shards this call"
@@ -330,7 +331,7 @@ _LAWS: tuple[tuple[Stage, Stage, Callable[[_Checked], None]], ...] = (  # first 
 def _keeps_padding(node: Node) -> bool:
     """Return whether a value may be padded with zeros like stored parameters: anything but the result of a call, or a
     cast."""
-    return not isinstance(node.target, OpOverload) or node.target is torch.ops.prims.convert_element_type.default
+    return not isinstance(node.target, OpOverload) or node.target in (torch.ops.prims.convert_element_type.default, *PADS)
 
 
 def _is_collective(node: Node) -> bool:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from autoshard.capture.capture import Captured
 from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
-from autoshard.phases import Phases
+from autoshard.phases import Passes
 from passes.base import PassContext
 from passes.fold import Fold
 from passes.ir.equal_layers import Indexed, Layers, depth_of
@@ -39,9 +39,11 @@ from passes.manager import PassManager
 MARGIN = 2
 
 
-def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Progress) -> GraphModule | None:
-    """Return the folded and normalized joint graph of `captured`, traced from few layers; None if that is not
-    possible.
+def shallow_graph(
+    captured: Captured, prepare: Passes, fold: Fold, ctx: PassContext, progress: Progress
+) -> GraphModule | None:
+    """Return the joint graph of `captured`, traced from few layers, after `prepare`, which folds it; None if that is
+    not possible.
 
     `repeats_of` the graph says which layers were left out: `mm_3@layers.7` is represented by `mm_3`.
     """
@@ -56,7 +58,7 @@ def shallow_graph(captured: Captured, fold: Fold, ctx: PassContext, progress: Pr
     progress("trace")
     joint, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
     progress("fold")
-    PassManager(Phases().prepare_folded(fold)).run(joint, ctx)
+    PassManager(prepare).run(joint, ctx)
     runs = _joined(before.runs, repeats_of(joint).runs)
     if runs is None:
         return None

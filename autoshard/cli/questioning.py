@@ -28,7 +28,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     explain.add_argument("--what", required=True, help="layers.0.wq.weight, layers.0.attention, %%mm_1, model.py:42, ...")
     explain.set_defaults(run=_explain)
     again = commands.add_parser("replay", help="run the passes after a dump again", description=_replay.__doc__)
-    again.add_argument("dump", type=Path, help="a file of a dump: dump/05_insert_reshards.txt")
+    again.add_argument("dump", type=Path, help="a file of a dump: dump/06_insert_reshards.txt")
     again.add_argument("--after", metavar="PASS", help="the pass that gave it; by default the one in its name")
     again.add_argument("--recipe", help="that places a graph dumped before the seeds: fsdp+megatron")
     again.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write what each pass makes of it")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from autoshard.config.axis_names import usual_recipe
 from passes.errors import RecipeError
@@ -24,6 +25,12 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
 def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
     """Return `megatron` for an axis named `tp`, `fsdp` for axes with a data-parallel name, None for every other."""
     return tuple(map(usual_recipe, mesh.names))
+
+
+def compute_parts(recipes: Sequence[str | None], mesh: Mesh) -> int:
+    """Return how many parts the axes make together whose recipes shard parameters while they are used."""
+    pairs = zip(recipes, mesh.sizes, strict=True)
+    return math.prod(size for name, size in pairs if name is not None and recipe_named(name).shards_compute)
 
 
 def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe | None, ...]:

@@ -65,7 +65,7 @@ def _named(path: Path) -> str:
     match = re.fullmatch(r"\d+_(\w+)", path.stem)
     if match is None:
         raise UserError(
-            f"{path.name} is not named after a pass, as 05_insert_reshards.txt is; name the pass that wrote it: --after PASS"
+            f"{path.name} is not named after a pass, as 06_insert_reshards.txt is; name the pass that wrote it: --after PASS"
         )
     return match[1]
 

@@ -244,7 +244,7 @@ def run_on_one_device(call: Call, *, training: bool = True, inside: AbstractCont
         with torch.set_grad_enabled(training):
             outputs = _tensors(model(*args, **kwargs))
         differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
-        if differentiable:
+        if training and differentiable:
             tangents = [tangent(name, value.shape, value.dtype) for name, value in differentiable.items()]
             torch.autograd.backward(list(differentiable.values()), tangents)
     leaves: dict[str, Tensor] = dict(model.named_parameters())

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from autoshard.config.axis_recipes import recipes_of
+from autoshard.config.axis_recipes import compute_parts, recipes_of
 from autoshard.phases import Phases, default_passes
 from autoshard.plans.codec import decode, encode
 from passes.base import Pass
 from passes.cast_parameters import CastParameters
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
+from passes.pad import Pad
 from passes.seed import Seed
 
 UnknownOps = Literal["replicate", "error"]
@@ -43,8 +44,9 @@ class Header:
     def placed_by(self, recipe: str, mesh: Mesh) -> Header:
         """Return the header with a recipe's layouts, instead of constraints and searched layouts."""
         cast = next((one for _, one in self.passes if isinstance(one, CastParameters)), CastParameters())
-        phases = Phases(Seed(recipes_of(recipe, mesh)), cast)
-        given = {one.name: one for one in phases.constrain} | dict.fromkeys(PLACING, phases.choose)
+        recipes = recipes_of(recipe, mesh)
+        phases = Phases(Seed(recipes), cast, pad=Pad(compute_parts(recipes, mesh)))
+        given = {one.name: one for one in (phases.pad, *phases.constrain)} | dict.fromkeys(PLACING, phases.choose)
         return replace(self, passes=tuple((name, given.get(name, one)) for name, one in self.passes))
 
 

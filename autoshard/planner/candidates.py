@@ -120,7 +120,7 @@ def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLim
 
 
 def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
-    """Return the smallest memory limit that a plan was found for, to a step of `STEP`, and the cost of that plan.
+    """Return the smallest memory limit with a plan that fits, to a step of `STEP`, and the cost of that plan.
 
     The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Smaller
     limits are given to the solver one after another.

@@ -69,12 +69,12 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
     With `whole`, the whole captured graph is traced, as the caller needs it too, and folded; otherwise only the layers
     that are kept are traced.
     """
-    how, phases = Fold(_tags(problem), margin=MARGIN), Phases()
+    how, phases = Fold(_tags(problem), margin=MARGIN), Phases(pad=problem.pad)
     if whole:
         return _normalized(problem, phases.prepare_folded(how))
     with uncollected():
         ctx = PassContext(problem.mesh)
-        gm = shallow_graph(problem.captured, how, ctx, progress)
+        gm = shallow_graph(problem.captured, phases.prepare_folded(how), how, ctx, progress)
     return _normalized(problem, phases.prepare_folded(how)) if gm is None else _folded(problem, gm, ctx)
 
 
@@ -213,7 +213,7 @@ def _evaluated_whole(
 ) -> Evaluation:
     """Evaluate all layers, since those that are equal in the model are not in the program."""
     expanded = None if solution is None else solution.expanded(folded.repeats)
-    whole, layers = _normalized(problem, Phases().prepare), folded.remarks[-1]
+    whole, layers = _normalized(problem, Phases(pad=problem.pad).prepare), folded.remarks[-1]
     remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
     return _evaluated(problem, replace(whole, remarks=(remark,)), recipes, expanded, worst, effort=effort)
 
@@ -252,7 +252,8 @@ def phases_of(
 ) -> Phases:
     """Return the passes that make a candidate's program from `gm`, with `recomputation` if that is known."""
     choose = Propagate() if solution is None else Solve(solution=solution)
-    return Phases(problem.seed(gm, recipes), problem.cast, choose, None if recomputation is None else recomputation.kept)
+    kept = None if recomputation is None else recomputation.kept
+    return Phases(problem.seed(gm, recipes), problem.cast, choose, kept, problem.pad)
 
 
 def seeded(problem: Problem, folded: Folded, recipes: Recipes) -> GraphModule:

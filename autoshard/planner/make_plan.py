@@ -134,7 +134,7 @@ def program_problem(
     started = time.perf_counter()
     progress("fold")
     folded = fold(problem, whole=True)
-    decision = _decided(problem, folded, progress) if follow is None else _followed(follow(folded))
+    decision = _decide_for_run(problem, folded, progress) if follow is None else _decision_of(follow(folded))
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -181,7 +181,7 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
     )
 
 
-def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
+def _decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     """Decide as `_decide` does, and simulate the step if the user named the hardware or memory may be short."""
     decision = _decide(problem, folded, FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
@@ -191,7 +191,7 @@ def _decided(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     return decision
 
 
-def _followed(plan: PlanRecord) -> _Decision:
+def _decision_of(plan: PlanRecord) -> _Decision:
     return _Decision(
         plan.recipes,
         plan.solution,

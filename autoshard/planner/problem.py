@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
+from autoshard.config.axis_recipes import compute_parts, recipes_of
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options
 from autoshard.planner.request import PlanRequest
@@ -19,6 +20,7 @@ from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
+from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.seed import Constraint, Seed
 
@@ -40,6 +42,12 @@ class Problem:
     cast: CastParameters
     stored: Mapping[str, Layout]
     batch_axes: tuple[int, ...] | None
+    parts: int = 1  # dims that this does not divide are padded
+
+    @property
+    def pad(self) -> Pad:
+        """Return the pass that pads dims."""
+        return Pad(self.parts)
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
         """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
@@ -158,6 +166,7 @@ def captured_problem(request: PlanRequest) -> Problem:
         _cast(request, captured),
         request.stored or {},
         request.batch_axes,
+        compute_parts(recipes_of(options.recipe, request.mesh), request.mesh),
     )
 
 

@@ -17,7 +17,8 @@ from passes.ir.graph import (
     set_needs,
     tensor_of,
 )
-from passes.ir.layout import Layout, Placement, R, Shard, is_even
+from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable
+from passes.ir.padding import CUT_END, PAD_END
 from passes.rules.rule import Row, Space, space_of
 
 
@@ -45,13 +46,11 @@ class Placed:
             for i in split:
                 value = values[i]
                 tensor = tensor_of(value) if isinstance(value, Node) else value
-                if not self.is_even([*(placements[i] for placements in earlier), new[i]], tuple(tensor.shape)):
+                is_legal = is_storable if node.target is (CUT_END if is_result else PAD_END) else is_even
+                layout = self._layout([*(placements[i] for placements in earlier), new[i]])
+                if not is_legal(layout, tuple(tensor.shape), self.mesh):
                     return False
         return True
-
-    def is_even(self, placements: list[Placement], shape: tuple[int, ...]) -> bool:
-        """Return whether placements on the axes so far split `shape` evenly."""
-        return is_even(self._layout(placements), shape, self.mesh)
 
     def _layout(self, placements: Sequence[Placement]) -> Layout:
         found: list[Placement] = [R] * self.mesh.ndim

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from passes.ir.graph import (
+    OPTIONS,
     InputRole,
     Output,
     OutputRole,
@@ -19,7 +20,9 @@ from passes.ir.graph import (
     returned,
 )
 from passes.ir.layout import Placement, R, Shard
+from passes.ir.padding import CUT_END
 from passes.propagation.axis import Axis
+from passes.recipes.weights import padded_form
 from passes.rules.rule import row_giving
 
 
@@ -34,10 +37,10 @@ def output_needs(axis: Axis) -> tuple[Placement, ...]:
 
 
 def output_placement(axis: Axis, value: Node) -> Placement:
-    """Return the placement of an output: its pin; else this rank's part on a data axis, whole on the others."""
-    if is_reshard(value) and (pinned := axis.pinned(value)) is not None:
-        return pinned
+    """Return the placement of an output: the user's; else this rank's part on a data axis, whole on the others."""
     placement = axis.of(value)
+    if is_reshard(value) and axis.pinned_by(value) == OPTIONS:
+        return placement
     return placement if isinstance(placement, Shard) and axis.is_data else R
 
 
@@ -72,6 +75,8 @@ def _want(axis: Axis, value: Node, placement: Placement | None, wanted: dict[Nod
         _want(axis, operands(value)[0], placement, wanted)
         return
     wanted[value] = placement
+    if value.target is CUT_END and placement.dim != value.args[1]:  # it is stored otherwise than it is used
+        return
     space = axis.placed.space_of(value)
     everything = set(range(len(operands(value))))
     if space is None or not any(set(linear.operands) == everything for linear in space.linear):
@@ -90,7 +95,8 @@ def _computed(axis: Axis, name: str) -> Placement | None:
     value = node
     while len(value.users) == 1 and (user := next(iter(value.users))) in axis.weights:
         if is_reshard(user):
-            return axis.pinned(user) or axis.pinned(node)
+            used = None if padded_form(value, axis.weights) else axis.pinned(user)
+            return used or axis.pinned(node)
         value = user
     return axis.pinned(node)
 

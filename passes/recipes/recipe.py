@@ -86,6 +86,11 @@ class Recipe:
     twin: str = ""
     spread: Spread | None = None
 
+    @property
+    def shards_compute(self) -> bool:
+        """Return whether the axis may shard parameters while they are used."""
+        return self.decide is not decide_nothing
+
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("auto", "none"):
             raise RecipeError(f"Recipe({self.name!r}): a recipe's name is a word such as 'fsdp', and not 'auto' or 'none'")

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from passes.ir.graph import InputRole, input_of, is_reshard, operands
 from passes.ir.layout import Placement, Shard
+from passes.ir.padding import PAD_END
 from passes.rules.rule import row_giving, space_of
 
 aten = torch.ops.aten
@@ -20,6 +21,7 @@ _MOVES = (
     aten.expand.default,
     aten.clone.default,
     torch.ops.prims.convert_element_type.default,
+    PAD_END,
 )
 
 
@@ -34,9 +36,23 @@ def weights_of(graph: Graph) -> dict[Node, Node]:
     return found
 
 
+def padded_form(value: Node, weights: dict[Node, Node]) -> Node | None:
+    """Return the call that pads a parameter, of which `value` is a form; None if it is not padded."""
+    while value is not weights[value]:
+        if value.target is PAD_END:
+            return value
+        value = operands(value)[0]
+    return None
+
+
 def on_parameter(value: Node, placement: Placement, weights: dict[Node, Node], size: int) -> Placement | None:
     """Return the placement of the parameter that gives `value` this `placement`, None if there is none."""
-    while value is not weights[value]:
+    return on_form(value, placement, weights[value], size)
+
+
+def on_form(value: Node, placement: Placement, form: Node, size: int) -> Placement | None:
+    """Return the placement of `form` that gives `value`, a later form of the same parameter, this `placement`."""
+    while value is not form:
         source = operands(value)[0]
         if not is_reshard(value):
             space = space_of(value)

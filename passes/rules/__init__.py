@@ -8,6 +8,7 @@ from passes.rules import factory as factory
 from passes.rules import index as index
 from passes.rules import matmul as matmul
 from passes.rules import norm as norm
+from passes.rules import padded as padded
 from passes.rules import pieces as pieces
 from passes.rules import pointwise as pointwise
 from passes.rules import pool as pool

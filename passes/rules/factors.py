@@ -17,6 +17,7 @@ class Factors:
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
         self._blocked: set[str] = set()
+        self._held: dict[str, int] = {}
 
     def one(self, name: str, size: int, *, blocked: bool = False) -> Dim:
         """Return a dim (or part of one) made of one factor, or of none if it has one element."""
@@ -30,6 +31,10 @@ class Factors:
     def dims(self, shape: Sequence[int], *, blocked: Collection[int] = (), prefix: str = "d") -> list[Dim]:
         """Return one factor per dim, named by the dim's number; the op needs those in `blocked` whole."""
         return [self.one(f"{prefix}{dim}", size, blocked=dim in blocked) for dim, size in enumerate(shape)]
+
+    def hold(self, factor: str, elements: int) -> None:
+        """Say that only that many elements of a padded factor are stored on one side of the call."""
+        self._held[factor] = elements
 
     def space(
         self,
@@ -48,6 +53,7 @@ class Factors:
             reductions=reductions or {},
             linear=linear,
             replicated_results=replicated_results,
+            held=self._held,
         )
 
 

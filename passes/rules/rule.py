@@ -128,6 +128,8 @@ class Space:
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
+    held: Mapping[str, int] = field(default_factory=dict)
+    # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
 
@@ -158,7 +160,7 @@ def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
 
 
 def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
-    if factor in space.blocked or space.sizes[factor] % (outer * size):
+    if factor in space.blocked or space.sizes[factor] % (outer * size) or not _is_padded_alike(space, factor, outer, size):
         return None
     operands: list[Placement] = []
     accumulators = space.partial_operands.get(factor, ())
@@ -171,6 +173,12 @@ def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
         whole = R if i in space.replicated_results else Partial(space.reductions.get(factor, "sum"))
         results.append(at if at is not None else whole)
     return Row(factor, tuple(operands), tuple(results))
+
+
+def _is_padded_alike(space: Space, factor: str, outer: int, size: int) -> bool:
+    """Return whether parts of the elements that are held, with padding at their ends, are parts of the factor."""
+    held = space.held.get(factor)
+    return held is None or (outer == 1 and -(-held // size) * size == space.sizes[factor])
 
 
 def linear_row(space: Space, linear: Linear, op: str) -> Row:

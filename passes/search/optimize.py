@@ -1,11 +1,11 @@
 """Search for the assignment with the shortest step: bound it from below, find assignments from above, until they meet.
 
-1. Ascend the dual and round it (`search_state`), under multipliers under which computation alone counts.
-2. Without an assignment that fits, look for a price on bytes (`tune_multipliers.fit_memory`).
-3. Tune the multipliers, and solve the program of what is near the bound (`tune_multipliers.tune`).
-4. Widen: solve the program of all that can be in an assignment within 1 %, 5 %, ... of the bound, or better than the
-   incumbent. What it leaves out is worse, so its bound holds for all.
-5. Where that is too large, prove by probing that no assignment is 1 % shorter.
+1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone.
+2. If no assignment seen so far fits, find a price per byte under which one does (`tune_multipliers.fit_memory`).
+3. Tune the multipliers, and solve the program of the strategies near the bound (`tune_multipliers.tune`).
+4. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
+   than the incumbent. Assignments with any other strategy are worse, so the program's bound holds for all.
+5. Where that program is too large, prove by probing that no assignment is 1 % shorter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from passes.search.tune_multipliers import fit_memory, tune
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
 PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds
 PROOF = 0.01  # of the step: where no program is small enough, it is probed that no assignment is shorter by this
-# Probing is left out where the bound is further (as part of it) from what is to be proven. The gap of 0.3 % of Llama 3
+# Part of the bound: probing takes long and rarely closes a larger gap, so it is not tried. The gap of 0.3 % of Llama 3
 # 405B took it 289 probes; that of 1.7 % of a small model was not closed in 600.
 PROBED_GAP = 0.01
 
@@ -55,7 +55,7 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
 
 
 def assignments(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> Iterator[tuple[Assignment, float]]:
-    """Yield what `optimize` finds for a factor graph."""
+    """Yield the results of `optimize` for a factor graph."""
     yield from optimize(SearchState(Transitions(graph, unit_costs), goal))
 
 
@@ -77,7 +77,7 @@ def _widen(state: SearchState) -> None:
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
-    """Solve the program of what is shorter than `threshold` and than the incumbent; False if that is too large."""
+    """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many."""
     if state.incumbent is not None:
         threshold = min(threshold, state.incumbent.objective)
     restriction, proven = remaining(state.pruned(threshold)), threshold

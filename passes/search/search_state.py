@@ -15,7 +15,7 @@ from passes.search.solvers.relaxation import Relaxation
 from passes.search.solvers.restriction import Restriction
 
 SWEEPS = 30  # of dual ascent, at most; it stops before where the bound hardly grows
-PRUNING_SWEEPS = 3  # of dual ascent while pruning: reduced costs grow with each, and with them what is pruned
+PRUNING_SWEEPS = 3  # of dual ascent while pruning: each raises reduced costs, so that more is pruned
 
 
 class SearchState:
@@ -96,7 +96,7 @@ class SearchState:
             self.offer(kept)
 
     def pruned(self, threshold: float) -> Dual:
-        """Return the dual without what is in no assignment shorter than `threshold` seconds."""
+        """Return the dual without strategies and transitions that are in no assignment shorter than `threshold` seconds."""
         dual = self.dual.copied()
         dual.prune(threshold + self.relaxation.discount(self.budget), PRUNING_SWEEPS)
         return dual

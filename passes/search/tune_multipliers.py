@@ -9,7 +9,7 @@ from passes.search.solvers.cutting_planes import best_multipliers
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
-ROUNDS = 8  # of tuning by the linear program of what is near the bound, at most
+ROUNDS = 8  # of tuning by the linear program of the strategies near the bound, at most
 GAIN = 5e-4  # of the bound: a round that adds less is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 CUTS = 6  # rounds of cutting planes that look for a price on bytes; each halves the distance to the last

@@ -80,12 +80,13 @@ def replayed_as_it_was(files: list[Path], folder: Path) -> None:
 
 def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) -> None:
     files = sorted(dump.iterdir())
-    assert files[0].name == "00_capture.txt" and files[-1].name == "11_rematerialize.txt" and len(files) == 10
+    assert files[0].name == "00_capture.txt" and files[-1].name == "12_rematerialize.txt" and len(files) == 10
     replayed_as_it_was(files, tmp_path)
     header = files[0].read_text().partition("mesh ")[0]
     assert_expected_inline(header, """\
 # unknown_ops error
 # pass normalize
+# pass pad {"parts": 2}
 # pass seed {"recipes": ["fsdp", "megatron"], "params": [{"name": "down.weight", "axis": "dp", "placement": "R"}]}
 # pass cast_parameters {"stored": [["up.weight", "f32"], ["down.weight", "f32"]], "inputs": [["x", "f32"]], "reduce": "f32"}
 # pass propagate
@@ -103,7 +104,7 @@ def test_a_dump_of_a_search_runs_again_from_after_the_search(tmp_path: Path) -> 
     options = Options(passes=Phases(choose=Solve()).passes, dump=tmp_path / "dump", recompute="block")
     make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2,tp=2", hardware="h100"), options))
     files = sorted((tmp_path / "dump").iterdir())
-    first = next(place for place, path in enumerate(files) if path.name == "04_solve.txt")
+    first = next(place for place, path in enumerate(files) if path.name == "05_solve.txt")
     replayed_as_it_was(files[first:], tmp_path)
     with pytest.raises(UserError, match="'seed' is not enough to run solve: what the user set, what a search found"):
         replay(files[first - 1])
@@ -111,7 +112,7 @@ def test_a_dump_of_a_search_runs_again_from_after_the_search(tmp_path: Path) -> 
 
 
 def test_replay_on_the_command_line(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = dump / "05_insert_reshards.txt"
+    path = dump / "06_insert_reshards.txt"
     assert main(["replay", str(path), "--after", "insert_reshards"]) == 0
     out = capsys.readouterr().out
     passes = "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize"
@@ -130,9 +131,9 @@ def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
     made.replan(recipe="ddp")  # is not dumped over it
     for path in sorted(tmp_path.iterdir())[1:]:
         assert unnamed(path.read_text()) == unnamed((dump / path.name).read_text()), path.name
-    assert (tmp_path / "09_localize.txt").exists()
+    assert (tmp_path / "10_localize.txt").exists()
     made.replan(recipe="ddp", dump=tmp_path / "other")
-    assert "ddp" in (tmp_path / "other" / "02_seed.txt").read_text()
+    assert "ddp" in (tmp_path / "other" / "03_seed.txt").read_text()
 
 
 def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +141,15 @@ def test_a_structured_trace_has_the_graphs_without_a_dump(monkeypatch: pytest.Mo
     monkeypatch.setattr(observers, "trace_artifact", lambda name, text: said.append(name))
     monkeypatch.setattr(graph_dump, "is_traced", lambda: True)
     plan(Model(), Mesh("dp=2", hardware="h100"), (torch.randn(4, 6),), options=Options(recipe="fsdp"))
-    assert said[0] == "autoshard_00_capture" and "autoshard_09_localize" in said
+    assert said[0] == "autoshard_00_capture" and "autoshard_10_localize" in said
 
 
 def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
     (tmp_path / "graph.txt").touch()
     captured = (dump / "01_normalize.txt").read_text()
     (tmp_path / "01_normalize.txt").write_text(captured[captured.index("mesh ") :])
-    (tmp_path / "02_seed.txt").write_text('# pass seed {"recipes": }\n')
-    (tmp_path / "03_cast_parameters.txt").write_text('# pass cast_parameters {"reduce": "f31"}\n')
+    (tmp_path / "03_seed.txt").write_text('# pass seed {"recipes": }\n')
+    (tmp_path / "04_cast_parameters.txt").write_text('# pass cast_parameters {"reduce": "f31"}\n')
     for path, after, expected in (
         (
             tmp_path / "01_normalize.txt",
@@ -158,23 +159,23 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
             "the model again",
         ),
         (
-            tmp_path / "02_seed.txt",
+            tmp_path / "03_seed.txt",
             None,
             "the dump's line '# pass seed {\"recipes\": }' cannot be read: Expecting value; replay a file as it was written",
         ),
-        (tmp_path / "03_cast_parameters.txt", None, "cast_parameters.reduce is 'f31', not a dtype such as 'bf16'"),
+        (tmp_path / "04_cast_parameters.txt", None, "cast_parameters.reduce is 'f31', not a dtype such as 'bf16'"),
         (
             tmp_path / "graph.txt",
             None,
-            "graph.txt is not named after a pass, as 05_insert_reshards.txt is; name the pass that wrote it: --after PASS",
+            "graph.txt is not named after a pass, as 06_insert_reshards.txt is; name the pass that wrote it: --after PASS",
         ),
         (
-            dump / "05_insert_reshards.txt",
+            dump / "06_insert_reshards.txt",
             "insert",
-            "there is no pass 'insert'; passes are normalize, seed, cast_parameters, propagate, insert_reshards, "
+            "there is no pass 'insert'; passes are normalize, pad, seed, cast_parameters, propagate, insert_reshards, "
             "fuse_collectives, cancel_reshards, lower_reshards, localize, decompose, rematerialize",
         ),
-        (dump / "05_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
+        (dump / "06_insert_reshards.txt", "lower_reshards", "pass 'localize' takes a graph that is COLLECTIVE, but at the"),
     ):
         with pytest.raises(UserError) as caught:
             replay(path, after=after)
@@ -185,7 +186,7 @@ def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path)
     options = Options(recipe="fsdp", dump=Dump(tmp_path, mode="diff", ranks="all"), compile="eager")
     autoshard(Model(), one_rank, (torch.randn(4, 6),), options=options)
     folder = tmp_path / "rank0"
-    assert (folder / "04_propagate.txt").read_text().startswith("@@ -1,22 +1,22 @@\n mesh dp=1\n-stage CAPTURED\n")
+    assert (folder / "05_propagate.txt").read_text().startswith("@@ -1,22 +1,22 @@\n mesh dp=1\n-stage CAPTURED\n")
     assert "relu" in (folder / "compiled_forward.txt").read_text()
     assert "mm" in (folder / "compiled_backward.txt").read_text()
 
@@ -194,7 +195,7 @@ def test_the_environment_asks_for_a_dump(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
     monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "diff")
     make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp")))
-    assert (tmp_path / "02_seed.txt").read_text().startswith("@@ ")
+    assert (tmp_path / "03_seed.txt").read_text().startswith("@@ ")
     monkeypatch.setenv("AUTOSHARD_DUMP_MODE", "some")
     with pytest.raises(UserError, match=r"Dump\(mode='some'\): choose 'full' or 'diff'"):
         make_plan(PlanRequest(Model(), (torch.randn(4, 6),), {}, Mesh("dp=2"), Options(recipe="fsdp")))

@@ -52,6 +52,7 @@ stage CAPTURED
 %convert: bf16[16, 4, 1]<1, 16, 1> = prims.convert_element_type(%permute, bf16)      # mlp.py:15
 %full: f32[2] = full([2], -inf, dtype=f32, layout=torch.strided, device=device(cpu), pin_memory=False)
 %full_1: f32[2] = full([2], 1e-05)
+%full_2: c64[2] = full([2], complex(-0.0, 1.5))
 %clone: f32[2] = clone(%full, memory_format=torch.contiguous_format)
 %gelu: f32[2] = gelu(%clone, approximate="tanh")
 %index: f32[4, 8] = index.Tensor(%embedding, [None, %place])
@@ -131,6 +132,7 @@ def test_arguments_read_back_as_what_they_were() -> None:
         "pin_memory": False,
     }
     assert nodes["full_1"].args[1] == 1e-05
+    assert repr(nodes["full_2"].args[1]) == "(-0+1.5j)"
     assert nodes["index"].args == (nodes["embedding"], [None, nodes["place"]])
 
 

@@ -16,8 +16,20 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from passes.ir.graph import set_value, value_of
-from passes.ir.layout import PARTIAL_OPS, Layout, Partial, R, Shard, assemble, is_even, local_part, local_shape
+from passes.ir.layout import (
+    PARTIAL_OPS,
+    Layout,
+    Partial,
+    R,
+    Shard,
+    assemble,
+    is_even,
+    is_storable,
+    local_part,
+    local_shape,
+)
 from passes.ir.mesh import Mesh
+from passes.ir.padding import PADS
 from passes.rules.rule import Call, LocalCall, Row, Rule, Space, Tensor, factor_row, registered, rows, rule_of
 
 SIZES = (2, 3, 4)
@@ -105,7 +117,8 @@ def _check_rows(
     layouts = [Layout(tuple(row.operands[i] for row in chosen)) for i in range(len(call.operands))]
     outs = [Layout(tuple(row.results[i] for row in chosen)) for i in range(len(whole))]
     shapes = [*(t.shape for t in call.operands), *(t.shape for t in call.results)]
-    if not all(is_even(layout, shape, mesh) for layout, shape in zip([*layouts, *outs], shapes, strict=True)):
+    is_legal = is_storable if call.op in PADS else is_even  # parts of parameters may be padded
+    if not all(is_legal(layout, shape, mesh) for layout, shape in zip([*layouts, *outs], shapes, strict=True)):
         assert mesh.ndim > 1, f"{case}: a row that does not divide: {chosen[0]}"
         return
     tensors = list(_tensors((case.args, case.kwargs)))

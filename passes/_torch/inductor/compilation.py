@@ -29,13 +29,19 @@ _KEEP_ORDER = order_settings(inductor_config.get_config_copy())
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:
-    """Run the passes that Inductor runs before the partition: constant folding, attention patterns, no-ops."""
+    """Run the passes that Inductor runs before the partition: constant folding, attention patterns, no-ops.
+
+    A node that stays keeps its `meta`: where torch removes a no-op, it writes that of the no-op over it.
+    """
+    kept = {node: dict(node.meta) for node in gm.graph.nodes}
     with (
         _compiling([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]),
         possible_patterns(),
         replaced(ConstantFolder, "node_to_last_non_output_use", _last_uses),
     ):
         joint_graph_passes(gm)
+    for node in gm.graph.nodes:
+        node.meta.update(kept.get(node, {}))
 
 
 def _last_uses(folder: ConstantFolder) -> dict[Node, list[Node]]:

@@ -4,6 +4,7 @@ from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard
 from passes.ir.graph.ends import has_outputs, output_node, outputs_of, placeholders, returned, set_outputs
 from passes.ir.graph.facts import (
+    OPTIONS,
     SAVINGS,
     Facts,
     Origin,
@@ -67,6 +68,7 @@ __all__ = [
     "Origin",
     "Output",
     "OutputRole",
+    "OPTIONS",
     "Pin",
     "SAVINGS",
     "Saving",

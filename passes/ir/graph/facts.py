@@ -36,6 +36,9 @@ class Origin:
         return " ".join(part for part in (place, self.fqn) if part)
 
 
+OPTIONS = "options"  # the reason of a pin that the user gave
+
+
 @dataclass(frozen=True)
 class Pin:
     """A constraint: the placement of a value on one axis, and who gave it."""

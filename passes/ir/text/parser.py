@@ -244,6 +244,10 @@ class Reader:
                 device = self._device(tokens)
                 tokens.expect(")")
                 return device
+            case _, "complex":
+                tokens.take()
+                tokens.expect("(")
+                return complex(*[self._symbol(tokens, "a number") for _ in tokens.items(")")])
         return self._symbol(tokens, "an argument")
 
     def _operand(self, tokens: Tokens) -> Node:

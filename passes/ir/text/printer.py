@@ -170,6 +170,8 @@ def _format_argument(value: Any, needs: _Needs | None = None) -> str:
             return DTYPE_NAMES[value]
         case torch.device():
             return f"device({value})"
+        case complex():
+            return f"complex({value.real!r}, {value.imag!r})"
         case None | bool() | int() | float() | torch.layout() | torch.memory_format():
             return repr(value)
     raise CompilerError(f"cannot write {value!r}, a {type(value).__name__}, as an argument in graph text")

@@ -6,9 +6,9 @@ import torch
 from torch.fx import Node
 
 from passes.ir.graph import item_of, operands, tensor_of
-from passes.ir.layout import Placement, Shard
+from passes.ir.layout import Placement, R, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
-from passes.recipes.weights import on_parameter
+from passes.recipes.weights import on_form, on_parameter, padded_form
 from passes.rules.rule import Row, factor_row, row_sharding, space_of
 
 aten = torch.ops.aten
@@ -42,6 +42,7 @@ class Carry:
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
         self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
         self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
+        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
 
     def _walk(self) -> bool:
         """Carry shardings through the forward; return False if a linear had to change."""
@@ -133,8 +134,24 @@ class Carry:
         parameter = self.weights[value]
         wanted = on_parameter(value, placement, self.weights, self.size)
         if wanted is None:
+            wanted = self._moved(value, placement)
+        if wanted is None:
             return False
         return self.placed.setdefault(parameter, (wanted, by))[0] == wanted
+
+    def _moved(self, value: Node, placement: Placement) -> Placement | None:
+        """Return how to store a parameter that is padded and then moved, so that its form `value` has `placement`."""
+        pad = padded_form(value, self.weights)
+        used = None if pad is None else on_form(value, placement, pad, self.size)
+        if pad is None or used is None:
+            return None
+        self.moved[pad] = used
+        space, source = space_of(pad), operands(pad)[0]
+        assert space is not None
+        rows = (factor_row(space, factor, 1, self.size) for factor in space.sizes)
+        tries = (row.operands[0] for row in rows if row is not None)
+        found = (on_parameter(source, at, self.weights, self.size) for at in tries)
+        return next((at for at in found if at is not None), R)
 
     def _blocked(self, node: Node) -> bool:
         """Let a linear whose sharding cannot pass `node` try another digit."""

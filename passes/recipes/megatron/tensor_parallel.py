@@ -37,6 +37,8 @@ def tensor_parallel(site: Site) -> Decisions:
     for node in forward:
         if node.target is aten.embedding.default:
             _shard_table(node, carry, parameters, remarks)
+    for value, placement in carry.moved.items():
+        values[value] = Decision(placement, "megatron: parts of a padded parameter")
     for node in forward:
         if node in carry.rows:
             _pin_stream(node, "row-parallel output", site, values, remarks)

@@ -1,8 +1,8 @@
 """Prove by probing and branching that no assignment is shorter than a threshold.
 
 A variable's strategies fall into classes: the same dims on the same axes, in whatever order. With one class alone the
-bound rises; where it passes the threshold, no shorter assignment is in that class, and it is pruned. What is left when
-nothing more can be pruned is branched on, class by class.
+bound rises; where it passes the threshold, no shorter assignment is in that class, and it is pruned. When nothing
+more can be pruned, the remaining strategies are branched on, class by class.
 """
 
 from __future__ import annotations

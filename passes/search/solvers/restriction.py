@@ -1,4 +1,4 @@
-"""Restrict a search to part of its strategies and transitions: what is not pruned, or what is cheapest."""
+"""Restrict a search to part of its strategies and transitions: those not pruned, or the cheapest."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""Find values that are made without data along a dim, such as constants and positions: they can be made longer instead of
+being padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from passes._torch import OpOverload
+from passes.ir.graph import item_of, operands
+from passes.ir.padding import Digit, in_dims, in_factor
+from passes.rules.rule import Space
+
+_MADE_LONGER = (  # ops that take the size of a dim that no operand has
+    torch.ops.aten.full.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.embedding_dense_backward.default,
+    torch.ops.prims.iota.default,
+)
+
+SpaceOf = Callable[[Node], Space | None]
+
+
+def is_random(node: Node) -> bool:
+    """Return whether a call draws random numbers, which depend on the shapes of its results."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_generated(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> bool:
+    """Return whether no element of `value` along a digit of `dim` is read from an input or parameter."""
+    if value.op != "call_function" or is_random(value) or item_of(value) is not None:
+        return False
+    space = space_of(value)
+    at = None if space is None else in_factor(space.sizes, space.results[0], dim, digit)
+    if space is None or at is None or len(space.results) != 1:
+        return False
+    factor, inside = at
+    if factor in space.blocked and operands(value):
+        return False
+    sources = [
+        (operand, found)
+        for operand, dims in zip(operands(value), space.operands, strict=True)
+        if (found := in_dims(space.sizes, dims, factor, inside)) is not None
+    ]
+    if not sources:
+        return value.target in _MADE_LONGER
+    return all(is_generated(operand, *found, space_of) for operand, found in sources)

@@ -1,0 +1,345 @@
+"""Make the calls of a graph on padded values.
+
+A call whose rule has the padded digit in an index that may be sharded is made on the longer dim: operands that have the
+index too are padded, shape arguments follow, and its results are padded. Where it reduces the index, the padding is first
+overwritten with what the reduction ignores: 0 for sums and products of matrices, the least value for a maximum. Any other
+call gets its operands without padding.
+
+Padding is zero or unknown. It stays zero through ops that are linear, and through pointwise ones that are zero at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from passes._torch import OpOverload, fake_mode_of
+from passes.ir.fake_calls import fake_call
+from passes.ir.graph import (
+    InputRole,
+    OutputRole,
+    input_of,
+    item_of,
+    operands,
+    output_node,
+    outputs_of,
+    placeholders,
+    results_of,
+    returned,
+    set_value,
+    tensor_of,
+    value_of,
+)
+from passes.ir.layout import Layout, replicated
+from passes.ir.mesh import Mesh
+from passes.ir.padding import Digit, Dims, Padding, in_dims, in_factor
+from passes.normal_forms import At
+from passes.paddings.generated import is_generated
+from passes.paddings.padded_values import PaddedValues
+from passes.propagation.partial_sums import is_zero
+from passes.recipes.weights import weights_of
+from passes.rules.rule import Call, LocalCall, Space, call_of, rule_of, space_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+Paddings = dict[str, tuple[Digit, int]]  # by factor: the digit that is padded, and its new size
+
+# Arguments that are sizes of results, of ops whose local form reads a part's size elsewhere:
+_SIZES = {aten.embedding_dense_backward.default: (2, 0), prims.iota.default: (0, 0)}  # op -> argument, dim
+_LOOKUPS = (aten.gather.default, aten.embedding.default, aten.index_select.default)  # of elements that are not padding
+_FROM_THE_END = (  # ops whose indices may be negative, and then count from the end of what is indexed
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+)
+
+
+class PaddedCalls:
+    """Rewrites a graph, given the values that are padded first."""
+
+    def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
+        self.graph: Graph = gm.graph
+        self.whole = replicated(mesh)
+        self.mesh = mesh
+        self.fake_mode = fake_mode_of([value_of(n) for n in placeholders(gm.graph)])
+        self.values = PaddedValues(gm.graph, self.fake_mode)
+        self.weights = weights_of(gm.graph)
+        self.spaces: dict[Node, Space | None] = {}  # of calls on values as they were
+        self.calls: dict[Node, Call] = {}
+        self.longer: dict[Node, Node] = {}  # parameters, and forms of them, that were padded for an earlier call
+        self.items: dict[Node, list[dict[Padding, bool]]] = {}  # paddings of each result of a call with several
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and isinstance(node.target, OpOverload):
+                self.spaces[node], self.calls[node] = space_of(node), call_of(node)
+
+    def run(self, given: Sequence[tuple[Node, Padding, Node]]) -> None:
+        """Rewrite the graph with those parameters padded, each for the call that follows it."""
+        nodes = list(self.graph.nodes)
+        for node, padding, first in given:
+            users = [user for user in node.users if user.op != "output"]
+            padded = self.values.padded(node, padding, first)
+            for user in users:
+                user.replace_input_with(node, padded)
+        for node in nodes:
+            if node.op == "call_function":
+                for value in node.all_input_nodes:
+                    node.replace_input_with(value, self._latest(value))
+                if any(map(self._is_padded, node.all_input_nodes)):
+                    self._call(node, {})
+        self.values.share_zeros()
+        self._return({_gradient_of(node): padding for node, padding, _ in given})
+        _drop_unused(self.graph)
+
+    def _latest(self, value: Node) -> Node:
+        while value in self.longer:
+            value = self.longer[value]
+        return value
+
+    def _is_padded(self, value: Node) -> bool:
+        return bool(self.values.of(value)) or value in self.items
+
+    def _call(self, node: Node, forced: Paddings) -> Node:
+        """Make a call on padded operands, and return it; `forced` are factors that are padded even if no operand is."""
+        if (item := item_of(node)) is not None:
+            source, position = item
+            set_value(node, results_of(source)[position])
+            self.values.held[node] = self.items[source][position]
+            return node
+        space, before = self.spaces.get(node), (node.args, node.kwargs)
+        factors = {} if space is None else self._factors(node, space, forced)
+        if space is not None and factors:
+            try:
+                return self._resized(node, space, factors)
+            except (_DeclinedError, RuntimeError):
+                if forced:
+                    raise
+                node.args, node.kwargs = before
+        _replace_operands(node, [self.values.whole(value) for value in operands(node)])
+        return node
+
+    # --- which factors are padded
+
+    def _factors(self, node: Node, space: Space, forced: Paddings) -> Paddings:
+        found: Paddings = dict(forced)
+        fixed = space.blocked | self._counted_from_the_end(node, space)
+        for value, dims in zip(operands(node), space.operands, strict=True):
+            for padding in self.values.of(value):
+                at = in_factor(space.sizes, dims, padding.dim, padding.digit)
+                if at is not None and at[0] not in fixed:
+                    found.setdefault(at[0], (at[1], padding.padded))
+        for dims in (*space.operands, *space.results):  # of each dim, one factor at most
+            for dim in dims:
+                for other in [factor for factor in dim if factor in found][1:]:
+                    del found[other]
+        return found
+
+    def _counted_from_the_end(self, node: Node, space: Space) -> frozenset[str]:
+        """Return the factors of dims whose end a negative index counts from."""
+        if node.target not in _FROM_THE_END:
+            return frozenset()
+        indices = self.calls[node].args[1]
+        dims = zip(space.operands[0], indices, strict=False)
+        return frozenset(factor for dim, index in dims if index is not None for factor in dim)
+
+    # --- the call
+
+    def _resized(self, node: Node, space: Space, factors: Paddings) -> Node:
+        pairs = list(zip(operands(node), space.operands, strict=True))
+        new = [self._operand(value, _paddings(space, dims, factors), node, space) for value, dims in pairs]
+        zero = {factor: self._is_zero(node, space, factor, new, factors) for factor in factors}
+        _replace_operands(node, new)
+        results = [_paddings(space, dims, factors) for dims in space.results]
+        true = [result.shape for result in self.calls[node].results]
+        shapes = [_longer(shape, some.values()) for shape, some in zip(true, results, strict=True)]
+        made = self._made(node, shapes)
+        if [tuple(result.shape) for result in results_of(made)] != shapes:
+            raise _DeclinedError(node)
+        held = [{padding: zero[factor] for factor, padding in some.items()} for some in results]
+        if isinstance(value_of(made), torch.Tensor):
+            self.values.held[made] = held[0]
+        else:
+            self.items[made] = held
+        return made
+
+    def _operand(self, value: Node, wanted: Mapping[str, Padding], node: Node, space: Space) -> Node:
+        """Return an operand with the paddings of its factors, and no others."""
+        for padding in list(self.values.of(value)):
+            if padding not in wanted.values():
+                value = self.values.cut(value, padding)
+        is_looked_up = node.target in _LOOKUPS and value is operands(node)[0]
+        for factor, padding in wanted.items():
+            value = self._padded(value, padding, node)
+            fill = None if is_looked_up else _fill(node, space, factor, tensor_of(value).dtype)
+            if fill is not None and not (fill == 0 and self.values.of(value)[padding]):
+                value = self.values.masked(value, padding, fill)
+        return value
+
+    def _padded(self, value: Node, padding: Padding, user: Node) -> Node:
+        """Return `value` with padding; if it is made without data along the dim, or a form of a parameter, make it
+        longer."""
+        if padding in self.values.of(value):
+            return value
+        made = self._remade(value, padding, user)
+        if value in self.weights:
+            self.longer[value] = made
+        return made
+
+    def _remade(self, value: Node, padding: Padding, user: Node) -> Node:
+        space = self._plain_space(value)
+        at = None if space is None else in_factor(space.sizes, space.results[0], padding.dim, padding.digit)
+        is_form = value in self.weights and value.op != "placeholder"
+        if at is None or not (is_form or is_generated(value, padding.dim, padding.digit, self._plain_space)):
+            return self.values.padded(value, padding, user)
+        with self.graph.inserting_after(value):
+            copied = self.graph.node_copy(value)
+        self.spaces[copied], self.calls[copied] = space, self.calls[value]
+        return self._call(copied, {at[0]: (at[1], padding.padded)})
+
+    def _plain_space(self, node: Node) -> Space | None:
+        """Return the index space of a call without padding."""
+        return None if self._is_padded(node) else self.spaces.get(node)
+
+    def _made(self, node: Node, shapes: list[tuple[int, ...]]) -> Node:
+        """Make the call with its new operands and with size arguments that give results of `shapes`."""
+        if node.target in _SIZES:
+            position, dim = _SIZES[node.target]
+            node.update_arg(position, shapes[0][dim])
+        rule = rule_of(node.target)
+        if rule is not None and rule.local is not None and node.target not in _SIZES:
+            made = rule.local(_LongerCall(self, node, shapes))
+            if made.target is not node.target:
+                node.replace_all_uses_with(made)
+                self.graph.erase_node(node)
+                self.spaces[made], self.calls[made] = self.spaces[node], self.calls[node]
+                return made
+            if made is not node:
+                node.args, node.kwargs = made.args, made.kwargs
+                self.graph.erase_node(made)
+        set_value(node, fake_call(self.fake_mode, node.target, node.args, node.kwargs))
+        return node
+
+    def _is_zero(self, node: Node, space: Space, factor: str, new: Sequence[Node], factors: Paddings) -> bool:
+        """Return whether the results have zeros where `factor` is padded."""
+        carrying = {i for i, dims in enumerate(space.operands) if any(factor in dim for dim in dims)}
+        if not carrying:
+            return node.target is aten.embedding_dense_backward.default or is_zero(node)
+        for i in carrying:
+            padding = _paddings(space, space.operands[i], factors)[factor]
+            if not self.values.of(new[i])[padding]:
+                return False
+        if any(linear.operands and set(linear.operands) <= carrying for linear in space.linear):
+            return True
+        return len(carrying) == len(new) and torch.Tag.pointwise in _tags(node) and _is_zero_at_zero(node)
+
+    def _return(self, wanted: Mapping[str, Padding]) -> None:
+        """Return values without padding. A gradient that could be made longer is, as its parameter may be sharded."""
+        values: list[Any] = []
+        for value, output in zip(returned(self.graph), outputs_of(self.graph), strict=True):
+            if isinstance(value, Node) and output.role is OutputRole.GRADIENT and output.name in wanted:
+                padding = wanted[output.name]
+                if not self.values.of(value) and is_generated(value, padding.dim, padding.digit, self._plain_space):
+                    value = self._padded(value, padding, value)
+            values.append(self.values.whole(value) if isinstance(value, Node) else value)
+        output_node(self.graph).args = (tuple(values),)
+
+
+class _DeclinedError(Exception):
+    """Raised where a call cannot be made on padded operands."""
+
+
+class _LongerCall(LocalCall):
+    """A call on padded operands, as the local form of its rule sees it: every rank has the whole, which is longer."""
+
+    def __init__(self, calls: PaddedCalls, node: Node, shapes: list[tuple[int, ...]]) -> None:
+        self._at, self._shapes, self._whole = At(calls.graph, node, calls.fake_mode), shapes, calls.whole
+        self.mesh, self.call = calls.mesh, calls.calls[node]
+        self.args, self.kwargs = tuple(node.args), dict(node.kwargs)
+        self.operands = operands(node)
+
+    def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self._at.call(op, *args, **kwargs)
+
+    def local_shape(self, result: int = 0) -> tuple[int, ...]:
+        return self._shapes[result]
+
+    def operand_layout(self, operand: int) -> Layout:
+        return self._whole
+
+    def result_layout(self, result: int = 0) -> Layout:
+        return self._whole
+
+    def coordinate(self, axis: int) -> Node:
+        raise _DeclinedError(self._at.node)
+
+    def positions(self, layout: Layout, dim: int, size: int) -> Node:
+        raise _DeclinedError(self._at.node)
+
+    def seed(self) -> Node:
+        raise _DeclinedError(self._at.node)
+
+    def number(self) -> int:
+        raise _DeclinedError(self._at.node)
+
+
+def _paddings(space: Space, dims: Dims, factors: Paddings) -> dict[str, Padding]:
+    """Return the paddings of an operand or result, by factor."""
+    found = {}
+    for factor, (digit, padded) in factors.items():
+        placed = in_dims(space.sizes, dims, factor, digit)
+        if placed is not None:
+            found[factor] = Padding(*placed, padded)
+    return found
+
+
+def _longer(shape: tuple[int, ...], paddings: Iterable[Padding]) -> tuple[int, ...]:
+    lengths = {padding.dim: padding.length for padding in paddings}
+    return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
+
+
+def _fill(node: Node, space: Space, factor: str, dtype: torch.dtype) -> float | int | None:
+    """Return what the padding of an operand must be, None if that does not matter."""
+    if all(any(factor in dim for dim in dims) for dims in space.results):
+        is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        return 0 if is_index and torch.Tag.pointwise not in _tags(node) else None
+    op = space.reductions.get(factor, "sum")
+    if op not in ("max", "min"):
+        return 1 if op == "product" else 0
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    lowest = float("-inf") if dtype.is_floating_point else limits.min
+    greatest = float("inf") if dtype.is_floating_point else limits.max
+    return lowest if op == "max" else greatest
+
+
+def _tags(node: Node) -> Sequence[torch.Tag]:
+    return node.target.tags if isinstance(node.target, OpOverload) else ()
+
+
+def _is_zero_at_zero(node: Node) -> bool:
+    """Return whether a pointwise call on zeros gives zero."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: torch.zeros((), dtype=tensor_of(value).dtype))
+    assert callable(node.target)
+    made = node.target(*args, **kwargs)
+    return isinstance(made, torch.Tensor) and not bool(made)
+
+
+def _replace_operands(node: Node, new: Sequence[Node]) -> None:
+    tensors, following = set(operands(node)), iter(new)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: next(following) if value in tensors else value)
+    node.args, node.kwargs = tuple(args), dict(kwargs)
+
+
+def _gradient_of(node: Node) -> str:
+    name = input_of(node).name
+    return f"input:{name}" if input_of(node).role is InputRole.INPUT else name
+
+
+def _drop_unused(graph: Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            graph.erase_node(node)

@@ -1,0 +1,175 @@
+"""Random programs of fixed seeds give the numbers of one device, and the generator does what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.random_programs.draw import draw, runs
+from tests.random_programs.evaluate import EQUAL, GOOD, REFUSED, Outcome, evaluate
+from tests.random_programs.found import FOUND
+from tests.random_programs.holes import SIZES, Scope
+from tests.random_programs.productions import PRODUCTIONS
+from tests.random_programs.program import Case, Layer, Program, Setting, default_dtype
+from tests.random_programs.results import CLOSING, OPENING, read, result_of, summary, write_table
+from tests.random_programs.shrink import shrunk
+
+SLOW = 40  # cases of one slow test; a case takes half a second of CPU in the mean
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_mended(name: str) -> None:
+    outcome = evaluate(FOUND[name])
+    assert outcome.kind in GOOD, f"{outcome.what}\n{outcome.detail}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_gives_the_numbers_of_one_device(seed: int) -> None:
+    _check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 100 + 5 * SLOW, SLOW))
+def test_programs_give_the_numbers_of_one_device(first: int) -> None:
+    for seed in range(first, first + SLOW):
+        _check(seed)
+
+
+def _check(seed: int) -> None:
+    outcome = evaluate(draw(seed, ranks=False))
+    assert outcome.kind in GOOD, f"seed {seed}: {outcome.what}\n{outcome.detail}"
+
+
+# --- the generator
+
+
+def test_every_production_can_be_drawn() -> None:
+    missing = []
+    for name, line in PRODUCTIONS.items():
+        random, tries = Random(0), 30
+        with default_dtype("float64"), torch.random.fork_rng():
+            torch.manual_seed(0)
+            if not any(_applies(line, random) for _ in range(tries)):
+                missing.append(name)
+    assert missing == []
+
+
+def _applies(line: str, random: Random) -> bool:
+    values = {f"v{rank}": torch.randn(*[4, 8, 4, 4][:rank]) for rank in (3, 1, 2, 4)}
+    scope = Scope(random, SIZES[:2], {**values, "v5": torch.randn(4, 8) + 1j})
+    try:
+        scope.add(line)
+    except Exception:
+        return False
+    return True
+
+
+def test_a_seed_gives_the_same_case_which_survives_json() -> None:
+    for seed in range(20):
+        case = draw(seed)
+        assert case == draw(seed)
+        again = Case.from_json(json.loads(json.dumps(case.to_json())))
+        assert again.program.source() == case.program.source() and again.setting == case.setting
+
+
+PROGRAM = Program(
+    {"a0": "torch.randn(4, 8)", "a1": "torch.randn(4, 8)"},
+    {"p0": "nn.Parameter(torch.randn(8, 8))", "p1": "nn.Parameter(torch.randn(8))"},
+    ("v0 = F.linear(a0, self.p0)", "v1 = v0 * 2\nv1.add_(1)", "v2 = v1.softmax(-1)", "v3 = v2 + a1 * self.p1"),
+    "v3.sum() + v0.sum()",
+)
+
+
+def test_a_failing_case_is_cut_down_to_what_fails() -> None:
+    setting = Setting("dp=4,tp=2", "a100", {"dp": "fsdp", "tp": "ddp"}, options={"loss": "sum"}, memory=0.5)
+    case = shrunk(Case(PROGRAM, setting), lambda one: "softmax" in one.program.source() and "dp" in one.setting.mesh)
+    assert case.program == Program({"a0": "torch.randn(4, 8)"}, {}, ("v2 = a0.softmax(-1)",), "v2")
+    assert case.setting == Setting("dp=2", "auto", {"dp": None}, training=False)
+
+
+def test_layers_are_cut_as_well() -> None:
+    layer = Layer({"p0": "nn.Parameter(torch.randn(8))"}, ("v0 = h * self.p0", "v1 = v0.cumsum(0)"), "h + v1", 3)
+    lines = ("v0 = a0\nfor layer in self.layers:\n    v0 = layer(v0)", "v1 = v0.exp()")
+    program = Program({"a0": "torch.randn(4, 8)"}, {}, lines, "v1.sum()", layer=layer)
+    case = shrunk(Case(program, Setting("dp=2")), lambda one: "cumsum" in one.program.source())
+    assert case.program.layer == Layer({}, ("v1 = h.cumsum(0)",), "v1", 1)
+
+
+def test_a_program_without_finite_numbers_is_not_drawn() -> None:
+    assert runs(Program({"a0": "torch.randn(4)"}, {}, ("v0 = a0.abs().sqrt()",)))
+    assert not runs(Program({"a0": "torch.randn(4)"}, {}, ("v0 = a0.log()",)))
+    assert not runs(Program({"a0": "torch.randn(4)"}, {}, ("v0 = a0.view(3)",)))
+
+
+# --- outcomes
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        (Setting("dp=2", "h100"), EQUAL),
+        (Setting("dp=2", "h100", memory=0.001), EQUAL),  # by the limit that the error suggests
+        (Setting("dp=3", None, {"dp": "fsdp"}), REFUSED),
+        (Setting("dp=2", None, {"dp": "fsdp"}, options={"params": {"p0": {"dp": "S(4)"}}}), REFUSED),
+    ],
+)
+def test_outcomes(setting: Setting, kind: str) -> None:
+    assert evaluate(Case(PROGRAM, setting)).kind == kind
+
+
+def test_a_wrong_number_and_an_error_are_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(PROGRAM, Setting("dp=2", None, {"dp": "ddp"}))
+
+    def raising(*_: object, **__: object) -> None:
+        raise KeyError("p0")
+
+    monkeypatch.setattr("autoshard.debug.checking.make_plan", raising)
+    outcome = evaluate(case)
+    assert (outcome.kind, outcome.what) == ("internal", "KeyError: _ at test_random_cases.py raising")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["eager", "inductor"])
+def test_ranks_are_compared_with_the_model(ranks: str) -> None:
+    outcome = evaluate(Case(PROGRAM, Setting("dp=2", "h100", {"dp": "fsdp"}, ranks=ranks)))
+    assert outcome.kind == EQUAL, outcome.detail
+
+
+# --- results
+
+
+def test_results_are_kept_and_a_line_that_was_cut_off_is_not_read(tmp_path: Path) -> None:
+    kept = [result_of(seed, Case(PROGRAM, Setting("dp=2")), outcome, 0.5) for seed, outcome in enumerate(OUTCOMES)]
+    file = tmp_path / "results.jsonl"
+    file.write_text("\n".join(map(json.dumps, kept)) + '\n{"seed": 4, "ki', encoding="utf-8")
+    assert [one["seed"] for one in read(file)] == [0, 1, 2]
+    assert summary(read(file)).splitlines() == [
+        "1 equal, 1 refused, 1 wrong",
+        "      1 refused: InputError: a batch   seeds 1",
+        "      1 wrong: results of mm   seeds 2",
+    ]
+
+
+OUTCOMES: list[Outcome] = [
+    Outcome("equal", ops=("aten.mm.default",)),
+    Outcome("refused", "InputError: a batch"),
+    Outcome("wrong", "results of mm", "by far"),
+]
+
+
+def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
+    page, results = tmp_path / "page.md", [result_of(0, Case(PROGRAM, Setting("dp=2")), OUTCOMES[0], 0.5)]
+    page.write_text(f"Before.\n{OPENING}\nold\n{CLOSING}\nAfter.\n", encoding="utf-8")
+    write_table(page, results)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    assert "| the search | 1 | 1 | 0 | 0 | 0 | 0 | 0 |" in text
+    write_table(page, results)
+    assert page.read_text(encoding="utf-8") == text
+
+
