@@ -34,6 +34,7 @@ from examples import gpt, llama
 from passes.base import PassContext
 from passes.cost.program import COMPUTE, Program, Task
 from passes.cost.simulate import Timeline
+from passes.hardware.hardware import hardware_named
 from passes.ir.graph import copy_graph
 from passes.ir.layout import R
 from passes.ir.matmul_chunks.one_operator import make_one, why_not_one
@@ -105,7 +106,7 @@ FSDP_COPIES = 2 * (2 + 2)
 def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stack:
     recompute = "block" if block else "auto"
     return Stack(
-        Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),  # type: ignore[arg-type]
+        Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
         "h100-500w",
         "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md",
         () if block else SELECTIVE,
@@ -261,25 +262,26 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="of the names of rows; by default all rows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
     given = parser.parse_args()
-    found = []
-    for row in ROWS:
-        if all(word in row.name for word in given.words):
-            predicted = row.speed(row, predict(row))
-            ratio = predicted / row.published
-            found.append({"name": row.name, "kind": row.kind, "published": row.published, "predicted": predicted, "ratio": ratio})
-            print(f"{row.name:32} {row.kind:16} {row.published:7.1f} {row.unit:8} {predicted:8.1f}  {ratio:.3f}", flush=True)
+    rows, found = [row for row in ROWS if all(word in row.name for word in given.words)], []
+    for row in rows:
+        predicted = row.speed(row, predict(row))
+        ratio = predicted / row.published
+        found.append({"name": row.name, "kind": row.kind, "published": row.published, "predicted": predicted, "ratio": ratio})
+        print(f"{row.name:32} {row.kind:16} {row.published:7.1f} {row.unit:8} {predicted:8.1f}  {ratio:.3f}", flush=True)
     if found:
-        _summarize(found)
+        _summarize(rows, found)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _summarize(found: Sequence[dict[str, object]]) -> None:
+def _summarize(rows: Sequence[Row], found: Sequence[dict[str, object]]) -> None:
     ratios = [float(str(row["ratio"])) for row in found]
     print(f"{len(ratios)} rows: {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}")
     for kind in dict.fromkeys(row["kind"] for row in found):
         own = [float(str(row["ratio"])) for row in found if row["kind"] == kind]
         print(f"  {kind:16} {statistics.median(own):.3f}")
+    for name in dict.fromkeys(row.stack.hardware for row in rows):
+        print(f"{name}: published figures, but for {', '.join(hardware_named(name).assumed)}, which are assumed")
 
 
 if __name__ == "__main__":

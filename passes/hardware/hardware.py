@@ -98,6 +98,11 @@ class Hardware:
         name = "f8" if dtype.startswith("f8") else dtype
         return rates[name] if name in rates else rates["f32"]
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Return the figures that are neither measured nor published, by their sources: "inside.latency"."""
+        return tuple(field for field, source in self.sources if "assumed" in source)
+
     def to_json(self) -> str:
         """Return the text of a file that `hardware_named` reads."""
         return json.dumps({"schema": SCHEMA, **asdict(self), "flops": dict(self.flops), "sources": dict(self.sources)})

@@ -30,6 +30,11 @@ def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     assert set(sources) == FIGURES and all(sources.values())
 
 
+def test_a_preset_says_what_is_assumed() -> None:
+    assert set(hardware_named("h100").assumed) == {"launch", "link_contention", "across.reduces"}
+    assert "attention" in hardware_named("h100-500w").assumed
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_reads_back_from_json(name: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
