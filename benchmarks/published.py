@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from autoshard import Mesh, Options
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.planner.chunking import layered
+from autoshard.planner.effort import QUICK
 from autoshard.planner.evaluation import Folded, fold, phases_of
 from autoshard.planner.prediction import run_step
 from autoshard.planner.problem import Problem, captured_problem
@@ -221,7 +222,7 @@ def _trial(problem: Problem, folded: Folded, stack: Stack) -> Trial:
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh)
     phases = phases_of(problem, gm, recipes_of(stack.options.recipe, problem.mesh))
     PassManager((*phases.place, *phases.lower)).run(gm, ctx)
-    settling = Settling(problem, folded.repeats, gm)
+    settling = Settling(problem, folded.repeats, gm, effort=QUICK)  # its order is not used
     if not stack.selective:
         return settling.settle()
     kinds = dict.fromkeys(settling.blocks.kind.values())
