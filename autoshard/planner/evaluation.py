@@ -52,7 +52,7 @@ class Folded:
     """The captured graph, normalized, without its repeated layers.
 
     `placed` and `prepared` cache the results of searches: layouts propagated from a `Seed`, and the solver's problem
-    by seed, mesh and axis groups. The next search, for another memory limit or other hardware, starts from them.
+    by seed, mesh, axis groups and optimizer. The next search, for another memory limit or other hardware, starts from them.
     """
 
     graph: GraphModule
@@ -60,7 +60,7 @@ class Folded:
     remarks: tuple[Remark, ...]
     text: str
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
-    prepared: dict[tuple[Seed, Mesh, AxisGroups], Prepared] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[tuple[Seed, Mesh, AxisGroups, str | None], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

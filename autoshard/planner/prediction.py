@@ -15,14 +15,14 @@ from autoshard.planner.effort import FULL, Effort
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
 from passes.cost.forward_backward import joined, phase_of, phases
-from passes.cost.optimizer_step import OPTIMIZER_STATES
+from passes.cost.optimizer_step import copies_of
 from passes.cost.program import Program, Task
 from passes.cost.scheduling.best_schedule import bucketed
 from passes.cost.scheduling.bucketing import sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
 from passes.ir.folded_layers import Repeats
-from passes.ir.graph import InputRole, OutputRole, input_of, layout_of, outputs_of, placeholders, tensor_of
+from passes.ir.graph import InputRole, input_of, layout_of, placeholders, tensor_of, trained_parameters
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
 
@@ -70,12 +70,12 @@ def state_of(placed: GraphModule, repeats: Repeats, mesh: Mesh, optimizer: str |
 
     Layers that `repeats` leaves out are counted.
     """
-    trained = {output.name for output in outputs_of(placed.graph) if output.role is OutputRole.GRADIENT}
+    trained = trained_parameters(placed.graph)
     total = 0
     for node in placeholders(placed.graph, InputRole.PARAMETER):
         tensor, fqn = tensor_of(node), input_of(node).name
         stored = math.prod(local_shape(layout_of(node), tensor.shape, mesh)) * tensor.element_size()
-        copies = 2 + OPTIMIZER_STATES[optimizer] if fqn in trained else 1
+        copies = copies_of(optimizer) if fqn in trained else 1
         total += copies * stored * repeats.count(fqn)
     return total
 

@@ -171,7 +171,9 @@ def _in_time(task: SearchTask, axes: AxisGroups) -> Prepared | None:
 
 def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -> Prepared | None:
     """State the problem for axes in groups; None after the deadline."""
-    known, key = task.folded.prepared, (task.problem.seed(task.folded.graph, task.no_recipes), task.problem.mesh, axes)
+    known = task.folded.prepared
+    seed = task.problem.seed(task.folded.graph, task.no_recipes)
+    key = seed, task.problem.mesh, axes, task.problem.options.optimizer
     if key not in known:
         try:
             with uncollected():
@@ -181,16 +183,20 @@ def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -
     return known[key]
 
 
-def _prepared(task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, deadline: float) -> Prepared:
+def _prepared(
+    task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, optimizer: str | None, deadline: float
+) -> Prepared:
     """Prepare the problem, reusing one that was stated for the same mesh or the same groups."""
     known = task.folded.prepared
-    for (other_seed, other_mesh, groups), prepared in known.items():
-        if (other_seed, other_mesh.names, other_mesh.sizes, groups) == (seed, mesh.names, mesh.sizes, axes):
+    similar = [(one, prepared) for one, prepared in known.items() if (one[0], one[3]) == (seed, optimizer)]
+    for (_, other, groups, _), prepared in similar:
+        if (other.names, other.sizes, groups) == (mesh.names, mesh.sizes, axes):
             return prepared.on(mesh, deadline=deadline)
-    for (other_seed, other_mesh, _), prepared in known.items():
-        if (other_seed, other_mesh) == (seed, mesh):
+    for (_, other, _, _), prepared in similar:
+        if other == mesh:
             return prepared.using(axes, deadline=deadline)
-    return prepare(seeded(task.problem, task.folded, task.no_recipes), mesh, axes, deadline=deadline)
+    gm = seeded(task.problem, task.folded, task.no_recipes)
+    return prepare(gm, mesh, axes, optimizer=optimizer, deadline=deadline)
 
 
 def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:

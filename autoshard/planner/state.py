@@ -27,11 +27,10 @@ class PlanningState:
         """Return the solver's exploration of the model, made on first use. Raises UserError if the hardware is
         unknown.
         """
-        prepared = self.prepared
+        prepared, options = self.prepared, self.problem.options
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
-            prepared = prepare(gm, self.problem.mesh)
-        options = self.problem.options
+            prepared = prepare(gm, self.problem.mesh, optimizer=options.optimizer)
         budget = memory_budget_of(self.problem, prepared)
         keep, curve = options.keeps_gathered, budget.recomputation
         return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))

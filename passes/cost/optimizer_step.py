@@ -17,6 +17,17 @@ def check_optimizer(optimizer: str | None) -> None:
         raise UserError(f"unknown optimizer {optimizer!r}; its memory and time are known for {known}")
 
 
+def copies_of(optimizer: str | None) -> int:
+    """Return the tensors of a trained parameter's size that stay: the parameter, its gradient, the optimizer's state."""
+    return 2 + OPTIMIZER_STATES[optimizer]
+
+
+def passes_over(optimizer: str | None) -> int:
+    """Return the tensors of a parameter's size that an update moves: it reads the gradient, and reads and writes the
+    parameter and the state; 0 without an optimizer."""
+    return 0 if optimizer is None else 1 + 2 * (1 + OPTIMIZER_STATES[optimizer])
+
+
 def update_of(
     gradient: tuple[str, ...], parameter: str, fqn: str, nbytes: int, optimizer: str, hardware: Hardware
 ) -> tuple[Task, Buffer | None]:
@@ -27,7 +38,7 @@ def update_of(
     name, states = f"optimizer.{fqn or gradient[0]}", OPTIMIZER_STATES[optimizer]
     state = Buffer(name, states * nbytes, OPTIMIZER, fqn) if states else None
     inputs = (*gradient, *([parameter] if parameter else ()), *([name] if states else ()))
-    moved = nbytes * (1 + 2 * (1 + states))  # the gradient is read, parameter and state are read and written
+    moved = nbytes * passes_over(optimizer)
     task = Task(
         name, OPTIMIZER, COMPUTE, moved / hardware.memory_bandwidth, inputs, nbytes=moved, fqn=fqn, backward=True
     )

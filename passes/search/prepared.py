@@ -158,13 +158,18 @@ class Searched:
 
 
 def prepare(
-    gm: GraphModule, mesh: Mesh, axis_groups: AxisGroups | None = None, *, deadline: float = float("inf")
+    gm: GraphModule,
+    mesh: Mesh,
+    axis_groups: AxisGroups | None = None,
+    *,
+    optimizer: str | None = "adamw",
+    deadline: float = float("inf"),
 ) -> Prepared:
-    """Prepare a CAPTURED graph, with each axis by itself where no `axis_groups` are given.
+    """Prepare a CAPTURED graph to be trained by `optimizer`, with each axis by itself where no `axis_groups` are given.
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh))
+    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh), optimizer)
     structure = StepStructure(gm)
     skeleton = make_skeleton(structure, mesh, axis_groups or single_axes(mesh), deadline=deadline)
     return Prepared.of(structure, skeleton, node_costs, deadline)

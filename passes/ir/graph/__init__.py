@@ -2,7 +2,15 @@
 
 from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard
-from passes.ir.graph.ends import has_outputs, output_node, outputs_of, placeholders, returned, set_outputs
+from passes.ir.graph.ends import (
+    has_outputs,
+    output_node,
+    outputs_of,
+    placeholders,
+    returned,
+    set_outputs,
+    trained_parameters,
+)
 from passes.ir.graph.facts import (
     OPTIONS,
     SAVINGS,
@@ -131,6 +139,7 @@ __all__ = [
     "stage_of",
     "stands_for",
     "tensor_of",
+    "trained_parameters",
     "transfer_of",
     "update_facts",
     "value_of",

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from passes.ir.graph.facts import facts_of, input_of, update_facts
-from passes.ir.graph.roles import InputRole, Output
+from passes.ir.graph.roles import InputRole, Output, OutputRole
 
 
 def placeholders(graph: Graph, role: InputRole | None = None) -> tuple[Node, ...]:
@@ -32,6 +32,12 @@ def outputs_of(graph: Graph) -> tuple[Output, ...]:
     found = facts_of(output_node(graph)).outputs
     assert found is not None, "outputs that are not described"
     return found
+
+
+def trained_parameters(graph: Graph) -> set[str]:
+    """Return the names of the parameters of which the graph returns a gradient."""
+    ends = zip(returned(graph), outputs_of(graph), strict=True)
+    return {output.name for value, output in ends if value is not None and output.role is OutputRole.GRADIENT}
 
 
 def has_outputs(graph: Graph) -> bool:

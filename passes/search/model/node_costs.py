@@ -14,15 +14,13 @@ from torch.fx import Graph, Node
 from passes._torch import OpOverload
 from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, regions, source_of
 from passes.cost.kernel_time import kernel_seconds
-from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of
+from passes.cost.optimizer_step import copies_of, passes_over
+from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of, trained_parameters
 from passes.ir.layout import Layout
 from passes.rules.rule import Call, Tensor, call_of
 from passes.search.model.factor_graph import Floats
 from passes.search.model.strategies import Strategy
 from passes.search.model.unit_costs import UnitCosts
-
-UPDATE = 7  # tensors as large as the parameter that AdamW reads (4) and writes (3): weight, gradient, two moments
-STATE = 4  # ... and that it keeps: weight, gradient, two moments
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,15 @@ class _Share:
 
 
 class NodeCosts:
-    """The costs of the nodes of one graph; the calls of a fused region share the bytes at its border."""
+    """The costs of the nodes of one graph; the calls of a fused region share the bytes at its border.
 
-    def __init__(self, graph: Graph, unit_costs: UnitCosts) -> None:
+    A parameter costs its update by `optimizer`, and keeps its gradient and the optimizer's state, if it is trained.
+    """
+
+    def __init__(self, graph: Graph, unit_costs: UnitCosts, optimizer: str | None) -> None:
         self.unit_costs = unit_costs
+        self.optimizer = optimizer
+        self._trained = trained_parameters(graph)
         self._shares: dict[Node, _Share] = {}
         for region in regions(graph):
             if is_fusible(region[0].target):
@@ -77,7 +80,8 @@ class NodeCosts:
     def _seconds(self, node: Node, strategy: Strategy) -> float:
         """Return the seconds of a call; of a parameter, those of its update by the optimizer."""
         if node.op == "placeholder":
-            return UPDATE * self._stored(node, strategy) / self.unit_costs.hardware.memory_bandwidth
+            moved = passes_over(self.optimizer) * self._stored(node, strategy) if self._is_trained(node) else 0.0
+            return moved / self.unit_costs.hardware.memory_bandwidth
         if is_reshard(node) or is_alias(node):
             return 0.0
         if node in self._shares:
@@ -118,8 +122,11 @@ class NodeCosts:
         return Tensor(self.unit_costs.sizes.local(tensor.shape, layout), tensor.dtype)
 
     def _state(self, node: Node, strategy: Strategy) -> float:
-        """Return the bytes of a parameter with its gradient and AdamW's state."""
-        return STATE * self._stored(node, strategy)
+        """Return the bytes of a parameter with its gradient and the optimizer's state."""
+        return (copies_of(self.optimizer) if self._is_trained(node) else 1) * self._stored(node, strategy)
+
+    def _is_trained(self, node: Node) -> bool:
+        return node.op == "placeholder" and input_of(node).name in self._trained
 
     def _results(self, node: Node, strategy: Strategy) -> float:
         """Return the bytes of a call's results; 0 for partial ones, as their sum is saved instead."""

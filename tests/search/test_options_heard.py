@@ -1,0 +1,47 @@
+"""The search prices the step that the options ask for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import Mesh, Options, plan
+
+DIM, HIDDEN = 1024, 4096
+MESH = Mesh("dp=4", hardware="h100")
+
+
+def model_on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, DIM, bias=False))
+
+
+def searched(model: nn.Module, optimizer: Literal["adamw", "sgd"] | None = "adamw") -> tuple[float, float, int]:
+    """Return objective and bound in seconds, and the peak of memory in bytes."""
+    found = plan(model, MESH, (torch.empty(512, DIM, device="meta"),), options=Options(optimizer=optimizer))
+    assert found.search is not None and found.cost is not None
+    assert found.search.objective is not None and found.search.gap is not None
+    assert found.search.objective == pytest.approx(found.cost.step_time, rel=0.05)
+    return found.search.objective, found.search.objective * (1 - found.search.gap), found.cost.peak_memory
+
+
+def test_objective_and_bound_follow_the_optimizer() -> None:
+    """Per byte of a stored parameter, AdamW moves seven, SGD three, and no optimizer none."""
+    assert MESH.hardware is not None
+    (adamw, *bounds, roomy), (sgd, below, smaller), (none, lowest, _) = (
+        searched(model_on_meta(), one) for one in ("adamw", "sgd", None)
+    )
+    stored = (adamw - sgd) * MESH.hardware.memory_bandwidth / 4
+    assert sgd - none == pytest.approx(3 * stored / MESH.hardware.memory_bandwidth, rel=1e-3)
+    assert stored <= 2 * DIM * HIDDEN * 4 * 1.001 and smaller < roomy
+    assert bounds[0] > below > lowest
+
+
+def test_a_frozen_parameter_costs_no_update() -> None:
+    model = model_on_meta()
+    whole = searched(model)[0]
+    model[0].requires_grad_(False)
+    assert searched(model)[0] < 0.8 * whole
