@@ -95,7 +95,8 @@ def test_ranks_that_make_different_calls_all_say_which() -> None:
     assert first == [
         f"{begins} forward call 2 {net}, rank 1 makes forward call 2 of Net (evaluation, without gradients){ADVICE}",
         f"{begins} forward call 2 {net} with program 1, requires_grad of parameters 4 of 4 (training, global x: float32[8, 4]), "
-        f"rank 1 makes forward call 2 {net} with program to be made, requires_grad of parameters 3 of 4 (x: float32[4, 4]){ADVICE}",
+        f"rank 1 makes forward call 2 {net} with program to be made, requires_grad of parameters 3 of 4 (x: float32[4, 4])"
+        f"{ADVICE}",
         f"{begins} forward call 2 {net}, rank 1 makes forward call 1 of Net (model 2) (training, with gradients){ADVICE}",
         f"{begins} backward call 2 of Net, rank 1 makes forward call 3 {net}{ADVICE}",
         f"{begins} autoshard(...) of Net (model 3) with recipe 'ddp', rank 1 makes autoshard(...) of Net (model 3) with recipe "
