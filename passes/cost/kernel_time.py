@@ -190,7 +190,8 @@ LOOKUPS = frozenset({aten.embedding.default, aten.index.Tensor, aten.index_selec
 
 def _products(call: Call) -> tuple[Product, ...]:
     """Return the matrix products that the call computes."""
-    return _PRODUCTS[call.op](call) if call.op in _PRODUCTS else ()
+    found = _PRODUCTS.get(call.op) or _NAMED_PRODUCTS.get(str(call.op))
+    return found(call) if found is not None else ()
 
 
 def _matrices(first: int) -> Callable[[Call], tuple[Product, ...]]:
@@ -241,6 +242,17 @@ def _convolution_backward(call: Call) -> tuple[Product, ...]:
     return tuple(product for product, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
 
 
+def _per_expert(call: Call) -> tuple[Product, ...]:
+    """Return a product of sorted rows with the matrices of their experts: each row is multiplied with one."""
+    rows, matrices = call.operands[:2]
+    return (Product(1, rows.shape[0], matrices.shape[2], rows.shape[1]),)
+
+
+def _per_expert_backward(call: Call) -> tuple[Product, ...]:
+    """Return the products of both gradients: each is as large as the forward's."""
+    return _per_expert(call) * 2
+
+
 _PRODUCTS: dict[OpOverload, Callable[[Call], tuple[Product, ...]]] = {
     aten.mm.default: _matrices(0),
     aten.bmm.default: _matrices(0),
@@ -253,6 +265,10 @@ _PRODUCTS: dict[OpOverload, Callable[[Call], tuple[Product, ...]]] = {
     aten.linear.default: _linear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+}
+_NAMED_PRODUCTS: dict[str, Callable[[Call], tuple[Product, ...]]] = {  # ops of libraries, defined when they are imported
+    "transformers.grouped_mm_fallback.default": _per_expert,
+    "transformers.grouped_mm_fallback_backward.default": _per_expert_backward,
 }
 
 
