@@ -33,7 +33,7 @@ class LocalProgram:
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
     module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
-    where they are issued.
+    where they are issued. `names` are those that the captured code reads (None: not known).
     """
 
     graph: GraphModule
@@ -46,6 +46,7 @@ class LocalProgram:
     plan: ShardingPlan
     dump: GraphDump | None = None
     overlap: OverlapPhase | None = None
+    names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Slot:
         return tensor
 
 
+class ModelChanged(Exception):
+    """A parameter is not as the program was compiled for, so that another program has to run."""
+
+
 @dataclass(frozen=True)
 class StoredParameter:
     """A PARAMETER input: where it is held, how it is stored, and what its gradient is."""
@@ -69,11 +74,15 @@ class StoredParameter:
     slot: Slot
     storage: Storage
     spec: DTensorSpec
+    dtype: torch.dtype
+    requires_grad: bool
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stored part in the form that the graph takes."""
         assert isinstance(tensor, DTensor)
         part = local_of_dtensor(tensor)
+        if part.dtype != self.dtype:
+            raise ModelChanged
         return part if self.storage.is_even else self.storage.pad(part)
 
     def gradient(self, part: torch.Tensor) -> DTensor:
@@ -103,11 +112,13 @@ class Execution:
     gradient_of: Mapping[str, int]  # name of a GRADIENT -> its number among the gradients
     tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
     saved_parameters: frozenset[str]  # those that the backward reads
+    trained: tuple[bool, ...]  # per parameter in order, whether it required a gradient
 
     def run(self, call: Call, seed: torch.Tensor) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
 
-        Raises DistributedError if another rank has stopped.
+        Raises DistributedError if another rank has stopped, and ModelChanged if parameters have another dtype, or need
+        gradients otherwise, than when the program was made.
         """
         inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
@@ -187,6 +198,8 @@ def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> to
     """Return a tangent with the dtype and strides that the program was compiled for."""
     if given is None:
         return _zeros(like)
+    if isinstance(given, DTensor):  # of a loss to which a term of parameters was added
+        given = given.full_tensor()
     given = _strided_like(given.to(like.dtype), like)
     return given if scale == 1.0 else given * scale
 
@@ -209,6 +222,8 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, execution: Execution, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
         count = len(execution.local.signature.inputs)
+        if execution.program.split.backward is not None and ctx.needs_input_grad[2 + count :] != execution.trained:
+            raise ModelChanged
         results = execution.forward(tensors[:count], tensors[count:], seed)
         ctx.execution = execution
         # Use DTensor's version counter: a write to a DTensor does not increment that of its local tensor.
@@ -263,7 +278,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place)
         storage = place.storage(local.parameters[name], tuple(held.shape))
         placements = dtensor_placements(storage.layout, place.mesh)
         spec = dtensor_spec(place.device_mesh, placements, storage.shape, held.dtype)
-        parameters[name] = StoredParameter(slots[name], storage, spec)
+        parameters[name] = StoredParameter(slots[name], storage, spec, held.dtype, held.requires_grad)
     buffers: dict[str, Slot | torch.Tensor] = {}
     for name in (given.name for given in split.inputs if given.role is InputRole.BUFFER):
         constant = local.constants.get(name)
@@ -284,6 +299,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place)
         {gradient.name: number for number, gradient in enumerate(split.gradients)},
         tuple(outputs.index(tangent.name) for tangent in split.tangents),
         _saved_parameters(split),
+        tuple(stored.requires_grad for stored in parameters.values()),
     )
 
 

@@ -285,13 +285,3 @@ def test_a_batch_of_any_call_that_was_captured_is_sharded(one_rank: DeviceMesh) 
     sharded(X, mask=Y)
     assert _same(sharded.shard(X), (X,))
     assert _same(sharded.shard(X, mask=Y), ((X,), {"mask": Y}))
-
-
-def test_a_copy_of_a_sharded_module(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank)
-    with pytest.raises(UserError) as error:
-        copy.deepcopy(sharded)
-    assert str(error.value) == (
-        "a sharded module cannot be copied: it holds process groups and compiled code; copy its state_dict(), or "
-        "shard the module that it was made from again"
-    )
