@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from autoshard.capture.signature import Call, Signature
-from autoshard.compile.compiled import Program, Split
+from autoshard.compile.compiled import Program, Split, strided_like
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
@@ -152,7 +152,7 @@ class Execution:
         }
         split = self.program.split
         arguments = [
-            _strided_like(by_role[given.role][given.name], like)
+            strided_like(by_role[given.role][given.name], like)
             for given, like in zip(split.inputs, split.input_values, strict=True)
         ]
         owned = {id(tensor) for tensor in arguments}
@@ -200,15 +200,8 @@ def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> to
         return _zeros(like)
     if isinstance(given, DTensor):  # of a loss to which a term of parameters was added
         given = given.full_tensor()
-    given = _strided_like(given.to(like.dtype), like)
+    given = strided_like(given.to(like.dtype), like)
     return given if scale == 1.0 else given * scale
-
-
-def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the strides that the code was compiled for, copied if it has others."""
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

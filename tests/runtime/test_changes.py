@@ -299,6 +299,7 @@ def table() -> dict[str, str]:
     return {row[0]: row[1] for row in rows if row[0] != "way"}
 
 
+@pytest.mark.slow  # all together
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("text", WAYS)
 def test_every_way_has_one_devices_numbers_or_is_refused(one_rank: DeviceMesh, text: str) -> None:
