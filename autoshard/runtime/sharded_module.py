@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -24,14 +24,17 @@ from autoshard.runtime.calls.programs import (
     Program,
     RuntimeState,
     Suspect,
+    find_program,
     format_planned,
     install,
     program_of,
+    shared_call,
 )
-from autoshard.runtime.execution import LocalProgram, ModelChanged
+from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes.errors import InputError, UserError
 from passes.ir.layout import replicated
 
@@ -61,14 +64,11 @@ class ShardedModule(nn.Module):
         """
         state = self._autoshard
         _check_anomaly_mode()
-        state.step += 1
-        try:
-            execution, call = program_of(self, state, args, kwargs, lambda: as_written(self))
-            return execution.run(call, _seed(state))
-        except ModelChanged:
-            state.states.forget()
-            execution, call = program_of(self, state, args, kwargs, lambda: as_written(self))
-            return execution.run(call, _seed(state))
+        found = find_program(self, state, args, kwargs)
+        with state.groups.watch.call(shared_call(self, state, found)):
+            execution = program_of(self, state, found, lambda: as_written(self))
+            state.step += 1
+            return execution.run(found.call, _seed(state), state.step)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -112,8 +112,10 @@ class ShardedModule(nn.Module):
         unknown.
         """
         state = self._autoshard
-        execution, call = program_of(self, state, args, kwargs, lambda: as_written(self))
-        return profile(execution, state.groups, call, _seed(state))
+        found = find_program(self, state, args, kwargs)
+        with state.groups.watch.call(SharedCall("profile")):
+            execution = program_of(self, state, found, lambda: as_written(self))
+            return profile(execution, state.groups, found.call, _seed(state))
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
@@ -140,6 +142,12 @@ class ShardedModule(nn.Module):
         copied._autoshard = state.of_copy(self, copied)
         memo[id(self)] = copied
         return copied
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Convert parameters and buffers, as `to` does; the next call is captured for them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._autoshard.states.forget()
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(

@@ -341,3 +341,15 @@ def test_what_changed_is_told_once(one_rank: DeviceMesh, caplog: pytest.LogCaptu
     warned = [record.getMessage() for record in caplog.records if record.name == "autoshard.programs"]
     assert warned == ["the model changed, and is captured again: alpha: 1.0 is 0.5 now"]
     assert len(sharded.programs) == 2
+
+
+def test_a_submodule_of_another_dtype(one_rank: DeviceMesh) -> None:
+    sharded: Any = autoshard(Model(), one_rank, options=EAGER)
+    sharded(X, Y)
+    sharded.head.double()
+    with pytest.raises(UserError) as caught:
+        sharded(X, Y)
+    assert str(caught.value) == (
+        "parameter 'weight' of a submodule is torch.float64 now, and was torch.float32 when the model was captured; convert "
+        "the whole model: model.to(...)"
+    )

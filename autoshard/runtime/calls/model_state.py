@@ -11,7 +11,7 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import is_
+from operator import attrgetter, is_
 from types import MethodType
 from typing import Any
 
@@ -62,6 +62,7 @@ class Entry:
 
 
 Description = dict[str, Entry]
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass
@@ -73,6 +74,9 @@ class ModelStates:
     current: int = 0
     signature: inspect.Signature = field(default_factory=inspect.Signature)
     given_forward: Any = None  # that the model's instance had when it was sharded, instead of its class's
+    training: tuple[bool, ...] = ()  # per module
+    trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
+    _parameters: tuple[nn.Parameter, ...] = ()
     _unchanged: Callable[[], bool] = lambda: False
     _handles: int = -1
 
@@ -87,7 +91,11 @@ class ModelStates:
 
     def is_current(self) -> bool:
         """Return whether the model surely is in the state in which it was described last."""
-        return self._handles == RemovableHandle.next_id and self._unchanged()
+        return (
+            self._handles == RemovableHandle.next_id
+            and self._unchanged()
+            and tuple(map(_REQUIRES_GRAD, self._parameters)) == self.trained
+        )
 
     def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
         """Describe the model, and set `current` to the number of its state: a new one, if it was never in it before, or
@@ -108,6 +116,9 @@ class ModelStates:
         found = describe(model, kind, forward)
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
         self._handles, self._unchanged = RemovableHandle.next_id, found.watch()
+        self._parameters = tuple(model.parameters())
+        self.trained = tuple(map(_REQUIRES_GRAD, self._parameters))
+        self.training = tuple(module.training for module in model.modules())
         return found.entries
 
     def forget(self) -> None:
