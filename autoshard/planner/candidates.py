@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.config.progress import Progress
@@ -61,6 +61,20 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     if standings.best is None:
         raise _too_small(task, standings.smallest, solved)
     return _choice(task, standings, solved, _cut(task, standings))
+
+
+def compared(best: Choice, others: Sequence[Choice], *, pads: bool) -> Choice:
+    """Return the best choice with those of the other searches among its candidates; `pads` says that it pads dims."""
+    name = "{}, not padded" if pads else "{}, padded"
+    added = [Candidate(name.format(one.search.chosen), one.evaluation.cost, fits=True) for one in others]
+    bounds = [one.search.bound for one in (best, *others)]
+    searched = replace(
+        best.search,
+        candidates=(*best.search.candidates, *added),
+        bound=None if None in bounds else min(bound for bound in bounds if bound is not None),
+        seconds=sum(one.search.seconds for one in (best, *others)),
+    )
+    return replace(best, search=searched)
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:

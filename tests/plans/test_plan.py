@@ -139,7 +139,7 @@ def test_layouts_are_known_by_the_names_in_the_graph() -> None:
 
 def test_what_is_declined_is_said() -> None:
     with torch.device("meta"):
-        model, x = nn.Sequential(nn.Linear(8, 9), nn.Sigmoid(), nn.Linear(9, 8)), torch.empty(6, 8)
+        model, x = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid(), nn.Linear(1, 8)), torch.empty(6, 8)
     made = plan(model, "tp=2", (x,), options=Options(recipe="megatron"))
     said = [str(remark) for remark in made.remarks if not remark.routine]
     assert any("0.weight stays whole" in text for text in said), said

@@ -144,4 +144,5 @@ def test_names_fold() -> None:
     assert fold_names(["layers.0.w", "layers.1.w", "layers.2.w"]) == "layers.0-2.w"
     assert fold_names(["a.0", "a.2"]) == "a.{0,2}"
     assert fold_names(["a"]) == "a"
+    assert fold_names(["layers.0.w", "head", "layers.1.w", "a1.w"]) == "layers.0-1.w, head, a1.w"
     assert fold_text(["at 1", "at 2", "in 1"]) == ["at 1 (and 1 alike)", "in 1"]
