@@ -34,12 +34,12 @@ try:
     )
     from passes._torch.fake import (
         FakeTensorMode,
-        as_compiled,
         fake_empty,
         fake_mode,
         fake_mode_of,
         fake_view,
         is_fake,
+        rehearsed,
         shares_memory,
     )
     from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
@@ -78,7 +78,6 @@ __all__ = [
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
-    "as_compiled",
     "box",
     "checkpoint_of",
     "clear_checkpoint",
@@ -103,6 +102,7 @@ __all__ = [
     "new_group",
     "register_group",
     "registered_group",
+    "rehearsed",
     "relay_dtensor",
     "reserve_symmetric_memory",
     "run_joint_graph_passes",

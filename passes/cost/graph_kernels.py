@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from passes.cost.fused_regions import bytes_read, is_fusible, is_reduction, regions
+from passes.cost.fused_regions import bytes_read, is_generated, is_reduction, regions
 from passes.cost.graph_buffers import Values, viewed_by
 from passes.ir.graph import is_random, operands, results_of
 
@@ -33,7 +33,7 @@ class Kernel:
     @property
     def is_generated(self) -> bool:
         """Return whether Inductor writes its code; others are an operator's own kernel, or a collective."""
-        return len(self.nodes) > 1 or is_fusible(self.nodes[-1].target)
+        return len(self.nodes) > 1 or is_generated(self.nodes[-1])
 
     @property
     def is_random(self) -> bool:
@@ -75,7 +75,7 @@ def _inlined(graph: Graph, values: Values) -> _Inlined:
         if node.op != "call_function" or not _is_pointwise(node):
             continue
         readers = [reader for name in values.names[node] for reader in values.readers.get(name, ())]
-        is_stored = any(reader.op == "output" or not is_fusible(reader.target) for reader in readers)
+        is_stored = any(reader.op == "output" or not is_generated(reader) for reader in readers)
         if not is_stored and not is_random(node) and len(reads := _reads((node,), values, inlined)) <= MAX_READS:
             inlined |= {name: reads for name in values.names[node]}
     return inlined
@@ -122,5 +122,5 @@ def _reads(nodes: tuple[Node, ...], values: Values, inlined: _Inlined) -> dict[s
 
 
 def _is_pointwise(node: Node) -> bool:
-    return is_fusible(node.target) and not is_reduction(node.target)
+    return is_generated(node) and not is_reduction(node.target)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from passes.ir.graph import item_of, operands, tensor_of
+from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, R, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
 from passes.recipes.weights import on_form, on_parameter, padded_form
@@ -111,7 +111,7 @@ class Carry:
     def _op(self, node: Node) -> bool:
         inputs = operands(node)
         if not any(isinstance(p, Shard) for i in inputs for p in self.carried.get(i, ())):
-            if node.target is aten.embedding.default or any(i in self.stream for i in inputs):
+            if results_of(node)[0].is_floating_point() and self._is_stream(node, inputs):
                 self.stream[node] = None
                 self._pass_through(node, inputs)
             return True
@@ -128,6 +128,9 @@ class Carry:
         assert placement is not None
         row = row_sharding(space, first, placement, self.size)
         return self._carry_on(node, row) if row is not None else self._blocked(node)
+
+    def _is_stream(self, node: Node, inputs: tuple[Node, ...]) -> bool:
+        return node.target is aten.embedding.default or any(i in self.stream for i in inputs)
 
     def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
         """Follow the result of a row-parallel linear through a view, a scale or a bias, up to a sum with another

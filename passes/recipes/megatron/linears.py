@@ -12,7 +12,12 @@ from passes.rules.rule import Space, space_of
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.convolution.default)
+_PRODUCTS = (
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.convolution.default",
+    "transformers.grouped_mm_fallback.default",  # by name: transformers need not be installed
+)
 # Ops whose result has the columns of their operand: what lies between a product and the slices that cut its result.
 _MOVES = (aten.view.default, aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dims, aten.clone.default)
 
@@ -96,9 +101,9 @@ def find_linears(forward: tuple[Node, ...], weights: dict[Node, Node]) -> dict[N
     """Return the linears among `forward`, by node; `weights` are the forms of parameters."""
     found = {}
     for node in forward:
-        if node.target not in _PRODUCTS or len(operands(node)) != 2:
+        if str(node.target) not in _PRODUCTS or (node.target is aten.convolution.default and len(operands(node)) != 2):
             continue
-        left, right = (value in weights for value in operands(node))
+        left, right = (value in weights for value in operands(node)[:2])
         space = space_of(node)
         if left == right or space is None:
             continue
