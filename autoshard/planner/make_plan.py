@@ -18,7 +18,8 @@ from autoshard.dumps.graph_dump import GraphDump, dump_of
 from autoshard.planner.candidates import Choice, compared, search
 from autoshard.planner.earlier_plans import replayed
 from autoshard.planner.effort import FULL, QUICK, Effort
-from autoshard.planner.evaluation import Evaluation, Folded, Recorder, evaluate, fold, in_chunks, phases_of
+from autoshard.planner.evaluation import Evaluation, Folded, Recorder, fold, phases_of
+from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
@@ -32,7 +33,7 @@ from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
 from passes.errors import MemoryLimitError
 from passes.ir.folded_layers import expand_names
-from passes.ir.graph import Origin, copy_graph
+from passes.ir.graph import Origin, copy_graph, has_backward
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
@@ -180,10 +181,10 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
-        return _Decision(recipes, recomputation=_recomputation(problem))
+        return _Decision(recipes, recomputation=_recomputation(problem, folded))
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
-        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
+        return _Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
     for pads in (True, False) if problem.earlier else ():
         graph = _variant(problem, folded, pads=pads)
         if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
@@ -238,7 +239,9 @@ def _decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> _De
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
     if decision.evaluation is None and _may_need_memory(problem):
-        return replace(decision, recomputation=evaluate(problem, folded, decision.recipes, effort=FULL).recomputation)
+        evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+        check_memory(problem, folded, evaluation)
+        return replace(decision, recomputation=evaluation.recomputation)
     return decision
 
 
@@ -257,21 +260,23 @@ def _decision_of(plan: PlanRecord, folded: Folded) -> _Decision:
 
 
 def _may_need_memory(problem: Problem) -> bool:
-    """Return whether only a simulated step can tell what has to be recomputed."""
-    is_asked = problem.options.recompute == "auto" and problem.options.passes is None
-    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
+    """Return whether only a simulated step can tell what has to be recomputed, or whether it fits at all."""
+    options = problem.options
+    is_asked = options.memory_limit is not None or (options.recompute == "auto" and problem.training)
+    return is_asked and options.passes is None and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
-def _recomputation(problem: Problem) -> Recomputation | None:
+def _recomputation(problem: Problem, folded: Folded) -> Recomputation | None:
     """Return what is recomputed if no step is simulated."""
-    return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
+    return Recomputation(()) if problem.options.recompute == "block" and has_backward(folded.graph.graph) else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
     """Add the predicted cost of a step, if the search has not found it and the hardware is known."""
     if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
-    evaluation = in_chunks(problem, evaluate(problem, folded, decision.recipes, effort=FULL))
+    evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+    check_memory(problem, folded, evaluation)
     collectives = timed(evaluation.facts["collectives"], evaluation.timeline)
     return replace(
         decision,
