@@ -84,7 +84,7 @@ def _whole_stream(site: Site) -> Decisions:
     return replace(found, values=values)
 
 
-register_recipe(Recipe(MEGATRON_2019, "megatron without sequence parallelism", decide=_whole_stream))
+_WITHOUT_SEQUENCE = Recipe(MEGATRON_2019, "megatron without sequence parallelism", decide=_whole_stream)
 
 # torchtitan: activation checkpointing "op" keeps the results of attention, of reduce-scatters and of every second product
 # of a layer, in the order wq, wk, wv, wo, w1, w3, w2.
@@ -188,6 +188,7 @@ def predict(row: Row) -> float:
     """Return the seconds of a step as it was run: those of the last micro-batch, which is reduced and applied, and of
     the others.
     """
+    register_recipe(_WITHOUT_SEQUENCE)
     seconds = _step(row, row.mesh, row.batch, row.stack).step_time + _copies(row)
     if row.micro_batches > 1:
         inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))

@@ -79,5 +79,5 @@ def test_the_other_passes_are_set_for_the_plan_as_ever() -> None:
 
 
 def test_a_pass_goes_before_one_that_there_is() -> None:
-    with pytest.raises(UserError, match="there is no pass 'sharding'; passes are normalize, seed, "):
+    with pytest.raises(UserError, match="there is no pass 'sharding'; passes are normalize, pad, seed, "):
         inserted(default_passes(), SquareByProduct(), before="sharding")

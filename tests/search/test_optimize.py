@@ -135,7 +135,7 @@ def test_a_plan_that_cannot_fit_is_refused_by_its_bound() -> None:
 
 
 def test_a_price_on_bytes_finds_a_plan_that_fits() -> None:
-    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 17))
+    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 12))
     rich, _ = solve(factor_graph, unit_costs, Goal())
     limit = rich.memory * 0.85
     poor, bound = solve(factor_graph, unit_costs, Goal(memory_limit=limit))
@@ -168,7 +168,7 @@ def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
 
 def test_where_nothing_fits_no_short_step_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of the time takes long where no assignment fits; one of the bytes tells."""
-    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 17))
+    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 12))
     roomy, _ = solve(factor_graph, unit_costs, Goal())
     timed: list[Formulation] = []
     solve_short = Formulation.solve

@@ -102,7 +102,8 @@ def _made(options: Options) -> Planned:
 
 def test_what_is_computed_again_makes_a_step_fit() -> None:
     auto = _plan()
-    usual, block, roomy = auto.replan(recompute="none"), auto.replan(recompute="block"), auto.replan(memory_limit=None)
+    block, roomy = auto.replan(recompute="block"), auto.replan(memory_limit=None)
+    usual = auto.replan(recompute="none", memory_limit=None)
     assert roomy.recomputation is None and usual.recomputation is None, "nothing where all fits, or where told so"
     again, fitted = block.recomputation, auto.recomputation
     assert again is not None and fitted is not None
