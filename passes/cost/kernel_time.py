@@ -230,11 +230,14 @@ def _attention_flops(call: Call) -> float:
 
 
 def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
-    """Return the number of query-key pairs that are computed: if causal, query i attends to keys 0 to i."""
+    """Return the number of query-key pairs that are computed: if causal, query i attends to keys 0 to i.
+
+    Fewer queries than keys are a part of as many as there are keys: all but half a square (`passes/rules/causal.py`).
+    """
     if not is_causal:
         return float(queries * keys)
     seen = min(queries, keys)
-    return seen * (seen + 1) / 2 + max(0, queries - keys) * keys
+    return seen * (seen + 1) / 2 + abs(queries - keys) * seen
 
 
 def _query_rows(call: Call) -> int:

@@ -250,7 +250,8 @@ class LocalCall(abc.ABC):
     """The interface of local forms: a call that is to be made on per-device tensors.
 
     `args`, `kwargs` and `operands` hold per-device nodes. `emit` adds an op before the node that is replaced; a local
-    form returns the node that gives the result (or the tuple of results).
+    form returns the node that gives the result (or the tuple of results), a node for each
+    result, or None to keep the call.
     """
 
     call: Call  # global shapes
@@ -262,6 +263,10 @@ class LocalCall(abc.ABC):
     @abc.abstractmethod
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call on per-device values."""
+
+    @abc.abstractmethod
+    def item(self, results: Node, number: int) -> Node:
+        """Take one of the results of a call that gives several."""
 
     @abc.abstractmethod
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
@@ -300,7 +305,7 @@ def remade(call: LocalCall, **changes: Any) -> Node:
 
 
 SpaceOf = Callable[[Call], Space | None]
-LocalForm = Callable[[LocalCall], Node]
+LocalForm = Callable[[LocalCall], Node | tuple[Node, ...] | None]
 
 
 @dataclass(frozen=True)
