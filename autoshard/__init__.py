@@ -7,7 +7,7 @@ model.
 from __future__ import annotations
 
 from autoshard.api import autoshard, plan
-from autoshard.config.options import Dump, Options, Overlap
+from autoshard.config.options import Bucket, Dump, Options, Overlap
 from autoshard.debug.checking import check
 from autoshard.inspection.assertions import assert_plan
 from autoshard.inspection.sharding_plan import ShardingPlan
@@ -38,6 +38,7 @@ from passes.rules.rule import rule
 
 __all__ = [
     "AutoshardError",
+    "Bucket",
     "Candidate",
     "CaptureError",
     "Collective",

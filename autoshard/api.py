@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar, overload
 
@@ -26,11 +27,12 @@ from autoshard.planner.problem import data_axes
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
+from autoshard.runtime.calls.programs import CallSettings, FirstCall
 from autoshard.runtime.execution import LocalProgram
-from autoshard.runtime.global_call import Splits, global_call
+from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.parameters import place_of
 from autoshard.runtime.process_groups import open_groups
-from autoshard.runtime.sharded_module import FirstCall, ShardedModule, shard_module
+from autoshard.runtime.sharded_module import ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
 from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
 from passes.errors import MeshError, UserError
@@ -142,8 +144,9 @@ def _distribute(
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)
     planner = _Planner(device_mesh.device_type, place.mesh, options, given)
+    settings = CallSettings(options.compile, options.max_programs, options.buckets or {})
     if args is None and kwargs is None:
-        return shard_module(model, place, groups, planner, mode=options.compile)
+        return shard_module(model, place, groups, planner, settings)
 
     def attempt(followed: Decided | None) -> LocalProgram:
         axes = planner.batch_axes()
@@ -151,7 +154,7 @@ def _distribute(
 
     gradients = torch.is_grad_enabled()
     planned = plan_together(groups, attempt)
-    return shard_module(model, place, groups, planner, mode=options.compile, planned=planned, gradients=gradients)
+    return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
 
 
 class _Planner:
@@ -168,18 +171,21 @@ class _Planner:
         self.device, self.mesh, self.options, self.given = device, mesh, options, given
         self.awaits = given is not None  # `given` has not been compiled yet
         self.first: PlanRecord | None = given  # the plan that decides how inputs are split
+        self.made: list[PlanRecord] = []
 
     def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """Return the program for a call with this rank's part of each input."""
-        splits = self._splits()
+        splits = self.splits()
         args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
+        layouts = layouts_of_call(call.module, args, kwargs, splits) if self.made else None
         return self.plan(
             call.module,
             args,
             kwargs,
             call.gradients,
             call.parameters,
-            batch_axes=self.batch_axes(),
+            batch_axes=None if self.made else self.batch_axes(),
+            layouts=layouts,
             followed=followed,
         )
 
@@ -192,12 +198,13 @@ class _Planner:
         stored: Mapping[str, Layout] | None = None,
         *,
         batch_axes: tuple[int, ...] | None = None,
+        layouts: Mapping[str, Layout] | None = None,
         followed: Decided | None,
     ) -> LocalProgram:
         """Return the program for a call with global inputs.
 
-        `batch_axes` are the axes that the caller splits the batch over (None: as the plan says). `followed` waits for
-        the plan that the first rank decided on.
+        `batch_axes` are the axes that the caller splits the batch over, `layouts` those of the inputs as the caller
+        gives them (None: as the plan says). `followed` waits for the plan that the first rank decided on.
         """
         given = self.given if self.awaits and self.given and self.given.settings.training == training else None
         if stored is None and given is None and self.given is not None:
@@ -207,34 +214,42 @@ class _Planner:
             args,
             kwargs,
             self.mesh,
-            self.options,
+            self.options if layouts is None else self._options_with(layouts),
             training=training,
             device=self.device,
             stored=stored,
             batch_axes=batch_axes,
+            is_later=layouts is not None,
+            earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
         )
         planned = make_plan(request, plan=followed or given)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
+        self.made.append(planned.plan)
         return self._program(planned)
+
+    def _options_with(self, layouts: Mapping[str, Layout]) -> Options:
+        """Return the options for a call whose inputs have these layouts."""
+        return replace(self.options, inputs={path: self._placements(layout) for path, layout in layouts.items()})
+
+    def _placements(self, layout: Layout) -> dict[str, str]:
+        return dict(zip(self.mesh.names, map(str, layout.placements), strict=True))
 
     def batch_axes(self) -> tuple[int, ...] | None:
         """Return the axes that the caller splits the batch over; None: as the recipe or the given plan says.
 
         A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide.
         """
-        return self._splits().data_axes if self.options.recipe == AUTO and self.given is None else None
+        return self.splits().data_axes if self.options.recipe == AUTO and self.given is None else None
 
-    def _splits(self) -> Splits:
+    def splits(self) -> Splits:
         """Return how a call's inputs are split: as in the first plan, or before that, over the axes of data-parallel
         recipes.
         """
         if self.first is None:
             return Splits(self.mesh, self._data_axes(), self.options.inputs)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
-        placements = {
-            name: dict(zip(self.mesh.names, map(str, layout.placements), strict=True)) for name, layout in layouts.items()
-        }
+        placements = {name: self._placements(layout) for name, layout in layouts.items()}
         first = next(iter(layouts.values()), None)
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
 

@@ -320,12 +320,6 @@ def test_what_a_module_on_a_mesh_is_asked_amiss(one_rank: DeviceMesh) -> None:
     options = Options(recipe="ddp", compile="eager", hardware=None)
     model = autoshard(nn.Linear(4, 4), one_rank, (torch.randn(6, 4),), options=options)
     with pytest.raises(AutoshardError) as caught:
-        model.shard(torch.randn(5, 4))
-    assert str(caught.value) == (
-        "input 'input' is float32[5, 4], but the model was captured with the global batch float32[6, 4]; give "
-        "batches of one shape"
-    )
-    with pytest.raises(AutoshardError) as caught:
         model.profile(torch.randn(6, 4))
     assert str(caught.value) == (
         "a profile compares with what is predicted, and the figures of this device are not known: give "

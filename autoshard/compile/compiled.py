@@ -91,6 +91,13 @@ class Program:
         return list(self._backward(arguments))
 
 
+def strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with the strides that a program was made for, copied if it has others."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def split_program(gm: GraphModule, *, mode: Mode) -> Split:
     """Partition a LOCAL graph into forward and backward.
 

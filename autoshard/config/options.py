@@ -19,6 +19,7 @@ from passes.errors import ConstraintError, RecipeError, UserError
 from passes.hardware.hardware import Hardware
 
 USABLE_MEMORY = 0.9  # share of a device's memory; the rest is left to the allocator, kernels and NCCL
+MAX_PROGRAMS = 32  # a program takes seconds to minutes: more are a sign of sizes or numbers that never repeat
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
 
@@ -74,6 +75,31 @@ class Dump:
         check_kind("Dump", "folder", self.folder, (str, PathLike), "the path of a folder")
         check_choice("Dump", "mode", self.mode, ("full", "diff"))
         check_choice("Dump", "ranks", self.ranks, ("first", "all"))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Padding of an input to one of a few sizes: `Options(buckets={"tokens": Bucket(1, (64, 128), fill=0)})`."""
+
+    dim: int
+    """The dim that is padded at its end, on each rank: of this rank's part, if an axis splits the dim."""
+
+    sizes: tuple[int, ...]
+    """The sizes it is padded to: the smallest that is large enough. A larger input is not padded."""
+
+    fill: bool | int | float
+    """The value that padding has. It has to be one that the model ignores, such as -100 in labels: a mean over padding
+    is another mean."""
+
+    def __post_init__(self) -> None:
+        check_kind("Bucket", "dim", self.dim, int, "a dim, such as 1")
+        if not isinstance(self.sizes, tuple) or not self.sizes or not all(_is_size(size) for size in self.sizes):
+            raise UserError(f"Bucket(sizes={shown(self.sizes)}): give sizes above 0 in a tuple, such as (128, 256)")
+        check_kind("Bucket", "fill", self.fill, (bool, int, float), "the number that padding has, such as -100")
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +194,17 @@ class Options:
     `recipe="auto"` there is no search, unless a `passes.solve.Solve()` is among them.
     """
 
+    max_programs: int = MAX_PROGRAMS
+    """Programs that one model may have. A call with other shapes, arguments that are no tensors, or another state of
+    the model (training or evaluation, a flag that was changed) than any before needs a program of its own, which takes
+    seconds; a call that would exceed the number is an error that says what varied.
+    """
+
+    buckets: Mapping[str, Bucket] | None = None
+    """Inputs to pad, by path or glob, so that few programs serve many sizes:
+    `{"tokens": Bucket(1, (64, 128), fill=0), "labels": Bucket(1, (64, 128), fill=-100)}`. Outputs keep the padding.
+    """
+
     dump: str | PathLike[str] | Dump | Literal[False] | None = None
     """A folder, or a `Dump`, for the graph after every pass that changed it and for the compiled graphs. `None`: use
     the environment (`AUTOSHARD_DUMP`, `AUTOSHARD_DUMP_MODE`, `AUTOSHARD_DUMP_RANKS`). `False`: no dump.
@@ -193,6 +230,7 @@ class Options:
         if self.dump is not None and self.dump is not False:
             check_kind("Options", "dump", self.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
         self._check_time_limit()
+        self._check_programs()
         self.memory_bytes(0)
 
     def _check_recipe(self) -> None:
@@ -209,6 +247,15 @@ class Options:
             raise UserError(
                 f"Options(passes={shown(self.passes)}): give a tuple of passes, made as in "
                 "(*autoshard.phases.default_passes(), MyPass()), or None for the default"
+            )
+
+    def _check_programs(self) -> None:
+        check_count("Options", "max_programs", self.max_programs, "programs")
+        buckets = {} if self.buckets is None else self.buckets
+        if not is_mapping_by_name(buckets) or not all(isinstance(one, Bucket) for one in buckets.values()):
+            raise UserError(
+                f"Options(buckets={shown(self.buckets)}): give autoshard.Bucket(dim, sizes, fill) by the input's path: "
+                "{'tokens': Bucket(1, (128, 256), fill=0)}"
             )
 
     def _check_time_limit(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.signature import bind_call
-from autoshard.compile.compiled import Split
+from autoshard.compile.compiled import Split, strided_like
 from autoshard.debug.rank_interpreter import run_ranks
 from autoshard.planner.make_plan import Planned
 from passes._torch import flatten_pytree
@@ -163,9 +163,9 @@ class Ranks:
             return torch.tensor(seed, device="cpu")
         if what in self.held[rank]:
             return self.held[rank][what]
-        part = local_part(values[what], layout_of(node), self.mesh, coordinate).contiguous()
-        assert part.shape == tensor_of(node).shape, f"{what} is {list(part.shape)}, not {list(tensor_of(node).shape)}"
-        return part
+        part, like = local_part(values[what], layout_of(node), self.mesh, coordinate), tensor_of(node)
+        assert part.shape == like.shape, f"{what} is {list(part.shape)}, not {list(like.shape)}"
+        return strided_like(part, like)
 
     def _laid_out(self, output: Output) -> tuple[Layout, tuple[int, ...]]:
         """Layout and global shape: a gradient and a buffer's new value are laid out as what they belong to."""

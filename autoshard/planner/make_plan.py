@@ -16,7 +16,8 @@ from autoshard.config.settings import settings_of
 from autoshard.config.topology import hardware_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
 from autoshard.planner.candidates import search
-from autoshard.planner.effort import FULL, Effort
+from autoshard.planner.earlier_plans import replayed
+from autoshard.planner.effort import FULL, QUICK, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, Recorder, evaluate, fold, in_chunks, phases_of
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
@@ -162,6 +163,8 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
         return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
+    if (replay := replayed(problem, folded)) is not None:
+        return _Decision(replay.recipes, replay.solution, recomputation=replay.recomputation, remarks=(replay.remark,))
     choice = search(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
@@ -183,7 +186,7 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
 
 def _decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     """Decide as `_decide` does, and simulate the step if the user named the hardware or memory may be short."""
-    decision = _decide(problem, folded, FULL, progress)
+    decision = _decide(problem, folded, QUICK if problem.earlier else FULL, progress)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
     if decision.evaluation is None and _may_need_memory(problem):

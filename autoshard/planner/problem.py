@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,9 @@ from torch.fx import GraphModule, Node
 from autoshard.capture.capture import Captured, capture_call
 from autoshard.config.axis_recipes import compute_parts, recipes_of
 from autoshard.config.constraints import constraints_on
-from autoshard.config.options import Options
+from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
+from autoshard.plans.record import PlanRecord
 from passes.cast_parameters import CastParameters
 from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
@@ -31,7 +33,7 @@ Recipes = tuple[str | None, ...]  # one per mesh axis
 class Problem:
     """A captured model and all that its candidate plans have in common.
 
-    `stored` and `batch_axes` are as in a `PlanRequest`.
+    `stored`, `batch_axes`, `is_later` and `earlier` are as in a `PlanRequest`.
     """
 
     captured: Captured
@@ -42,6 +44,8 @@ class Problem:
     cast: CastParameters
     stored: Mapping[str, Layout]
     batch_axes: tuple[int, ...] | None
+    is_later: bool = False
+    earlier: tuple[PlanRecord, ...] = ()
     parts: int = 1  # dims that this does not divide are padded
 
     @property
@@ -62,9 +66,15 @@ class Problem:
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             (*constraints_on(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
-            constraints_on(self.options.outputs, "outputs", outputs, self.mesh),
+            constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh),
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
+
+    def _of_these(self, given: Placements | None, names: Iterable[str]) -> Placements | None:
+        """Return the constraints that a later call can honour: it may return other values than the first."""
+        if given is None or not self.is_later:
+            return given
+        return {pattern: axes for pattern, axes in given.items() if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
 
     def resharding(self, recipes: Recipes) -> Recipes:
         """Return `recipes` adapted to `Options(reshard_after_forward=...)`: each that differs is replaced by its
@@ -109,7 +119,12 @@ class Problem:
         return tuple(Constraint(name, axis, one.placement) for (name, axis), one in found.items())
 
     def check_batch(self, recipes: Recipes) -> None:
-        """Raise InputError if the axes that `recipes` split the batch over do not divide it."""
+        """Raise InputError if the axes that `recipes` split the batch over do not divide it.
+
+        The inputs of a later call are constrained, so that no recipe splits them.
+        """
+        if self.is_later:
+            return
         axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
         inputs = self.captured.shapes(InputRole.INPUT).items()
@@ -166,6 +181,8 @@ def captured_problem(request: PlanRequest) -> Problem:
         _cast(request, captured),
         request.stored or {},
         request.batch_axes,
+        request.is_later,
+        request.earlier,
         compute_parts(recipes_of(options.recipe, request.mesh), request.mesh),
     )
 

@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.topology import equipped
+from autoshard.plans.record import PlanRecord
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
 
@@ -20,7 +21,9 @@ class PlanRequest:
     """A call of `module` with the global batch, to be planned for `mesh`.
 
     `stored` are the layouts of parameters from an earlier program of the same module. `batch_axes` are those that the
-    caller splits the batch over: as many of the first as divide it, and no others (None: free to choose).
+    caller splits the batch over: as many of the first as divide it, and no others (None: free to choose). `is_later`: the
+    inputs of the call are all constrained to how the caller splits them. `earlier` are plans of the same module for
+    other calls; a search takes over what they decided.
     """
 
     module: nn.Module
@@ -32,6 +35,8 @@ class PlanRequest:
     device: str = "cpu"
     stored: Mapping[str, Layout] | None = None
     batch_axes: tuple[int, ...] | None = None
+    is_later: bool = False
+    earlier: tuple[PlanRecord, ...] = ()
 
     def checked(self) -> PlanRequest:
         """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work.

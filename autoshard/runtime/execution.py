@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from autoshard.capture.signature import Signature, bind_call
-from autoshard.compile.compiled import Program, Split
+from autoshard.capture.signature import Call, Signature
+from autoshard.compile.compiled import Program, Split, strided_like
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
@@ -104,41 +104,26 @@ class Execution:
     tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
     saved_parameters: frozenset[str]  # those that the backward reads
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> Any:
+    def run(self, call: Call, seed: torch.Tensor) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
 
-        Raises InputError for a call that does not fit, DistributedError if another rank has stopped.
+        Raises DistributedError if another rank has stopped.
         """
-        inputs = self.take_inputs(args, kwargs)
+        inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
         outputs = _Step.apply(self, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return self.local.signature.unflatten(outputs)
 
-    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def take_inputs(self, call: Call) -> list[torch.Tensor]:
         """Return this rank's parts of the tensors of a call, in the order of `signature.inputs`; DTensors are
         redistributed.
         """
-        given = self.check_inputs(args, kwargs)
-        return [item.take(tensor, self.place) for item, tensor in zip(self.inputs, given, strict=True)]
+        return [item.take(call.leaves[item.spec.path], self.place) for item in self.inputs]
 
-    def check_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Return the unchanged tensors of a call. Raises InputError for a call that does not fit."""
-        given = self.local.signature.flatten(args, kwargs)
-        for item, tensor in zip(self.inputs, given, strict=True):
-            item.check(tensor, self.place)
-        return given
-
-    def shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call on a global batch, with every tensor cut to this rank's part.
-
-        Raises InputError for a call that does not fit.
-        """
-        signature = self.local.signature
-        whole = signature.flatten(args, kwargs)
-        call = bind_call(signature.forward, args, kwargs)
-        parts = {item.spec.path: item.cut(tensor, self.place) for item, tensor in zip(self.inputs, whole, strict=True)}
-        leaves = {path: parts.get(path, leaf) for path, leaf in call.leaves.items()}
-        return call.as_written(leaves, args, kwargs)
+    def check_inputs(self, call: Call) -> None:
+        """Raise InputError for a call that does not fit."""
+        for item in self.inputs:
+            item.check(call.leaves[item.spec.path], self.place)
 
     def forward(
         self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], seed: torch.Tensor
@@ -156,7 +141,7 @@ class Execution:
         }
         split = self.program.split
         arguments = [
-            _strided_like(by_role[given.role][given.name], like)
+            strided_like(by_role[given.role][given.name], like)
             for given, like in zip(split.inputs, split.input_values, strict=True)
         ]
         owned = {id(tensor) for tensor in arguments}
@@ -202,15 +187,8 @@ def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> to
     """Return a tangent with the dtype and strides that the program was compiled for."""
     if given is None:
         return _zeros(like)
-    given = _strided_like(given.to(like.dtype), like)
+    given = strided_like(given.to(like.dtype), like)
     return given if scale == 1.0 else given * scale
-
-
-def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the strides that the code was compiled for, copied if it has others."""
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Turn a call with one rank's part of each input into the call with global inputs."""
+"""Turn a call with one rank's part of each input into the call with global inputs, and say how each is split."""
 
 from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from autoshard.capture.signature import bind_call
 from autoshard.config.constraints import placement_of
 from autoshard.config.options import Placements
 from passes.errors import CaptureError
-from passes.ir.layout import Shard
+from passes.ir.layout import Layout, Shard, is_even, next_digit, replicated
 from passes.ir.mesh import Mesh
 
 
@@ -32,19 +32,39 @@ class Splits:
         """Return a meta tensor of global shape for `tensor`, one rank's part of the input `path`."""
         shape = list(tensor.shape)
         if not isinstance(tensor, DTensor):
-            for axis, name in enumerate(self.mesh.names):
-                dim = self._dim(path, name, axis, tensor, batch)
-                if dim is not None:
-                    shape[dim] *= self.mesh.sizes[axis]
+            for axis, shard in self._shards(path, tensor, batch):
+                shape[shard.dim] *= self.mesh.sizes[axis]
         return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
-    def _dim(self, path: str, name: str, axis: int, tensor: torch.Tensor, batch: int | None) -> int | None:
+    def layout(self, path: str, whole: torch.Tensor, batch: int | None) -> Layout:
+        """Return the layout of the input `path` of this global shape: split where axes divide it, else whole."""
+        layout = replicated(self.mesh)
+        for axis, shard in self._shards(path, whole, batch):
+            digit = shard if shard.outer > 1 else next_digit(layout, shard.dim, self.mesh)
+            split = layout.with_on(axis, digit)
+            layout = split if is_even(split, whole.shape, self.mesh) else layout
+        return layout
+
+    def divide(self, path: str, whole: torch.Tensor, batch: int | None) -> bool:
+        """Return whether every axis that callers split the input over divides this global shape."""
+        asked = [axis for axis, _ in self._shards(path, whole, batch) if self.mesh.sizes[axis] > 1]
+        layout = self.layout(path, whole, batch)
+        return all(isinstance(layout.on(axis), Shard) for axis in asked)
+
+    def _shards(self, path: str, tensor: torch.Tensor, batch: int | None) -> Iterator[tuple[int, Shard]]:
+        """Yield the axes that split the input. `batch` is the size of dim 0 that marks a tensor as part of a batch."""
+        for axis, name in enumerate(self.mesh.names):
+            shard = self._shard(path, name, axis, tensor, batch)
+            if shard is not None:
+                yield axis, shard
+
+    def _shard(self, path: str, name: str, axis: int, tensor: torch.Tensor, batch: int | None) -> Shard | None:
         for pattern, axes in (self.inputs or {}).items():
             if fnmatch.fnmatchcase(path, pattern) and name in axes:
                 placement = placement_of(axes[name], "inputs", path, tensor.shape)
-                return placement.dim if isinstance(placement, Shard) else None
+                return placement if isinstance(placement, Shard) else None
         is_batch = tensor.dim() > 0 and tensor.shape[0] == batch
-        return 0 if axis in self.data_axes and is_batch else None
+        return Shard(0) if axis in self.data_axes and is_batch else None
 
 
 def global_call(
@@ -59,7 +79,25 @@ def global_call(
         call = bind_call(signature, args, dict(kwargs))
     except TypeError as error:
         raise CaptureError(f"{type(module).__name__}.forward{signature} cannot be called like this: {error}") from error
-    tensors = {path: leaf for path, leaf in call.leaves.items() if isinstance(leaf, torch.Tensor)}
-    first = next((t for t in tensors.values() if t.dim() > 0), None)
-    batch = None if first is None else first.shape[0]
+    tensors = tensors_of(call.leaves)
+    batch = batch_of(tensors)
     return call.with_leaves({**call.leaves, **{p: splits.whole(p, t, batch) for p, t in tensors.items()}})
+
+
+def tensors_of(leaves: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors among the leaves of a call, by path."""
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def batch_of(tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """Return the batch size of a call: that of its first tensor with a dim."""
+    return next((tensor.shape[0] for tensor in tensors.values() if tensor.dim() > 0), None)
+
+
+def layouts_of_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], splits: Splits
+) -> dict[str, Layout]:
+    """Return the layout of every tensor of a call with global inputs, by path."""
+    tensors = tensors_of(bind_call(inspect.signature(module.forward), args, dict(kwargs)).leaves)
+    batch = batch_of(tensors)
+    return {path: splits.layout(path, tensor, batch) for path, tensor in tensors.items()}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from autoshard.capture.signature import Call
 from autoshard.compile.compiled import Program as Compiled
 from autoshard.measure.fit_hardware import LONG, ProductTime, TransferTime, fit_links, fit_products
 from autoshard.plans.collectives import Collective
@@ -84,7 +85,7 @@ class Profile:
 
 
 def profile(
-    execution: Execution, groups: MeshGroups, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor
+    execution: Execution, groups: MeshGroups, call: Call, seed: torch.Tensor
 ) -> Profile:
     """Run one call of a model and its backward, call by call and as a whole. All ranks of the mesh call it together.
 
@@ -113,9 +114,9 @@ def profile(
     watch = _Watch(groups, device)
     timed = Compiled(split, watch.code(split.forward, "forward"), split.backward and watch.code(split.backward, "backward"))
     for _ in range(ROUNDS):
-        _step(replace(execution, program=timed), args, kwargs, seed)
+        _step(replace(execution, program=timed), call, seed)
     seconds = _slowest(groups, watch.least)
-    whole = min(_slowest(groups, {"step": _whole(execution, groups, args, kwargs, seed)})["step"] for _ in range(ROUNDS))
+    whole = min(_slowest(groups, {"step": _whole(execution, groups, call, seed)})["step"] for _ in range(ROUNDS))
     tasks = program(fused=False).tasks
     known = {one.id: one for one in execution.local.plan.collectives}
     collectives = tuple(_collectives(tasks, seconds, known))
@@ -181,11 +182,11 @@ def _is_collective(node: Node) -> bool:
     return is_collective or node.target in OPERATORS
 
 
-def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor) -> None:
+def _step(execution: Execution, call: Call, seed: torch.Tensor) -> None:
     """Run a forward, and its backward (if any) with gradients of ones; buffers get their old values back."""
     buffers = [slot if isinstance(slot, torch.Tensor) else slot.read() for slot in execution.buffers.values()]
     old = [buffer.clone() for buffer in buffers]
-    outputs, _ = flatten_pytree(execution.run(args, kwargs, seed))
+    outputs, _ = flatten_pytree(execution.run(call, seed))
     differentiable = [one for _, one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     parameters = [execution.parameters[name].slot.read() for name in execution.parameter_names]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -198,10 +199,10 @@ def _step(execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
 
 def _whole(
-    execution: Execution, groups: MeshGroups, args: tuple[Any, ...], kwargs: dict[str, Any], seed: torch.Tensor
+    execution: Execution, groups: MeshGroups, call: Call, seed: torch.Tensor
 ) -> float:
     watch = _Watch(groups, execution.place.device)
-    watch.time("step", lambda: _step(execution, args, kwargs, seed), together=True)
+    watch.time("step", lambda: _step(execution, call, seed), together=True)
     return watch.least["step"]
 
 

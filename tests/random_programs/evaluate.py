@@ -27,8 +27,7 @@ from tests.random_programs.ranks import differences_on_ranks
 EQUAL, REFUSED, WRONG, ALARM, INTERNAL, TIMEOUT = "equal", "refused", "wrong", "false alarm", "internal", "timeout"
 KINDS = (EQUAL, REFUSED, WRONG, ALARM, INTERNAL, TIMEOUT)
 GOOD = (EQUAL, REFUSED)
-SECONDS = 120  # of a case at most; most take less than one
-RANK_SECONDS = 180  # more, where processes run it: they import torch, and Inductor compiles
+SECONDS = 120  # of CPU for a case at most; most take less than one
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -42,22 +41,17 @@ class Outcome:
     ops: tuple[str, ...] = ()  # of the model on one device
 
 
-def seconds_of(case: Case) -> int:
-    """Return the time limit of a case."""
-    return SECONDS if case.setting.ranks is None else SECONDS + RANK_SECONDS
-
-
 def evaluate(case: Case) -> Outcome:
     """Return how a case ends: every exception is an outcome."""
-    ops, seconds = _Ops(), seconds_of(case)
+    ops = _Ops()
     with default_dtype(case.program.dtype), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", "the candidate plan .* is left out")
         try:
-            with _time_limit(seconds):
+            with _time_limit(SECONDS):
                 outcome = _evaluated(case, ops)
         except _OverTime:
-            outcome = Outcome(TIMEOUT, "not done in time", f"{seconds} s")
+            outcome = Outcome(TIMEOUT, f"not done in {SECONDS} s of CPU")
         except UserError as error:
             outcome = Outcome(REFUSED, _alike(error), str(error))
         except Exception as error:
@@ -150,13 +144,13 @@ def _time_limit(seconds: int) -> Iterator[None]:
     def over(number: int, frame: FrameType | None) -> None:
         raise _OverTime
 
-    before = signal.signal(signal.SIGALRM, over)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class _Ops(TorchDispatchMode):

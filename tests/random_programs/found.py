@@ -36,6 +36,23 @@ FOUND: dict[str, Case] = {
         Program({"a0": "torch.randn(8)"}, {}, ("v0 = torch.polar(a0.abs(), a0) * 2j",), "v0.abs()"),
         Setting("dp=2", None, {"dp": "ddp"}),
     ),
+    "the strides of an output's gradient": Case(
+        Program(
+            {"a0": "torch.randn(4, 8, 6)"},
+            {"p0": "nn.Parameter(torch.randn(6, 6))"},
+            ("v0 = F.linear(a0.transpose(0, 1).reshape(32, 6), self.p0).view(8, 4, 6).transpose(0, 1)",),
+        ),
+        Setting("dp=2", None, {"dp": None}),
+    ),
+    "a searched sum that a user wants whole": Case(
+        Program(
+            {"a0": "torch.randn(2, 16, 4)"},
+            {},
+            ("v0 = F.cross_entropy(a0, torch.arange(4).expand(2, -1) % 16)",),
+            "v0.tanh().sum() + v0.abs().tanh().sum() + v0.mean()",
+        ),
+        Setting("tp=2", training=False, options={"outputs": {"output": {"tp": "R"}}}),
+    ),
     "a view of an argument without gradients": Case(
         Program({"a0": "torch.randn(8, 16).requires_grad_()"}, {}, ("v0 = a0[..., ::2]",)),
         Setting("dp=2", None, {"dp": "ddp"}, training=False),

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import Mesh, Options, autoshard
 from autoshard.debug.simulated_ranks import distance, norm_of
+from passes import errors
 from tests.random_programs.program import Case, default_dtype
-from tests.spawn import run_on_ranks
+from tests.spawn import Failure, RankError, reports_of_ranks
 
 STEPS, RATE = 2, 1e-3
 TOLERANCE = {"float64": 1e-8, "float32": 1e-2}  # as a part of the largest gradient or parameter: checks look closer
@@ -21,8 +22,12 @@ SECONDS = 150.0  # of all ranks
 
 
 def differences_on_ranks(case: Case, options: Options) -> list[str]:
-    """Return what differs on any rank; the program gives a loss."""
-    reports = run_on_ranks(_train, Mesh(case.setting.mesh).size, case, options, timeout=SECONDS)
+    """Return what differs on any rank; the program gives a loss. Raises a rank's UserError, else RankError."""
+    reports = reports_of_ranks(_train, Mesh(case.setting.mesh).size, case, options, timeout=SECONDS)
+    for report in reports:
+        if isinstance(report, Failure):
+            kind = vars(errors).get(report.kind, RankError)  # a refusal stays one
+            raise kind(report.message if issubclass(kind, errors.UserError) else report.traceback)
     return [f"rank {rank}: {line}" for rank, found in enumerate(reports) for line in found]
 
 

@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from tests.random_programs.draw import draw
-from tests.random_programs.evaluate import INTERNAL, RANK_SECONDS, SECONDS, TIMEOUT, Outcome, evaluate
+from tests.random_programs.evaluate import INTERNAL, SECONDS, TIMEOUT, Outcome, evaluate
 from tests.random_programs.program import Case
 
-GRACE = 60.0  # seconds after the time limit of a case, for what does not return to Python
+PATIENCE = 5.0  # times its limit of CPU seconds that a case may take on the clock: it waits for processes or for a core
 CASES = 200  # that one process evaluates: captures leave memory behind
 
 
@@ -32,7 +32,7 @@ class Worker:
             self.stop()
             self._start()
         self.seed = case if isinstance(case, int) else -1
-        self.count, self.deadline = self.count + 1, time.monotonic() + SECONDS + RANK_SECONDS + GRACE
+        self.count, self.deadline = self.count + 1, time.monotonic() + PATIENCE * SECONDS
         self.connection.send(case)
 
     def take(self) -> tuple[Case | None, Outcome, float]:

@@ -39,7 +39,7 @@ def test_a_plan_for_training_serves_an_evaluation_first(one_rank: DeviceMesh) ->
     loss = model(*case.args)
     loss.backward()
     assert torch.equal(before, loss)
-    assert [e.local.plan.settings.training for e in model._autoshard.executions.values()] == [False, True]
+    assert [program.plan.settings.training for program in model.programs] == [False, True]
 
 
 def _train(rank: int, folder: str, fault: str) -> Any:

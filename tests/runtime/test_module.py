@@ -195,27 +195,6 @@ def test_arguments_need_not_be_contiguous(one_rank: DeviceMesh) -> None:
     torch.testing.assert_close(straight, turned)
 
 
-def test_a_batch_of_another_shape(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank, now=True)
-    tokens, labels = batch()
-    with pytest.raises(InputError) as error:
-        sharded(tokens[:3], labels[:3])
-    assert str(error.value) == (
-        "input 'tokens' is int64[3, 5], but the model was captured with int64[4, 5], of which {dp:R} leaves this "
-        "rank int64[4, 5]; give batches of one shape"
-    )
-
-
-def test_a_batch_of_another_dtype(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank, now=True)
-    tokens, labels = batch()
-    with pytest.raises(InputError) as error:
-        sharded(tokens.int(), labels)
-    assert str(error.value) == (
-        "input 'tokens' is torch.int32, but the model was captured with torch.int64; convert it: .to(torch.int64)"
-    )
-
-
 def test_a_second_derivative(one_rank: DeviceMesh) -> None:
     _, sharded = made(one_rank)
     with pytest.raises(UserError) as error:

@@ -261,13 +261,15 @@ class _RowTable:
         left open."""
         values = [user for user in node.users if item_of(user) == (node, position)] or [node]
         users = [(value, user) for value in values for user in value.users]
+        if any(user.op == "output" or is_reshard(user) for _, user in users):
+            return True
         return any(
             option.row.operands[i] == placement
             for value, user in users
             for i, operand in enumerate(operands(user))
             if operand is value
             for option in self.table.get(user, ())
-        ) or any(user.op == "output" or is_reshard(user) for _, user in users)
+        )
 
 
 def _numel(node: Node) -> int:

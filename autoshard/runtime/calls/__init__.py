@@ -1,0 +1,1 @@
+"""The calls of a sharded module: one program per kind of call, over one set of parameters."""

@@ -1,0 +1,51 @@
+"""Describe the arguments of a call: as a key of the program that runs it, and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.capture.signature import Call, Signature, format_leaf
+
+Key = frozenset[tuple[str, Hashable]]
+
+
+def key_of(call: Call, *, gradients: bool) -> Key:
+    """Return what a program depends on of the arguments: structure, constants, and the types of tensors on this rank.
+
+    `gradients`: gradients are enabled, so that it matters whether an argument needs one.
+    """
+    return frozenset((path, _leaf_key(leaf, gradients)) for path, leaf in call.leaves.items())
+
+
+def signature_key(signature: Signature, *, gradients: bool) -> Key:
+    """Return the key of a captured call with global inputs, on meta as `Splits.whole` gives them."""
+    meta = torch.device("meta")
+    inputs = [
+        (spec.path, (torch.Tensor, torch.Size(spec.shape), spec.dtype, meta, gradients and spec.requires_grad))
+        for spec in signature.inputs
+    ]
+    return frozenset([*inputs, *((path, _leaf_key(value, gradients)) for path, value in signature.constants)])
+
+
+def format_call(call: Call) -> str:
+    """Return a call as messages show it: `tokens: int64[4, 16], labels: None`."""
+    return ", ".join(f"{path}: {_format(leaf)}" for path, leaf in call.leaves.items()) or "no arguments"
+
+
+def _format(leaf: Any) -> str:
+    return f"{format_leaf(leaf)} (DTensor)" if isinstance(leaf, DTensor) else format_leaf(leaf)
+
+
+def _leaf_key(leaf: Any, gradients: bool) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf.shape, leaf.dtype, leaf.device, gradients and leaf.requires_grad
+    if isinstance(leaf, slice):  # has no hash
+        return slice, leaf.start, leaf.stop, leaf.step
+    if isinstance(leaf, float) and math.isnan(leaf):  # equals no float, itself included
+        return type(leaf), "nan"
+    return type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)

@@ -1,0 +1,305 @@
+"""Find the program for a call of a sharded module, or make it; all programs run on one set of parameters.
+
+A program is made for a mode (gradients or none, and the state of the model: training flags, say), the constants among
+the arguments, and the global shapes of the tensors. Making one is an act of all ranks together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.capture.signature import Call, Signature, bind_call
+from autoshard.compile.compiled import Mode as Compile
+from autoshard.config.options import Bucket
+from autoshard.inspection.sharding_plan import ShardingPlan
+from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
+from autoshard.runtime.build import build_program
+from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
+from autoshard.runtime.calls.buckets import padded
+from autoshard.runtime.execution import Execution, LocalProgram, Slot, bind
+from autoshard.runtime.global_call import Splits, batch_of, tensors_of
+from autoshard.runtime.parameters import Place, lay_out
+from autoshard.runtime.process_groups import MeshGroups
+from autoshard.runtime.shared_plan import Decided, plan_together
+from passes._torch import local_of_dtensor
+from passes.errors import DistributedError, InputError, UserError
+from passes.ir.layout import Layout, replicated
+from passes.ir.units import format_seconds
+
+_log = logging.getLogger("autoshard.programs")
+
+Mode = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """A call that has no program yet: the module as the user wrote it, and this rank's arguments."""
+
+    module: nn.Module  # global shapes; parameters on meta
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gradients: bool  # whether a backward is wanted
+    parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
+
+
+class Planner(Protocol):
+    """Plans the programs of one module."""
+
+    def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
+        """Return the program of a call; `followed` waits for the first rank's plan."""
+
+    def splits(self) -> Splits:
+        """Return how callers split the inputs."""
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """The options that concern the calls of a module."""
+
+    compile: Compile
+    max_programs: int
+    buckets: Mapping[str, Bucket]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A parameter that was cut from different values on different ranks: an error, unless it is overwritten before the
+    first step.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    version: int
+    problem: str
+
+    def check(self, present: torch.Tensor) -> None:
+        """Raise InputError if the parameter was not overwritten."""
+        if present is self.parameter and present._version == self.version:
+            raise InputError(self.problem)
+
+
+@dataclass(eq=False)
+class Program:
+    """A program of a sharded module: what it is for, the seconds that it took to make, and how it runs."""
+
+    mode: Mode
+    call: str  # "training, tokens: int64[4, 16]"
+    seconds: float
+    execution: Execution
+
+    @property
+    def plan(self) -> ShardingPlan:
+        return self.execution.local.plan
+
+    def __str__(self) -> str:
+        return f"{self.call} ({format_seconds(self.seconds)})"
+
+
+@dataclass
+class RuntimeState:
+    """A sharded module's state apart from the user's attributes; calls change it."""
+
+    kind: type[nn.Module]  # the user's class
+    place: Place
+    groups: MeshGroups
+    planner: Planner
+    settings: CallSettings
+    seed: int  # equal on all ranks
+    modules: tuple[nn.Module, ...]  # all modules of the model, itself first
+    parameters: tuple[Slot, ...]
+    step: int = 0
+    layouts: Mapping[str, Layout] | None = None
+    programs: list[Program] = field(default_factory=list)
+    by_key: dict[tuple[Mode, Key], Program] = field(default_factory=dict)
+    suspects: tuple[Suspect, ...] = ()
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Return the signature of the forward as the user wrote it."""
+        root = self.modules[0]
+        return inspect.signature(root.__dict__.get("forward") or self.kind.forward.__get__(root))
+
+    def mode(self, *, gradients: bool) -> Mode:
+        """Return what a program depends on besides its arguments."""
+        device = self.place.device.type
+        return (
+            gradients,
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            torch.get_default_dtype(),
+            tuple(module.training for module in self.modules),
+            tuple(slot.read().requires_grad for slot in self.parameters),
+        )
+
+
+def program_of(
+    model: nn.Module,
+    state: RuntimeState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    as_written: Callable[[], nn.Module],
+) -> tuple[Execution, Call]:
+    """Return the program that runs a call, and the call with its arguments padded; make the program if there is none.
+
+    `as_written` returns the model as its user wrote it, in its present state. Raises UserError if there are as many
+    programs as may be, DistributedError if ranks make different calls.
+    """
+    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
+    gradients = torch.is_grad_enabled()
+    key = (state.mode(gradients=gradients), key_of(call, gradients=gradients))
+    program = state.by_key.get(key)
+    if program is None:
+        program = state.by_key[key] = _found(model, state, key[0], call, as_written)
+    return program.execution, call
+
+
+def _found(
+    model: nn.Module, state: RuntimeState, mode: Mode, call: Call, as_written: Callable[[], nn.Module]
+) -> Program:
+    """Return the program of a call that was not made before; all ranks meet here."""
+    described = f"{_format_mode(model, mode)}, {format_call(call)}"
+    _check_same_call(state.groups, described)
+    program = _known(state, mode, call) or _made(model, state, mode, call, described, as_written)
+    together(state.groups, "the first call", lambda: _check_first(state, program.execution, call))
+    _agree_on_inputs(state, program.execution, call)
+    return program
+
+
+def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the call of the model's forward with these arguments. Raises InputError if it does not take them."""
+    signature = state.signature
+    try:
+        return bind_call(signature, args, kwargs)
+    except TypeError as error:
+        raise InputError(f"{state.kind.__name__}.forward{signature} cannot be called like this: {error}") from error
+
+
+def _known(state: RuntimeState, mode: Mode, call: Call) -> Program | None:
+    """Return the program whose global inputs are those of `call`, which may give them in another form."""
+    tensors, splits = tensors_of(call.leaves), state.planner.splits()
+    batch = batch_of(tensors)
+    whole = {path: splits.whole(path, tensor, batch) for path, tensor in tensors.items()}
+    key = key_of(replace(call, leaves=call.leaves | whole), gradients=bool(mode[0]))
+    for program in state.programs:
+        signature = program.execution.local.signature
+        if program.mode == mode and key == signature_key(signature, gradients=bool(mode[0])):
+            return program
+    return None
+
+
+def _made(
+    model: nn.Module,
+    state: RuntimeState,
+    mode: Mode,
+    call: Call,
+    described: str,
+    as_written: Callable[[], nn.Module],
+) -> Program:
+    """Make the program of a call on all ranks together."""
+    started = time.perf_counter()
+    _check_number(state, described)
+    args, kwargs = call.with_leaves(call.leaves)
+
+    def plan(followed: Decided | None) -> LocalProgram:
+        return state.planner(FirstCall(as_written(), args, kwargs, bool(mode[0]), state.layouts), followed)
+
+    local = plan_together(state.groups, plan)
+    return install(model, state, mode, local, described, started=started)
+
+
+def install(
+    model: nn.Module, state: RuntimeState, mode: Mode, local: LocalProgram, described: str, *, started: float
+) -> Program:
+    """Compile a planned program, and store the parameters as it says if it is the first."""
+    built = build_program(local, state.groups, mode=state.settings.compile)
+    state.groups = built.groups
+    if state.layouts is None:
+        _agree_on_parameters(model, state)
+        lay_out(model, state.place, local.parameters)
+        state.layouts = local.parameters
+    seconds = time.perf_counter() - started
+    local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
+    program = Program(mode, described, seconds, bind(built.program, local, model, state.place))
+    state.programs.append(program)
+    _log.info("program %d: %s", len(state.programs), program)
+    return program
+
+
+def _check_same_call(groups: MeshGroups, described: str) -> None:
+    """Raise DistributedError if ranks are about to make programs for different calls."""
+    calls = exchange(groups, described)
+    other = next((number for number, one in enumerate(calls) if one != calls[0]), None)
+    if other is not None:
+        raise DistributedError(
+            f"ranks make different calls: rank {groups.mesh.ranks[0]} ({calls[0]}), rank {groups.mesh.ranks[other]} "
+            f"({calls[other]}); give every rank a part of the same size, as model.shard(...) does, or drop the last batch"
+        )
+
+
+def _check_number(state: RuntimeState, described: str) -> None:
+    most = state.settings.max_programs
+    if len(state.programs) < most:
+        return
+    made = "".join(f"\n  {program}" for program in state.programs[-_SHOWN:])
+    raise UserError(
+        f"the call ({described}) needs a program of its own, and the model has {most}, as many as "
+        f"Options(max_programs={most}) allows; pad inputs to few sizes with Options(buckets=...), pass numbers that change "
+        f"as tensors, or allow more. The last programs:{made}"
+    )
+
+
+_SHOWN = 4  # programs that a message lists
+
+
+def _format_mode(model: nn.Module, mode: Mode) -> str:
+    words = "training" if model.training else "evaluation"
+    return words if mode[0] else f"{words} without gradients"
+
+
+def format_planned(model: nn.Module, signature: Signature, *, gradients: bool) -> str:
+    """Return a call that was planned with global inputs, as `Program.call` has it."""
+    inputs = ", ".join(map(str, signature.inputs))
+    return f"{_format_mode(model, (gradients,))}, global {inputs}"
+
+
+def _agree_on_parameters(model: nn.Module, state: RuntimeState) -> None:
+    """Check that whole parameters are equal before they are cut: ranks with different seeds would mix different
+    models.
+    """
+    whole = replicated(state.place.mesh)
+    given = [
+        Given(f"parameter {name!r}", ONE_MODEL, whole, local_of_dtensor(parameter))
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and not parameter.is_meta
+    ]
+    given += [Given(f"buffer {name!r}", ONE_MODEL, whole, b) for name, b in model.named_buffers() if not b.is_meta]
+    check_equal_values(state.groups, given)
+
+
+ONE_MODEL = "build the model with the same seed on every rank, or load the same state_dict"
+
+
+def _check_first(state: RuntimeState, execution: Execution, call: Call) -> None:
+    """Check what a call gives, and parameters that were unequal, on this rank."""
+    execution.check_inputs(call)
+    for suspect in state.suspects:
+        suspect.check(execution.parameters[suspect.name].slot.read())
+
+
+def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> None:
+    """Check that inputs are equal where they are replicated."""
+    taken = execution.take_inputs(call)
+    advice = "give ranks that differ only on this axis the same batch, as model.sampler(...) does"
+    given = [
+        Given(f"input {item.spec.path!r}", advice, item.layout, tensor)
+        for item, tensor in zip(execution.inputs, taken, strict=True)
+    ]
+    check_equal_values(state.groups, given)

@@ -1,0 +1,182 @@
+"""One model, many calls: a program per kind of call, over one set of parameters, on a mesh of one rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import Bucket, InputError, Options, UserError, autoshard
+from autoshard.capture.signature import InputSpec
+from autoshard.runtime.call_inputs import LocalInput
+from autoshard.runtime.parameters import place_of
+from passes.ir.layout import replicated
+
+EAGER = Options(recipe="fsdp", compile="eager")
+
+
+class Classifier(nn.Module):
+    """Logits, or a loss if there are labels; `scale` is a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        logits = self.head(self.dropout(self.embedding(tokens))) * scale
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def sharded_of(mesh: DeviceMesh, options: Options = EAGER) -> tuple[Classifier, Any]:
+    torch.manual_seed(0)
+    model = Classifier().eval()
+    return model, autoshard(model, mesh, options=options)
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.arange(batch * length).reshape(batch, length) % 11
+
+
+def test_every_kind_of_call_has_a_program_of_its_own(one_rank: DeviceMesh) -> None:
+    model, sharded = sharded_of(one_rank)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((tokens(4, 5), tokens(4, 5)), {}),
+        ((tokens(3, 5), tokens(3, 5)), {}),  # a smaller last batch
+        ((tokens(4, 7), tokens(4, 7)), {}),  # a longer sequence
+        ((tokens(4, 5),), {}),  # no labels
+        ((tokens(4, 5),), {"scale": 2.0}),  # another number
+        ((tokens(4, 5).int(),), {}),  # another dtype
+    ]
+    for args, kwargs in calls * 2:
+        torch.testing.assert_close(sharded(*args, **kwargs), model(*args, **kwargs))
+    assert len(sharded.programs) == len(calls)
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(tokens(4, 5)), model(tokens(4, 5)))
+    assert sharded.programs[-1].call == "evaluation without gradients, tokens: int64[4, 5], labels: None, scale: 1.0"
+
+
+def test_gradients_of_several_programs_add_up(one_rank: DeviceMesh) -> None:
+    model, sharded = sharded_of(one_rank)
+    for batch in (4, 3):
+        for one in (sharded, model):
+            one(tokens(batch, 5), labels=tokens(batch, 5)).backward()
+    torch.testing.assert_close(sharded.head.weight.grad.full_tensor(), model.head.weight.grad)
+
+
+def test_a_call_by_position_and_one_by_name_are_of_one_kind(one_rank: DeviceMesh) -> None:
+    _, sharded = sharded_of(one_rank)
+    sharded(tokens(4, 5), tokens(4, 5))
+    sharded(labels=tokens(4, 5), tokens=tokens(4, 5))
+    sharded(tokens(4, 5), tokens(4, 5), 1.0)
+    assert len(sharded.programs) == 1
+
+
+def test_a_program_made_ahead_serves_the_first_call(one_rank: DeviceMesh) -> None:
+    model = Classifier().eval()
+    sharded: Any = autoshard(model, one_rank, (tokens(4, 5),), options=EAGER)
+    torch.testing.assert_close(sharded(tokens(4, 5)), model(tokens(4, 5)))
+    assert [program.call for program in sharded.programs] == ["evaluation, global tokens: int64[4, 5]"]
+
+
+def test_autocast_is_a_mode(one_rank: DeviceMesh) -> None:
+    model, sharded = sharded_of(one_rank)
+    sharded(tokens(4, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert sharded(tokens(4, 5)).dtype is model(tokens(4, 5)).dtype is torch.bfloat16
+    assert sharded(tokens(4, 5)).dtype is torch.float32
+
+
+def test_the_seconds_of_a_program_are_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    _, sharded = sharded_of(one_rank)
+    with caplog.at_level(logging.INFO, "autoshard.programs"):
+        sharded(tokens(4, 5))
+    assert [record.getMessage() for record in caplog.records if record.name == "autoshard.programs"] == [
+        f"program 1: {sharded.programs[0]}"
+    ]
+    assert sharded.programs[0].seconds > 0
+
+
+def test_the_number_of_programs_is_limited(one_rank: DeviceMesh) -> None:
+    _, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", max_programs=2))
+    sharded(tokens(4, 5))
+    sharded(tokens(4, 6))
+    with pytest.raises(UserError) as caught:
+        sharded(tokens(4, 7))
+    made = "".join(f"\n  {program}" for program in sharded.programs)
+    assert str(caught.value) == (
+        "the call (evaluation, tokens: int64[4, 7], labels: None, scale: 1.0) needs a program of its own, and the model "
+        "has 2, as many as Options(max_programs=2) allows; pad inputs to few sizes with Options(buckets=...), pass "
+        f"numbers that change as tensors, or allow more. The last programs:{made}"
+    )
+    assert sharded(tokens(4, 5)).shape == (4, 5, 11)
+
+
+def test_buckets_make_one_program_of_many_sizes(one_rank: DeviceMesh) -> None:
+    buckets = {"*": Bucket(1, (8, 16), fill=0), "labels": Bucket(-1, (16, 8), fill=-100)}
+    model, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets=buckets))
+    for length in (5, 7, 8):
+        args = tokens(4, length), tokens(4, length)
+        torch.testing.assert_close(sharded(*args), model(*args))
+    assert len(sharded.programs) == 1
+    assert sharded(tokens(2, 20)).shape == (2, 20, 11)
+    assert sharded(tokens(2, 9)).shape == (2, 16, 11)
+
+
+def test_a_bucket_for_a_dim_that_is_not_there(one_rank: DeviceMesh) -> None:
+    _, sharded = sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets={"tokens": Bucket(2, (8,), fill=0)}))
+    with pytest.raises(InputError) as caught:
+        sharded(tokens(4, 5))
+    assert str(caught.value) == (
+        "Options(buckets=...) pads dim 2 of tokens, which is int64[4, 5]; give one of its dims"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda: Bucket(1, (), fill=0), "Bucket(sizes=()): give sizes above 0 in a tuple, such as (128, 256)"),
+        (lambda: Bucket("1", (8,), fill=0), "Bucket(dim='1'): give a dim, such as 1"),
+        (lambda: Bucket(1, (8,), fill=None), "Bucket(fill=None): give the number that padding has, such as -100"),
+        (
+            lambda: Options(buckets={"tokens": (64, 128)}),  # type: ignore[dict-item]
+            "Options(buckets={'tokens': (64, 128)}): give autoshard.Bucket(dim, sizes, fill) by the input's path: "
+            "{'tokens': Bucket(1, (128, 256), fill=0)}",
+        ),
+        (lambda: Options(max_programs=-1), "Options(max_programs=-1): give programs, a whole number of 0 or more"),
+    ],
+)
+def test_options_that_cannot_be(options: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        options()
+    assert str(caught.value) == message
+
+
+def test_arguments_that_forward_does_not_take(one_rank: DeviceMesh) -> None:
+    _, sharded = sharded_of(one_rank)
+    with pytest.raises(InputError) as caught:
+        sharded(tokens(4, 5), target=1)
+    assert str(caught.value) == (
+        "Classifier.forward(tokens: 'Tensor', labels: 'Tensor | None' = None, scale: 'float' = 1.0) -> 'Tensor' cannot be "
+        "called like this: got an unexpected keyword argument 'target'"
+    )
+
+
+def test_a_part_of_another_shape_or_device(one_rank: DeviceMesh) -> None:
+    place = place_of(one_rank)
+    given = LocalInput(InputSpec("x", (4, 3), torch.float32, False), replicated(place.mesh))
+    with pytest.raises(InputError) as caught:
+        given.check(torch.empty(2, 3), place)
+    assert str(caught.value) == (
+        "input 'x' is float32[2, 3], but of float32[4, 3], {dp:R} leaves this rank float32[4, 3]; give what "
+        "model.shard(...) returns"
+    )
+    with pytest.raises(InputError) as caught:
+        given.check(torch.empty(4, 3, device="meta"), place)
+    assert str(caught.value) == "input 'x' is on meta, but the mesh is on cpu; move it: .to('cpu')"

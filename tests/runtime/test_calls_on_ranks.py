@@ -1,0 +1,63 @@
+"""Calls of many shapes on real ranks: loss and gradients of each are one device's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoshard import Options, autoshard
+from examples.gpt import GPT, Config
+from tests.spawn import Failure, reports_of_ranks, run_on_ranks
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+SHAPES = ((4, 8), (4, 12), (3, 8), (1, 7), (4, 8))  # the last batch of an epoch may be odd
+
+
+def _train(rank: int, recipe: Any) -> dict[str, Any]:
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    one = GPT(Config(layers=2, dim=16, heads=4, vocab=32, seq=16)).double()
+    model = autoshard(one, mesh, options=Options(recipe=recipe, compile="eager"))
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for number, (batch, length) in enumerate(SHAPES):
+        tokens = torch.randint(32, (batch, length), generator=torch.Generator().manual_seed(number))
+        part = model.shard(tokens, tokens) if number else (tokens.chunk(2)[rank // 2],) * 2
+        loss, expected = model(*part), one(tokens, tokens)
+        for each in (loss, expected):
+            each.backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        worst["loss"] = max(worst["loss"], float((loss - expected).detach().abs()))
+        worst["gradient"] = max(worst["gradient"], *(float((mine - want).abs().max()) for mine, want in pairs))
+    parts = model.shard(tokens[:3])
+    searches = [remark.text for program in model.programs for remark in program.plan.remarks if remark.pass_name == "search"]
+    return worst | {"programs": len(model.programs), "whole": isinstance(parts[0], DTensor), "searches": searches}
+
+
+@pytest.mark.parametrize("recipe", [{"dp": "fsdp", "tp": "megatron"}, "auto"], ids=("fsdp+megatron", "auto"))
+def test_every_shape_has_one_devices_numbers(recipe: Any) -> None:
+    for rank, found in enumerate(run_on_ranks(_train, 4, recipe)):
+        assert found["loss"] < 1e-10 and found["gradient"] < 1e-10, found
+        assert found["programs"] == 4 and found["whole"]
+        if rank == 0:  # which plans; the others follow
+            assert bool(found["searches"]) == (recipe == "auto")
+
+
+def _differ(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autoshard(torch.nn.Linear(3, 3), mesh, options=Options(recipe="ddp", compile="eager"))
+    model(torch.ones(2 + rank, 3))
+
+
+def test_ranks_that_make_different_calls_are_named() -> None:
+    reports = reports_of_ranks(_differ, 2)
+    assert all(isinstance(report, Failure) for report in reports)
+    assert {report.message for report in reports} == {
+        "ranks make different calls: rank 0 (training, input: float32[2, 3]), rank 1 (training, input: float32[3, 3]); give "
+        "every rank a part of the same size, as model.shard(...) does, or drop the last batch"
+    }
