@@ -150,7 +150,9 @@ class _Emitter:
         """Replace each item that is taken from the results of `node`."""
         for item in list(node.users):
             self.replaced.add(item)
-            made = new[item.args[1]]
+            number = item.args[1]
+            assert isinstance(number, int)
+            made = new[number]
             if is_tensor(item):
                 self.shapes[item] = tuple(tensor_of(item).shape)
                 set_stands_for(item, (item.name,))

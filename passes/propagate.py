@@ -144,8 +144,8 @@ def _remark_attention(axis: Axis, call: Call, row: Row) -> None:
     """Say that ranks repeat the work of an attention whose operands they hold parts of."""
     if is_attention(call.node.target) and all(p == R for p in row.operands) and any(p != R for p in call.have):
         flops = kernel_flops(call_of(call.node))
-        text = f"attention runs whole on all {axis.size} ranks: each computes {flops:.3g} FLOP, and as a part {flops / axis.size:.3g}"
-        axis.remark(call.node, text)
+        each = f"each computes {flops:.3g} FLOP, and as a part {flops / axis.size:.3g}"
+        axis.remark(call.node, f"attention runs whole on all {axis.size} ranks: {each}")
 
 
 def _reduce(axis: Axis, node: Node) -> None:

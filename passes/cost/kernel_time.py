@@ -1,8 +1,18 @@
 """Predict the seconds of a kernel: a roofline of arithmetic and memory, plus its launch.
 
-A matrix product is computed in square tiles of `tile` x `tile` results, `units` of them at a time. On average it wastes half
-a tile at each edge, half a tile of steps to fill the pipeline, and half a round of tiles at the end. So large products
-reach the device's efficiency and small ones a part of it, without the steps that counting whole tiles would give.
+A matrix product is computed in square tiles of `tile` x `tile` results, `units` of them at a time. A tile takes its K terms,
+and as long as 1.5 tiles of terms to fill the pipeline and to write its results. A library has kernels of several tiles and
+takes the one that fits best, so that an eighth of a tile is wasted at each edge, and 0.3 of a round of tiles at the end. So
+large products reach the device's efficiency and small ones a part of it, without the steps that counting whole tiles would
+give. These parts are the least squares of what cuBLAS reaches on an H100 for 29 shapes from 256 to 4096
+(xla/service/gpu/model/matmul_interpolator_data.h in openxla/xla): 10 % off on average, 38 % for the smallest; on an A100
+(ND A100 v4 in Azure/AI-benchmarking-guide) 5 %, but for 192 columns. `tests/cost/test_compute.py` holds them to both.
+
+A fused attention multiplies like a product; a unit takes a tile of queries. It takes as long as half a tile of keys to begin
+and to write its results; if it is causal, as long as another tile, for the keys on the diagonal that no query attends to and
+as units have unequal work. The softmax, which no tensor core computes, takes as long as 16 dims of a head. These figures are
+those of FlashAttention-2 on an H100 from 512 to 16,384 positions (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), to
+6 %; it has 0.90 of the rate with 64 dims that it has with 128.
 """
 
 from __future__ import annotations
@@ -25,29 +35,40 @@ aten = torch.ops.aten
 
 G, M, N, K = sympy.symbols("G M N K", positive=True)
 F, D, f, c, e, t, u, launch = sympy.symbols("F D f c e t u launch", positive=True)
+w, A, idle = sympy.symbols("w A idle", positive=True)
 
 SYMBOLS = {
     G: "products in a batch",
     M: "rows of a product's result",
     N: "columns of a product's result",
     K: "terms summed for each result",
+    w: "dims of a head",
+    A: "keys that a query attends to, on average",
+    idle: "keys that a unit could attend to while it begins, ends, and waits for others",
     F: "floating point operations",
     D: "bytes read and written",
     f: "FLOP/s, dense, for the operands' dtype",
     c: "bytes/s of memory, read and written together",
-    e: "part of f that a kernel reaches on a large problem",
+    e: "part of f that a kernel reaches on a large problem, on the slowest device",
     t: "edge of the square of results that a unit makes at a time",
     u: "such squares made at once",
     launch: "seconds that every kernel takes beside its work",
 }
 
 ROOFLINE = sympy.Max(F / f, D / c) + launch
-PRODUCT = sympy.Max(2 * (K + t / 2) * (G * (M + t / 2) * (N + t / 2) + u * t**2 / 2) / (f * e), D / c) + launch
-ATTENTION = sympy.Max(F * (1 + u * t / (2 * G * M)) / (f * e), D / c) + launch  # a unit takes t query positions
+FILL, EDGE, ROUND = 1.5, 0.125, 0.3  # tiles of terms, tiles at an edge, and rounds of tiles that a product wastes: see above
+_fill, _edge, _round = (sympy.Rational(str(part)) for part in (FILL, EDGE, ROUND))
+_squares = G * (M + _edge * t) * (N + _edge * t) + _round * u * t**2
+PRODUCT = sympy.Max(2 * (K + _fill * t) * _squares / (f * e), D / c) + launch
+SOFTMAX = 16  # dims of a head that take as long as the softmax
+ATTENTION = sympy.Max(F * (1 + _round * u * t / (G * M)) * (1 + idle / A) * (1 + SOFTMAX / w) / (f * e), D / c) + launch
 
 # FLOPs of an attention backward per FLOP of its forward: five products for two, as FlashAttention computes the attention
 # weights again, then the gradients of v, weights, q and k (Dao 2023, "FlashAttention-2", section 4.1).
 BACKWARD_PRODUCTS = 2.5
+# The part of the forward's rate that the backward reaches: 318 of 370 TFLOP/s with 8,192 positions and 128 dims on an H100
+# (Shah et al. 2024, figures 5 and 6), 0.63 and 0.73 of the rate of an A100 (Dao 2023).
+BACKWARD_RATE = 0.86
 
 
 def kernel_seconds(call: Call, hardware: Hardware) -> float:
@@ -61,7 +82,7 @@ def kernel_seconds(call: Call, hardware: Hardware) -> float:
         # Several products, as the two of a convolution's backward, are as many kernels.
         return sum(product_seconds(product, nbytes / len(products), dtype, hardware) for product in products)
     if call.op in _ATTENTION:
-        return attention_seconds(kernel_flops(call), nbytes, _query_rows(call), _dtype(call), hardware)
+        return attention_seconds(_attended(call), kernel_flops(call), nbytes, _dtype(call), hardware)
     return region_seconds(0.0, nbytes, hardware, _dtype(call))
 
 
@@ -105,26 +126,42 @@ class Product:
 @lru_cache(maxsize=1 << 14)
 def product_seconds(product: Product, nbytes: float, dtype: str, hardware: Hardware) -> float:
     """Return the seconds of a kernel that multiplies matrices of `dtype` ("bf16") and moves `nbytes`."""
-    shape = (product.batch, product.m, product.n, product.k)
+    shape = (product.batch, product.m, product.n, product.k, 1, 1, 1)
     return float(_compiled("product")(*shape, product.flops, nbytes, *_figures(hardware, dtype, hardware.efficiency)))
 
 
-def attention_seconds(flops: float, nbytes: float, rows: int, dtype: str, hardware: Hardware) -> float:
-    """Return the seconds of a fused attention over `rows` query positions, counted over batch and heads."""
-    shape = (1, rows, 1, 1)
-    return float(_compiled("attention")(*shape, flops, nbytes, *_figures(hardware, dtype, hardware.attention)))
+@dataclass(frozen=True)
+class Attended:
+    """The size of a fused attention: `rows` query positions, counted over batch and heads, of `width` dims each, that
+    attend to `keys` others on average.
+    """
+
+    rows: int
+    width: int
+    keys: float
+    causal: bool = False
+    backward: bool = False
+
+
+def attention_seconds(attended: Attended, flops: float, nbytes: float, dtype: str, hardware: Hardware) -> float:
+    """Return the seconds of a fused attention that computes `flops`."""
+    idle_keys = hardware.tile * (1.5 if attended.causal else 0.5)
+    shape = (1, attended.rows, 1, 1, attended.width, attended.keys, idle_keys)
+    efficiency = hardware.attention * (BACKWARD_RATE if attended.backward else 1.0)
+    return float(_compiled("attention")(*shape, flops, nbytes, *_figures(hardware, dtype, efficiency)))
 
 
 @lru_cache(maxsize=1 << 14)
 def region_seconds(flops: float, nbytes: float, hardware: Hardware, dtype: str = "f32") -> float:
     """Return the seconds of one fused kernel that computes `flops` and reads and writes `nbytes`."""
-    return float(_compiled("roofline")(1, 1, 1, 1, flops, nbytes, *_figures(hardware, dtype, 1.0)))
+    return float(_compiled("roofline")(1, 1, 1, 1, 1, 1, 1, flops, nbytes, *_figures(hardware, dtype, 1.0)))
 
 
 def _figures(hardware: Hardware, dtype: str, efficiency: float) -> tuple[float, ...]:
-    """Return the values of the symbols after D, in order."""
+    """Return the values of the symbols after D, in order, for the slowest device."""
     rate = hardware.rate(dtype)
-    return rate, hardware.memory_bandwidth, efficiency, hardware.tile, hardware.units, hardware.launch
+    at_slowest = efficiency / (1 + hardware.spread)
+    return rate, hardware.memory_bandwidth, at_slowest, hardware.tile, hardware.units, hardware.launch
 
 
 @cache
@@ -153,7 +190,8 @@ LOOKUPS = frozenset({aten.embedding.default, aten.index.Tensor, aten.index_selec
 
 def _products(call: Call) -> tuple[Product, ...]:
     """Return the matrix products that the call computes."""
-    return _PRODUCTS[call.op](call) if call.op in _PRODUCTS else ()
+    found = _PRODUCTS.get(call.op) or _NAMED_PRODUCTS.get(str(call.op))
+    return found(call) if found is not None else ()
 
 
 def _matrices(first: int) -> Callable[[Call], tuple[Product, ...]]:
@@ -204,6 +242,17 @@ def _convolution_backward(call: Call) -> tuple[Product, ...]:
     return tuple(product for product, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
 
 
+def _per_expert(call: Call) -> tuple[Product, ...]:
+    """Return a product of sorted rows with the matrices of their experts: each row is multiplied with one."""
+    rows, matrices = call.operands[:2]
+    return (Product(1, rows.shape[0], matrices.shape[2], rows.shape[1]),)
+
+
+def _per_expert_backward(call: Call) -> tuple[Product, ...]:
+    """Return the products of both gradients: each is as large as the forward's."""
+    return _per_expert(call) * 2
+
+
 _PRODUCTS: dict[OpOverload, Callable[[Call], tuple[Product, ...]]] = {
     aten.mm.default: _matrices(0),
     aten.bmm.default: _matrices(0),
@@ -216,6 +265,10 @@ _PRODUCTS: dict[OpOverload, Callable[[Call], tuple[Product, ...]]] = {
     aten.linear.default: _linear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+}
+_NAMED_PRODUCTS: dict[str, Callable[[Call], tuple[Product, ...]]] = {  # ops of libraries, defined when they are imported
+    "transformers.grouped_mm_fallback.default": _per_expert,
+    "transformers.grouped_mm_fallback_backward.default": _per_expert_backward,
 }
 
 
@@ -230,20 +283,19 @@ def _attention_flops(call: Call) -> float:
 
 
 def _pairs(queries: int, keys: int, *, is_causal: bool) -> float:
-    """Return the number of query-key pairs that are computed: if causal, query i attends to keys 0 to i.
-
-    Fewer queries than keys are a part of as many as there are keys: all but half a square (`passes/rules/causal.py`).
-    """
+    """Return the number of query-key pairs that are computed: if causal, query i attends to keys 0 to i."""
     if not is_causal:
         return float(queries * keys)
     seen = min(queries, keys)
-    return seen * (seen + 1) / 2 + abs(queries - keys) * seen
+    return seen * (seen + 1) / 2 + max(0, queries - keys) * keys
 
 
-def _query_rows(call: Call) -> int:
-    query = call.arg("query")
-    assert isinstance(query, Tensor)
-    return math.prod(query.shape[:-1])
+def _attended(call: Call) -> Attended:
+    query, key = call.arg("query"), call.arg("key")
+    assert isinstance(query, Tensor) and isinstance(key, Tensor)
+    rows, queries, is_causal = math.prod(query.shape[:-1]), query.shape[-2], bool(call.arg("is_causal"))
+    keys = max(1.0, _pairs(queries, key.shape[-2], is_causal=is_causal) / max(1, queries))
+    return Attended(rows, query.shape[-1], keys, is_causal, backward=call.op in _ATTENTION_BACKWARD)
 
 
 _ATTENTION_FORWARD = frozenset(

@@ -109,6 +109,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         operands,
         dims,
         frozenset(factors.blocked),
+        counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
     )

@@ -127,11 +127,19 @@ class Space:
     linear: tuple[Linear, ...] = ()
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
+    counted: frozenset[str] = frozenset()
+    # ^ factors on which the op counts positions: they may be sharded, but not padded. A search leaves them whole, as it prices
+    # the op and not the calls that a rank makes instead
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
+
+    @property
+    def unpadded(self) -> frozenset[str]:
+        """Return the factors that cannot be padded."""
+        return self.blocked | self.counted
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def attend(*shapes: tuple[int, ...], mask: tuple[int, ...] = (), **options: obje
     torch.manual_seed(0)
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     values += [torch.rand(mask) > 0.3] if mask else []
-    return Case(Attend(**options).double(), tuple(values), {})  # type: ignore[arg-type]
+    return Case(Attend(**options).double(), tuple(values), {})
 
 
 class Fixed(nn.Module):
@@ -103,7 +103,7 @@ def refusal(case: Case) -> str:
     return str(caught.value)
 
 
-BY_HAND = "or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
+BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ BY_HAND = "or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Sha
     ids=["length", "causal_lengths", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
-    assert refusal(case) == f"recipe 'context' on axis 'cp': {why}, {BY_HAND}"
+    assert refusal(case) == f"recipe 'context' on axis 'cp': {why}{BY_HAND}"
 
 
 def test_a_remark_says_that_attention_runs_whole() -> None:
