@@ -38,6 +38,10 @@ test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CH
 	test -n "$(CHROMIUM)" || $(MAKE) $(UNPACKED)/chromium || $(BIN)/python -m playwright install chromium
 	CHROMIUM="$${CHROMIUM:-$$(ls $(CURDIR)/$(UNPACKED)/chromium 2>/dev/null)}" $(BIN)/python -m pytest -q -m browser
 
+test-models: $(INSTALLED) ## train the models of docs/models.md, the fast half, on simulated ranks: ten minutes on two cores
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[models]"
+	$(BIN)/python -m benchmarks.models --fast
+
 # Debian's packages, unpacked and not installed, so that it takes no root; and what starts the browser among its libraries.
 $(UNPACKED)/chromium:
 	mkdir -p $(UNPACKED)/debs

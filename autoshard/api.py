@@ -17,9 +17,9 @@ from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
-from autoshard.config.settings import options_of
+from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
-from autoshard.config.validation import check_call
+from autoshard.config.validation import check_call, shown
 from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
@@ -30,11 +30,12 @@ from autoshard.plans.record import PlanRecord
 from autoshard.runtime.calls.programs import CallSettings, FirstCall
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
-from autoshard.runtime.parameters import place_of
-from autoshard.runtime.process_groups import open_groups
+from autoshard.runtime.parameters import Place, place_of
+from autoshard.runtime.process_groups import MeshGroups, open_groups
 from autoshard.runtime.sharded_module import ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
 from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes.errors import MeshError, UserError
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
@@ -139,7 +140,42 @@ def _distribute(
             "to plan without devices, call autoshard.plan"
         )
     place = place_of(device_mesh)
-    groups = open_groups(device_mesh, place.mesh)
+    limit = None if options is None else options.rank_timeout
+    groups = open_groups(device_mesh, place.mesh, model=type(model).__name__, rank_timeout=limit)
+    with groups.watch.call(SharedCall("autoshard(...)", traits=_traits(args, kwargs, plan, options))):
+        return _distribute_together(model, device_mesh, place, groups, args, kwargs, plan, options)
+
+
+def _traits(
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
+) -> tuple[tuple[str, str], ...]:
+    """Return what has to be equal on all ranks before a module can be distributed: above all the options."""
+    given = {
+        "arguments": "none" if args is None and kwargs is None else "given",
+        "a plan": "none" if plan is None else "given",
+        "gradients": "enabled" if torch.is_grad_enabled() else "disabled",
+    }
+    if options is not None or plan is None:
+        options = options or Options()
+        settings = settings_of(options, training=torch.is_grad_enabled(), device="").options
+        given |= {name: shown(value) for name, value in settings.items()}
+        given |= {"compile": repr(options.compile), "buckets": shown(options.buckets)}
+    return tuple(given.items())
+
+
+def _distribute_together(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    place: Place,
+    groups: MeshGroups,
+    args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None,
+    plan: ShardingPlan | str | PathLike[str] | None,
+    options: Options | None,
+) -> ShardedModule:
     given = None if plan is None else given_plan(groups, plan)
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)

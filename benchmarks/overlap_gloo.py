@@ -42,7 +42,7 @@ from autoshard.planner.request import PlanRequest
 from benchmarks.overlap import awaited_at_once
 from benchmarks.overlap_inductor import by_inductor, our_seconds
 from examples.llama import TINY, Llama
-from passes._torch import is_group_registered, register_group, unregister_group
+from passes._torch import register_group, registered_group, unregister_group
 from passes.base import Remark
 from passes.cost.build_program import program_of_graph
 from passes.cost.program import Program
@@ -89,7 +89,7 @@ class _Inductors:
 
     def __call__(self, split: Split, *, mode: Mode) -> tuple[Remark, ...]:
         name = self.mesh.group_name(self.mesh.names)
-        is_ours = not is_group_registered(name)
+        is_ours = registered_group(name) is None
         if is_ours:
             register_group(name, dist.group.WORLD)
         for gm in _graphs(split):

@@ -24,6 +24,7 @@ from passes.ir.graph import (
     copy_facts,
     draw_of,
     has_layout,
+    is_random,
     is_recompute,
     is_tensor,
     layout_of,
@@ -92,7 +93,7 @@ class Localize(Pass):
                 emitter.placeholder(node)
             elif node.op == "call_function" and node not in emitter.replaced:
                 emitter.call(node)
-        return True
+        return emitter.changed
 
 
 class _Emitter:
@@ -108,12 +109,15 @@ class _Emitter:
         self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
         self.randoms = 0
         self.replaced: set[Node] = set()  # items of a call that was replaced by a node for each of them
+        self.changed = False
 
     def placeholder(self, node: Node) -> None:
         held = value_of(node)
         if isinstance(held, torch.Tensor):
             self.shapes[node] = tuple(held.shape)
-            set_value(node, self._empty(local_shape(layout_of(node), held.shape, self.mesh), held))
+            local = local_shape(layout_of(node), held.shape, self.mesh)
+            self.changed |= local != tuple(held.shape)
+            set_value(node, self._empty(local, held))
 
     def _empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         as_given = tuple(shape) == tuple(like.shape) and not like.is_contiguous()
@@ -135,7 +139,7 @@ class _Emitter:
     def _op(self, node: Node) -> None:
         rule = rule_of(node.target)
         sharded = any(not layout.is_replicated for layout in (*layouts_of(node), *needs_of(node)))
-        if rule is None or rule.local is None or not (sharded or self._is_random(node)):
+        if rule is None or rule.local is None or not (sharded or is_random(node)):
             self._refresh(node)
             return
         new = rule.local(_LocalCall(self, node))
@@ -162,10 +166,6 @@ class _Emitter:
                 self.graph.erase_node(item)
         self.graph.erase_node(node)
 
-    def _is_random(self, node: Node) -> bool:
-        assert isinstance(node.target, OpOverload)
-        return torch.Tag.nondeterministic_seeded in node.target.tags
-
     def _refresh(self, node: Node) -> None:
         """Keep the call, on per-device operands."""
         if node.target is aten.view.default:
@@ -177,6 +177,7 @@ class _Emitter:
     def _replace(self, node: Node, new: Node) -> None:
         if new is node:
             return
+        self.changed = True
         if not has_layout(new):
             set_layouts(new, *layouts_of(node))
         self.shapes[new] = self.shapes[node]

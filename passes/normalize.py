@@ -6,12 +6,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
-from passes.ir.graph import Stage, is_reshard, set_draw, value_of
+from passes.ir.graph import Stage, is_random, is_reshard, set_draw, value_of
 from passes.normal_forms import REWRITES, At
 
 
@@ -23,8 +22,9 @@ class Normalize(Pass):
 
     1. `alias`, `detach`, conversions to the same dtype and views to the same shape are removed.
     2. `reshape` and `_unsafe_view` become `view`; `t` and `transpose` become `permute`. A view of a view (a permute of
-       a permute) becomes one.
-    3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added.
+       a permute) becomes one. `as_strided` becomes the view, slices and permutation that it is.
+    3. `addmm` becomes `mm` and `add`, so that a partial product can be reduced before the bias is added; a convolution
+       with a bias likewise, and the gradient of the bias becomes a sum.
     4. `mean` becomes `sum` and `div` by the global count, which are linear, so that it can be partial.
     5. `split` and `unbind` become slices and selects; `cat` loses operands without elements. Filled tensors become
        `full`.
@@ -96,17 +96,13 @@ def _merge_equal(graph: Graph) -> bool:
 
 def _is_pure(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
-        return not _is_random(node) and not node.is_impure()
+        return not is_random(node) and not node.is_impure(impure_random=False)
     return node.target is operator.getitem
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _number_draws(graph: Graph) -> None:
     """Number the random calls before passes copy or move them, as copies must draw the same numbers."""
-    for draw, node in enumerate(filter(_is_random, graph.nodes)):
+    for draw, node in enumerate(filter(is_random, graph.nodes)):
         set_draw(node, draw)
 
 

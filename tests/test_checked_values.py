@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import Options, check
 from autoshard.debug.checking import Check
-from autoshard.debug.random_draws import draws
+from passes.ir.graph import draws
 
 aten = torch.ops.aten
 OPTIONS = Options(recipe="fsdp+megatron")

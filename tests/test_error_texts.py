@@ -81,6 +81,7 @@ def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
     functions = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
     constants = {ast.unparse(one.targets[0]): one.value for one in module.body if isinstance(one, ast.Assign)}
     patterns = {id(one.args[0]) for one in ast.walk(node) if isinstance(one, ast.Call) and ast.unparse(one.func) == "re.search"}
+    patterns |= {id(one.left) for one in ast.walk(node) if isinstance(one, ast.Compare)}
     for part in ast.walk(node):
         if isinstance(part, ast.JoinedStr | ast.Constant) and id(part) not in patterns:
             yield _text(part)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autoshard.capture.capture_errors import capture_error, side_effect_error, takes_lock
+from autoshard.capture.capture_errors import capture_error, marks_leaf, side_effect_error, takes_lock
 from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
@@ -26,9 +26,9 @@ from autoshard.capture.joint_graph import finish_graph
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
 from passes._torch import (
     TracedModule,
-    as_compiled,
     fake_mode,
     lazy_code,
+    rehearsed,
     select_decompositions,
     trace_joint,
     trace_module,
@@ -174,20 +174,10 @@ def capture_call(
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
     """Return the trace of a call that changes no Python object.
 
-    A module that holds a lock while it sets itself up in its first call (hooks, say) is called once before, on tensors
-    without data.
-
     Some modules set a flag on an object outside of them (a config, say) in their first call; the fake module has a
     copy of it. If a second call changes nothing more, these constants are set here as the first call would set them.
     """
-    try:
-        traced = trace_module(call, args, kwargs)
-    except RuntimeError as error:
-        if not takes_lock(error):
-            raise
-        with mode, torch.no_grad(), as_compiled():
-            call(*args, **kwargs)
-        traced = trace_module(call, args, kwargs)
+    traced = _traced(call, args, kwargs, mode)
     for effect in traced.side_effects:
         if not effect.constants or isinstance(effect.changed, nn.Module):
             raise side_effect_error(effect)
@@ -197,13 +187,34 @@ def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     for effect in traced.side_effects:
         for name, value in effect.constants.items():
             setattr(effect.changed, name, value)
-    again = trace_module(call, args, kwargs)
+    again = _traced(call, args, kwargs, mode)
     for effect in again.side_effects:
         for attributes, held in before:
             attributes.clear()
             attributes.update(held)
         raise side_effect_error(effect)
     return again
+
+
+def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
+    """Return the trace of a call.
+
+    A module that holds a lock while it sets itself up in its first call (hooks, say) is called once before, on tensors
+    without data. Where `requires_grad_()` on a value stops the trace, it is left out.
+    """
+    marks_leaves, is_set_up = True, False
+    while True:
+        try:
+            return trace_module(call, args, kwargs, marks_leaves=marks_leaves)
+        except RuntimeError as error:
+            if takes_lock(error) and not is_set_up:
+                with rehearsed(mode):
+                    call(*args, **kwargs)
+                is_set_up = True
+            elif marks_leaf(error) and marks_leaves:
+                marks_leaves = False
+            else:
+                raise
 
 
 class _Call(nn.Module):

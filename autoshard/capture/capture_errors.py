@@ -96,16 +96,37 @@ _CAUSES = (
 )
 
 
+# Settings of transformers that avoid what a graph cannot have, by a pattern of the lines on the stack.
+_SETTINGS = (
+    (r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
+    (r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False"),
+    (r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm"'),
+)
+
+
 def capture_error(error: Exception) -> CaptureError:
     """Return the CaptureError to raise for `error`, an exception of a trace."""
     failure = trace_failure(error)
-    return CaptureError(_message(failure) + format_place(user_frame(failure.stack)))
+    return CaptureError(_message(failure) + _setting(failure) + format_place(user_frame(failure.stack)))
+
+
+def _setting(failure: TraceFailure) -> str:
+    """Return which setting of the library avoids what failed, if one is known; its sources say where."""
+    if "/transformers/" not in failure.stack:
+        return ""
+    found = next((setting for pattern, setting in _SETTINGS if re.search(pattern, failure.stack)), None)
+    return "" if found is None else f"; here, set {found} in the model's config"
 
 
 def takes_lock(error: Exception) -> bool:
     """Return whether a trace failed at `with lock:`."""
     failure = trace_failure(error)
     return failure.kind == "Unsupported context manager" and "`lock`" in failure.detail
+
+
+def marks_leaf(error: Exception) -> bool:
+    """Return whether a trace failed at `requires_grad_()`."""
+    return "requires_grad" in trace_failure(error).kind
 
 
 def check_shapes(graph: Graph) -> None:

@@ -30,6 +30,10 @@ from passes.base import Remark
 from passes.errors import CaptureError
 from passes.ir.graph import Input, InputRole, Origin
 
+aten = torch.ops.aten
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 @dataclass(frozen=True)
 class FlatCall:
@@ -56,6 +60,7 @@ def flatten_call(
     key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
+    _drop_checks(graph)
     check_shapes(graph)
     check_messages(traced.graph_module)
     check_recurrent_dropout(graph)
@@ -80,13 +85,28 @@ def flatten_call(
 
 def _unsaid(call: LeftOut) -> Remark:
     text = f"{call.function} is left out: a program computes tensors and writes no messages"
-    return Remark("capture", text, user_frame(call.stack), "output", routine=call.function not in ("print", "warn"))
+    if call.function == "raise":
+        text = "a check of values is left out: a rank that raised alone would leave the others waiting"
+    is_routine = call.function not in ("print", "warn", "raise")
+    return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
 
 
 def _unreturned(left_out: NotReturned) -> Remark:
     path = left_out.path or "output"
     text = f"{path}, a {left_out.kind}, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
     return Remark("capture", text, Origin(), "output")
+
+
+def _drop_checks(graph: Graph) -> None:
+    """Erase assertions on values, and numbers that were read out of tensors for nothing else.
+
+    A rank that raised alone would leave the others waiting.
+    """
+    for node in reversed(list(graph.nodes)):
+        is_number = node.op == "call_function" and isinstance(node.meta.get("example_value"), _NUMBERS)
+        is_read = node.op == "call_method" and node.target == "item"
+        if not node.users and (node.target is aten._assert_scalar.default or is_number or is_read):
+            graph.erase_node(node)
 
 
 def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name: str) -> None:

@@ -38,7 +38,10 @@ from passes.ir.text import DTYPE_NAMES
 aten = torch.ops.aten
 
 # Assertions on values have no result to lay out, and a rank that raised alone would leave the others waiting.
-_CHECKS = (aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default)
+_CHECKS = (
+    *(aten._assert_async.default, aten._assert_async.msg, aten._assert_tensor_metadata.default),
+    aten._linalg_check_errors.default,
+)
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 

@@ -189,6 +189,12 @@ class Options:
     compile: Literal["inductor", "eager"] = "inductor"
     """Compile with Inductor (faster steps, slower start), or run the graphs op by op."""
 
+    rank_timeout: float | None = None
+    """Seconds that a rank may come later than another to a call of the model, or to a collective inside of it; then all
+    that wait raise a `DistributedError` that names the rank and what it last did. A warning comes after half of that time,
+    or 30 s. `None`: the timeout of the mesh's process groups.
+    """
+
     passes: tuple[Pass, ...] | None = None
     """Passes to run instead of `autoshard.phases.default_passes()`. They have to place values themselves: with
     `recipe="auto"` there is no search, unless a `passes.solve.Solve()` is among them.
@@ -229,7 +235,7 @@ class Options:
         check_kind("Options", "overlap", self.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
         if self.dump is not None and self.dump is not False:
             check_kind("Options", "dump", self.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
-        self._check_time_limit()
+        self._check_times()
         self._check_programs()
         self.memory_bytes(0)
 
@@ -258,7 +264,12 @@ class Options:
                 "{'tokens': Bucket(1, (128, 256), fill=0)}"
             )
 
-    def _check_time_limit(self) -> None:
+    def _check_times(self) -> None:
+        if self.rank_timeout is not None and not (is_seconds(self.rank_timeout) and self.rank_timeout > 0):
+            raise UserError(
+                f"Options(rank_timeout={shown(self.rank_timeout)}): give seconds, more than 0, or None for the timeout of the "
+                "process groups"
+            )
         if self.time_limit is not None and not is_seconds(self.time_limit):
             raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
 

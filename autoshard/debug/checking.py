@@ -22,7 +22,7 @@ from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
-from autoshard.debug.random_draws import RESULTS_OF_DRAWS, Draws, ReplayError, is_random
+from autoshard.debug.random_draws import RESULTS_OF_DRAWS, Draws, ReplayError
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import (
     Call,
@@ -50,6 +50,7 @@ from passes.ir.graph import (
     Stage,
     copy_graph,
     draw_of,
+    is_random,
     is_tensor,
     item_of,
     layout_given,

@@ -16,36 +16,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, intercepted, select_decompositions
-from passes.ir.graph import draw_of
+from passes.ir.graph import draw_of, draws, is_random
 
 aten = torch.ops.aten
 
 RESULTS_OF_DRAWS = frozenset({"philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"})
-
-
-def draws(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers: attention and dropout do not where their probability is 0."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    names = {argument.name for argument in op._schema.arguments}
-    for name in ("dropout_p", "dropout", "training"):
-        if name in names:
-            return bool(_argument(op, args, kwargs, name))
-    if {"p", "train"} <= names:  # of native_dropout, None means that it is in training
-        return bool(_argument(op, args, kwargs, "p")) and _argument(op, args, kwargs, "train") is not False
-    return True
-
-
-def _argument(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    place, argument = next((i, one) for i, one in enumerate(op._schema.arguments) if one.name == name)
-    if place < len(args) and not argument.kwarg_only:
-        return args[place]
-    return kwargs.get(name, argument.default_value)
-
-
-def is_random(node: Node) -> bool:
-    """Return whether a call of a graph draws random numbers."""
-    return isinstance(node.target, OpOverload) and draws(node.target, node.args, node.kwargs)
 
 
 class ReplayError(Exception):
@@ -66,17 +41,11 @@ class Draws:
 
     def in_graph(self, gm: GraphModule) -> dict[Node, Any]:
         """Return the values of the random calls in `gm`, which is the program after any pass."""
-        tagged = [
-            node
-            for node in gm.graph.nodes
-            if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        ]
-        numbers = {node: draw_of(node) for node in tagged}
+        drawing = [node for node in gm.graph.nodes if is_random(node)]
+        numbers = {node: draw_of(node) for node in drawing}
         if all(number is None for number in numbers.values()):  # not normalized yet, which numbers them in this order
-            numbers = {node: number for number, node in enumerate(tagged)}
-        return {
-            node: self.values[number] for node, number in numbers.items() if number in self.values and is_random(node)
-        }
+            numbers = {node: number for number, node in enumerate(drawing)}
+        return {node: self.values[number] for node, number in numbers.items() if number in self.values}
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ def replanned(
         wanted = wanted.on(before.mesh.hardware)
     wanted = equipped(wanted, changed.hardware, before.device)
     check_options(changed, wanted)
-    problem = replace(before, mesh=wanted, options=changed)
+    problem = replace(before, mesh=wanted, options=changed, pads=True)
     with uncollected():
         folded = refold(problem, before, state.folded)
         return plan_problem(problem, effort=FULL if prove else QUICK, folded=folded)

@@ -217,7 +217,7 @@ def _figures(question: Question) -> dict[sympy.Symbol, float]:
     return {
         **figures,
         kernel.f: hardware.rate(question.dtype),
-        kernel.e: hardware.efficiency,
+        kernel.e: hardware.efficiency / (1 + hardware.spread),
         kernel.t: hardware.tile,
         kernel.u: hardware.units,
         kernel.launch: hardware.launch,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from autoshard.config.topology import hardware_of
 from autoshard.measure.clocks import Clock, Effort, clock_of
 from autoshard.measure.fit_hardware import ProductTime, fit_products, work_seconds
-from passes.cost.kernel_time import Product
+from passes.cost.kernel_time import Attended, Product, attention_seconds
 from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.text import DTYPES
 
@@ -65,6 +65,7 @@ def _measure_attention(device: str, effort: Effort, clock: Clock, machine: Hardw
     dtype = "bf16" if device == "cuda" else "f32"
     query = torch.randn(1, heads, positions, width, device=device).to(DTYPES[dtype])
     seconds = clock.seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
-    flops = 4 * heads * width * positions * (positions + 1) / 2
-    waste = 1 + machine.units * machine.tile / (2 * heads * positions)
-    return min(1.0, flops * waste / (machine.rate(dtype) * work_seconds(seconds, machine)))
+    keys = (positions + 1) / 2
+    flops, attended = 4 * heads * width * positions * keys, Attended(heads * positions, width, keys, causal=True)
+    least = attention_seconds(attended, flops, 0.0, dtype, replace(machine, attention=1.0, spread=0.0)) - machine.launch
+    return min(1.0, least / work_seconds(seconds, machine))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.cost.kernel_time import Product
+from passes.cost.kernel_time import EDGE, FILL, ROUND, Product
 from passes.hardware.hardware import Group, Hardware, Link
 from passes.ir.collectives import KINDS, Fabric
 
@@ -68,10 +68,10 @@ def _works(times: Sequence[ProductTime], machine: Hardware, tile: int) -> dict[s
     """Return, by dtype, the FLOPs of each product, with what its edges waste, and its seconds without the launch."""
     found: dict[str, list[tuple[float, float]]] = {}
     for time in times:
-        product, half = time.product, tile / 2
-        squares = product.batch * (product.m + half) * (product.n + half) + machine.units * tile**2 / 2
+        product, edge = time.product, EDGE * tile
+        squares = product.batch * (product.m + edge) * (product.n + edge) + ROUND * machine.units * tile**2
         seconds = work_seconds(time.seconds, machine)
-        found.setdefault(time.dtype, []).append((2 * (product.k + half) * squares, seconds))
+        found.setdefault(time.dtype, []).append((2 * (product.k + FILL * tile) * squares, seconds))
     return found
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.config.progress import Progress
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, in_chunks
+from autoshard.planner.memory_limit import memory_limit_error
 from autoshard.planner.problem import Problem
 from autoshard.planner.recipe_candidates import try_recipes
 from autoshard.planner.recomputation import memory_budget_of
@@ -61,6 +63,20 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     return _choice(task, standings, solved, _cut(task, standings))
 
 
+def compared(best: Choice, others: Sequence[Choice], *, pads: bool) -> Choice:
+    """Return the best choice with those of the other searches among its candidates; `pads` says that it pads dims."""
+    name = "{}, not padded" if pads else "{}, padded"
+    added = [Candidate(name.format(one.search.chosen), one.evaluation.cost, fits=True) for one in others]
+    bounds = [one.search.bound for one in (best, *others)]
+    searched = replace(
+        best.search,
+        candidates=(*best.search.candidates, *added),
+        bound=None if None in bounds else min(bound for bound in bounds if bound is not None),
+        seconds=sum(one.search.seconds for one in (best, *others)),
+    )
+    return replace(best, search=searched)
+
+
 def _cut(task: SearchTask, standings: Standings) -> str:
     """Simulate chunked messages for the best candidate and for those that could overtake it, and return the best then.
     """
@@ -111,27 +127,24 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
 
 def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLimitError:
     smallest, cost = _smallest_limit(task, least.cost, solved.prepared)
-    text = (
-        f"no plan fits in {format_bytes(task.limit)} on a device: the one that takes least has a peak of "
-        f"{format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
-        "a larger mesh, a smaller batch, or mixed_precision. The largest values are made at"
-    )
-    return MemoryLimitError("\n  ".join((text, *least.largest(task.problem.mesh))))
+    what = f"no plan fits in {format_bytes(task.limit)} on a device: the one that takes least"
+    return memory_limit_error(what, cost, smallest, "a larger mesh", least.largest(task.problem.mesh))
 
 
 def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
     """Return the smallest memory limit with a plan that fits, to a step of `STEP`, and the cost of that plan.
 
-    The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Smaller
-    limits are given to the solver one after another.
-    `shrink` would end at the first plan that fits; this goes on from each one to a lower limit.
+    The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Limits
+    between that and the given one, which is too small, are given to the solver: each halves their ratio.
     """
-    least = cost.peak_memory
-    while prepared is not None and (lower := int(least * (1 - STEP))) > task.limit and task.left > 0:
-        problem = replace(task.problem, options=replace(task.problem.options, memory_limit=lower))
-        lowered = replace(task, problem=problem, effort=FULL)
-        answer = ask(lowered, Standings(lowered), prepared, memory_budget_of(problem, prepared).recomputation, gap=ANY)
+    largest, least = task.limit, cost.peak_memory
+    while prepared is not None and largest < (1 - STEP) * least and task.left > 0:
+        limit = int(math.sqrt(largest * least))
+        problem = replace(task.problem, options=replace(task.problem.options, memory_limit=limit))
+        lowered, curve = replace(task, problem=problem, effort=FULL), memory_budget_of(problem, prepared).recomputation
+        answer = ask(lowered, Standings(lowered), prepared, curve, gap=ANY)
         if answer is None or not lowered.fits(answer.evaluation):
-            break
-        least, cost = lower, answer.evaluation.cost
+            largest = limit
+        else:
+            least, cost = limit, answer.evaluation.cost
     return least, cost

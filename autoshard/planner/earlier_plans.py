@@ -44,7 +44,7 @@ def replayed(problem: Problem, folded: Folded) -> Replay | None:
     if problem.options.recipe != AUTO:
         return None
     for plan in problem.earlier:
-        if plan.search is None:
+        if plan.search is None or plan.pads != problem.pads:
             continue
         if plan.solution is None:
             return Replay(plan.recipes, None, None, _remark(folded, f"recipe of the first plan: {plan.search.chosen}"))

@@ -36,6 +36,7 @@ from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.observers import Logger
+from passes.pad import Pad
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
 from passes.search.model.axis_groups import AxisGroups
@@ -62,6 +63,11 @@ class Folded:
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
     prepared: dict[tuple[Seed, Mesh, AxisGroups, str | None], Prepared] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def is_padded(self) -> bool:
+        """Return whether some dims are longer than in the model."""
+        return any(remark.pass_name == Pad.name for remark in self.remarks)
+
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:
     """Return the graph that candidates are evaluated on.
@@ -81,8 +87,11 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
 def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
     """Return `folded`, made for `before`, for another mesh or other options.
 
-    Returns None if different layers may be equal now, since constraints on their parameters changed.
+    Returns None if different layers may be equal now, since constraints on their parameters changed, or other dims are
+    padded.
     """
+    if problem.pad != before.pad:
+        return None
     if _tags(problem) != _tags(before) and not (_is_said_of_all(problem) and _is_said_of_all(before)):
         return None
     if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:

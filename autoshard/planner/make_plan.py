@@ -15,10 +15,11 @@ from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.config.topology import hardware_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
-from autoshard.planner.candidates import search
+from autoshard.planner.candidates import Choice, compared, search
 from autoshard.planner.earlier_plans import replayed
 from autoshard.planner.effort import FULL, QUICK, Effort
-from autoshard.planner.evaluation import Evaluation, Folded, Recorder, evaluate, fold, in_chunks, phases_of
+from autoshard.planner.evaluation import Evaluation, Folded, Recorder, fold, phases_of
+from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.prediction import timed, timed_as
 from autoshard.planner.problem import Problem, Recipes, captured_problem
 from autoshard.planner.recomputation import fits_surely
@@ -30,8 +31,9 @@ from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark
 from passes.cost.simulate import Timeline
+from passes.errors import MemoryLimitError
 from passes.ir.folded_layers import expand_names
-from passes.ir.graph import Origin, copy_graph
+from passes.ir.graph import Origin, copy_graph, has_backward
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.observers import Logger, Timer, Verifier
@@ -75,6 +77,7 @@ def plan_problem(
         progress("fold")
         folded = fold(problem, progress=progress)
     decision = _decide(problem, folded, effort, progress)
+    problem, folded = decision.variant(problem, folded)
     if problem.options.passes is not None or problem.mesh.hardware is None:
         made = _programmed(problem, folded, decision, Timer()).plan
     else:
@@ -109,11 +112,11 @@ def make_plan(
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
 
-    def followed(folded: Folded) -> PlanRecord:
+    def followed(folded: Callable[[PlanRecord], Folded]) -> PlanRecord:
         assert plan is not None
         found = plan if isinstance(plan, PlanRecord) else plan()
         settings = settings_of(request.options, training=request.training, device=request.device)
-        check_model(found, request.module, folded.text, settings)
+        check_model(found, request.module, folded(found).text, settings)
         return found
 
     follow = None if plan is None else followed
@@ -123,19 +126,27 @@ def make_plan(
 def program_problem(
     problem: Problem,
     *,
-    follow: Callable[[Folded], PlanRecord] | None = None,
+    follow: Callable[[Callable[[PlanRecord], Folded]], PlanRecord] | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
 ) -> Planned:
     """Make the program of a captured model as `make_plan` does, without changing its graph; `follow` returns the plan
-    to follow.
+    to follow, given a function that returns the folded graph that a plan is for.
     """
     timer = timer or Timer()
     started = time.perf_counter()
     progress("fold")
     folded = fold(problem, whole=True)
-    decision = _decide_for_run(problem, folded, progress) if follow is None else _decision_of(follow(folded))
+
+    def folded_for(plan: PlanRecord) -> Folded:
+        return _variant(problem, folded, pads=plan.pads)
+
+    if follow is None:
+        decision = _decide_for_run(problem, folded, progress)
+    else:
+        decision = _decision_of(plan := follow(folded_for), folded_for(plan))
+    problem, folded = decision.variant(problem, folded)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
@@ -153,19 +164,35 @@ class _Decision:
     collectives: tuple[Collective, ...] = ()  # with predicted times
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
+    pads: bool = True
+    folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
+
+    def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
+        """Return the problem and the folded graph that were decided on: with dims that are padded, or without."""
+        return replace(problem, pads=self.pads), self.folded or folded
+
+
+def _variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
+    """Return the folded graph of `problem` with padding or without, given the one with it."""
+    return folded if pads or not folded.is_padded else fold(replace(problem, pads=False))
 
 
 def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> _Decision:
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
         problem.check_batch(recipes)
-        return _Decision(recipes, recomputation=_recomputation(problem))
+        return _Decision(recipes, recomputation=_recomputation(problem, folded))
     if problem.mesh.hardware is None:
         problem.check_batch(recipes)
-        return _Decision(recipes, recomputation=_recomputation(problem), remarks=(_not_searched(problem),))
-    if (replay := replayed(problem, folded)) is not None:
-        return _Decision(replay.recipes, replay.solution, recomputation=replay.recomputation, remarks=(replay.remark,))
-    choice = search(problem, folded, effort, progress)
+        return _Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
+    for pads in (True, False) if problem.earlier else ():
+        graph = _variant(problem, folded, pads=pads)
+        if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
+            kept, remarks = replay.recomputation, (replay.remark,)
+            return _Decision(
+                replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
+            )
+    choice, pads, folded = _best_of_variants(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
@@ -181,20 +208,44 @@ def _decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress
         evaluation.recomputation,
         timed(evaluation.facts["collectives"], evaluation.timeline),
         prepared=choice.prepared,
+        pads=pads,
+        folded=folded,
     )
+
+
+def _best_of_variants(
+    problem: Problem, folded: Folded, effort: Effort, progress: Progress
+) -> tuple[Choice, bool, Folded]:
+    """Search with padding and, if that changes the graph, without it; return the better plan."""
+    if not folded.is_padded:
+        return search(problem, folded, effort, progress), True, folded
+    found, errors = list[tuple[Choice, bool, Folded]](), list[MemoryLimitError]()
+    for pads in (True, False):
+        graph = _variant(problem, folded, pads=pads)
+        try:
+            found.append((search(replace(problem, pads=pads), graph, effort, progress), pads, graph))
+        except MemoryLimitError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    best, pads, graph = min(found, key=lambda one: one[0].evaluation.cost.step_time)
+    return compared(best, [one for one, *_ in found if one is not best], pads=pads), pads, graph
 
 
 def _decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> _Decision:
     """Decide as `_decide` does, and simulate the step if the user named the hardware or memory may be short."""
     decision = _decide(problem, folded, QUICK if problem.earlier else FULL, progress)
+    problem, folded = decision.variant(problem, folded)
     if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
         return _predicted(problem, folded, decision)
     if decision.evaluation is None and _may_need_memory(problem):
-        return replace(decision, recomputation=evaluate(problem, folded, decision.recipes, effort=FULL).recomputation)
+        evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+        check_memory(problem, folded, evaluation)
+        return replace(decision, recomputation=evaluation.recomputation)
     return decision
 
 
-def _decision_of(plan: PlanRecord) -> _Decision:
+def _decision_of(plan: PlanRecord, folded: Folded) -> _Decision:
     return _Decision(
         plan.recipes,
         plan.solution,
@@ -203,25 +254,29 @@ def _decision_of(plan: PlanRecord) -> _Decision:
         plan.timeline,
         recomputation=plan.recomputation,
         collectives=plan.collectives,
+        pads=plan.pads,
+        folded=folded,
     )
 
 
 def _may_need_memory(problem: Problem) -> bool:
-    """Return whether only a simulated step can tell what has to be recomputed."""
-    is_asked = problem.options.recompute == "auto" and problem.options.passes is None
-    return is_asked and problem.training and problem.mesh.hardware is not None and not fits_surely(problem)
+    """Return whether only a simulated step can tell what has to be recomputed, or whether it fits at all."""
+    options = problem.options
+    is_asked = options.memory_limit is not None or (options.recompute == "auto" and problem.training)
+    return is_asked and options.passes is None and problem.mesh.hardware is not None and not fits_surely(problem)
 
 
-def _recomputation(problem: Problem) -> Recomputation | None:
+def _recomputation(problem: Problem, folded: Folded) -> Recomputation | None:
     """Return what is recomputed if no step is simulated."""
-    return Recomputation(()) if problem.options.recompute == "block" and problem.training else None
+    return Recomputation(()) if problem.options.recompute == "block" and has_backward(folded.graph.graph) else None
 
 
 def _predicted(problem: Problem, folded: Folded, decision: _Decision) -> _Decision:
     """Add the predicted cost of a step, if the search has not found it and the hardware is known."""
     if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
-    evaluation = in_chunks(problem, evaluate(problem, folded, decision.recipes, effort=FULL))
+    evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+    check_memory(problem, folded, evaluation)
     collectives = timed(evaluation.facts["collectives"], evaluation.timeline)
     return replace(
         decision,
@@ -270,6 +325,7 @@ def _programmed(
         timeline=decision.timeline,
         edges=tuple(ctx.edges),
         recomputation=decision.recomputation,
+        pads=problem.pads,
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -310,6 +366,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         repeats=folded.repeats.runs,
         edges=evaluation.edges,
         recomputation=evaluation.recomputation,
+        pads=problem.pads,
     )
 
 

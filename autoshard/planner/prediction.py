@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule
 
-from autoshard.config.options import Options, Overlap
+from autoshard.config.options import Options
 from autoshard.planner.effort import FULL, Effort
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Memory
+from passes.cost.awaited import awaited_at_once
 from passes.cost.forward_backward import joined, phase_of, phases
 from passes.cost.optimizer_step import copies_of
 from passes.cost.program import Program, Task
@@ -37,10 +38,13 @@ def run_step(
 ) -> Timeline:
     """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory.
 
-    Forward and backward are optimized separately. For a step much slower than `worst` seconds, the first good order is
-    taken. `known` has the phases, by number, that are optimized already.
+    Without overlap, each collective is awaited where it is issued. Forward and backward are optimized separately. For a
+    step much slower than `worst` seconds, the first good order is taken. `known` has the phases, by number, that are
+    optimized already.
     """
-    given = options.hiding or Overlap()  # the step is predicted with overlap even if it is off
+    given = options.hiding
+    if given is None:
+        return simulate(awaited_at_once(program))
     limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
     tried = buckets[-effort.bucket_sizes :]
     found = list[Program]()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
-from autoshard.config.axis_recipes import compute_parts, recipes_of
+from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_of_thumb
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
@@ -24,6 +24,8 @@ from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
 from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
+from passes.recipes.fsdp import FSDP
+from passes.recipes.megatron import MEGATRON
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
@@ -46,12 +48,17 @@ class Problem:
     batch_axes: tuple[int, ...] | None
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
-    parts: int = 1  # dims that this does not divide are padded
+    pads: bool = True  # dims that axes do not divide are padded
 
     @property
     def pad(self) -> Pad:
-        """Return the pass that pads dims."""
-        return Pad(self.parts)
+        """Return the pass that pads dims: for the axes that a recipe shards them over, or that a search may."""
+        if not self.pads:
+            return Pad()
+        is_plain = self.options.recipe == AUTO and self.options.passes is None
+        is_searched = is_plain and self.mesh.hardware is not None
+        names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
+        return Pad(compute_parts(names if is_searched else recipes_of(self.options.recipe, self.mesh), self.mesh))
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
         """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
@@ -183,7 +190,6 @@ def captured_problem(request: PlanRequest) -> Problem:
         request.batch_axes,
         request.is_later,
         request.earlier,
-        compute_parts(recipes_of(options.recipe, request.mesh), request.mesh),
     )
 
 

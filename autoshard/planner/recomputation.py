@@ -20,7 +20,7 @@ from passes.cost.program import Program
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.folded_layers import Repeats
-from passes.ir.graph import InputRole, copy_graph, placeholders, results_of, saving_of
+from passes.ir.graph import InputRole, copy_graph, has_backward, placeholders, results_of, saving_of
 from passes.ir.recompute_blocks import Blocks
 from passes.manager import PassManager
 from passes.search.model.memory_budget import MemoryBudget
@@ -71,7 +71,7 @@ class Settling:
     def settle(self) -> Trial:
         """Return the program; with `"auto"` one that fits if there is one, else the one with the least memory."""
         recompute = self.problem.options.recompute
-        if recompute == "block" and self.problem.training:
+        if recompute == "block" and has_backward(self.graph.graph):
             trial = self.trial(())
             whole = split_program(self.graph, mode=self.problem.options.compile)
             return replace(trial, freed=self._saved(whole) - self._saved(trial.split))

@@ -12,8 +12,15 @@ def pattern_of(name: str) -> str:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Fold `["layers.0.w", "layers.1.w"]` to `"layers.0-1.w"`; all names must have one pattern."""
-    split = [re.split(r"(\d+)", name) for name in names]
+    """Fold `["layers.0.w", "layers.1.w", "head"]` to `"layers.0-1.w, head"`."""
+    patterns: dict[str, list[list[str]]] = {}
+    for name in names:
+        patterns.setdefault(pattern_of(name), []).append(re.split(r"(\d+)", name))
+    return ", ".join(map(_fold, patterns.values()))
+
+
+def _fold(split: Iterable[list[str]]) -> str:
+    """Fold names of one pattern, each given as its words and numbers in turn."""
     columns = [list(dict.fromkeys(parts)) for parts in zip(*split, strict=True)]
     return "".join(column[0] if len(column) == 1 else _range(column) for column in columns)
 

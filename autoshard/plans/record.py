@@ -33,7 +33,8 @@ class PlanRecord:
     user named it. There is a `search` if there was one. A solved plan has a `solution`: the layouts of every node, by
     the names of the graph in which repeated layers are folded. With a cost comes the `timeline` that it was computed
     from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
-    "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything.
+    "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything. `pads` says that
+    dims may be padded, if axes do not divide them.
     """
 
     mesh: Mesh
@@ -53,6 +54,7 @@ class PlanRecord:
     repeats: tuple[Run, ...] = ()
     edges: tuple[Edge, ...] = ()
     recomputation: Recomputation | None = None
+    pads: bool = True
 
     @property
     def fingerprint(self) -> str:

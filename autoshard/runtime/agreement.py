@@ -46,7 +46,7 @@ def exchange(groups: MeshGroups, value: T) -> list[T]:
     try:
         dist.all_gather_object(values, value, group=groups.control)
     except RuntimeError as error:
-        raise peer_error(error) from error
+        raise groups.watch.stopped(error) from error
     return values
 
 
@@ -58,7 +58,7 @@ def of_first(groups: MeshGroups, value: T) -> T:
     try:
         dist.broadcast_object_list(values, src=groups.mesh.ranks[0], group=groups.control)
     except RuntimeError as error:
-        raise peer_error(error) from error
+        raise groups.watch.stopped(error) from error
     return values[0]
 
 
@@ -71,7 +71,7 @@ def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:
     failure: Exception | None = None
     result: list[T] = []
     try:
-        result.append(attempt())
+        result.append(groups.watch.working(stage, attempt))
     except Exception as error:  # raised again below, once the others know
         failure = error
     mine = None if failure is None else f"{type(failure).__name__}: {failure}"
@@ -200,26 +200,3 @@ def _fold(flat: torch.Tensor) -> str:
     sums = [int((block * weights[: block.numel()]).sum()) for block in torch.split(words, HASHED_BYTES_MAX)]
     rest = bytes(flat[words.numel() * 8 :].tolist())
     return hashlib.blake2b(repr(sums).encode() + rest, digest_size=16).hexdigest()
-
-
-def peer_error(error: RuntimeError) -> DistributedError:
-    """Return the DistributedError for a failed collective."""
-    return DistributedError(
-        f"another rank has stopped or does not answer; look for the first error in the other ranks' output. ({error})"
-    )
-
-
-_CONNECTION_WORDS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-    "/gloo/",
-)
-
-
-def is_connection_error(error: RuntimeError) -> bool:
-    """Return whether a collective failed because of another rank."""
-    if isinstance(error, dist.DistError):
-        return True
-    return any(word in str(error) for word in _CONNECTION_WORDS)

@@ -16,10 +16,10 @@ from autoshard.compile.compiled import Program, Split, strided_like
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.runtime.agreement import is_connection_error, peer_error
 from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
+from autoshard.runtime.watch.call_watch import SharedCall, Watch
 from passes._torch import DTensorSpec, dtensor_of_local, dtensor_spec, local_of_dtensor
 from passes.errors import CompilerError, UserError
 from passes.ir.graph import InputRole, OutputRole, has_input, input_of
@@ -103,15 +103,16 @@ class Execution:
     gradient_of: Mapping[str, int]  # name of a GRADIENT -> its number among the gradients
     tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
     saved_parameters: frozenset[str]  # those that the backward reads
+    watch: Watch
 
-    def run(self, call: Call, seed: torch.Tensor) -> Any:
+    def run(self, call: Call, seed: torch.Tensor, number: int = 0) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
 
-        Raises DistributedError if another rank has stopped.
+        `number` is that of the call, by which its backward is told from others.
         """
         inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
-        outputs = _Step.apply(self, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        outputs = _Step.apply(self, number, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
         return self.local.signature.unflatten(outputs)
 
     def take_inputs(self, call: Call) -> list[torch.Tensor]:
@@ -145,7 +146,7 @@ class Execution:
             for given, like in zip(split.inputs, split.input_values, strict=True)
         ]
         owned = {id(tensor) for tensor in arguments}
-        outputs, new_buffers, saved = _guarded(self.program.forward, arguments)
+        outputs, new_buffers, saved = self.program.forward(arguments)
         names = [output.name for output in split.outputs if output.role is OutputRole.BUFFER]
         held = {id(by_role[InputRole.BUFFER][name]) for name in names}
         saved = [tensor.clone() if id(tensor) in held else tensor for tensor in saved]
@@ -160,17 +161,7 @@ class Execution:
             _tangent(tangents[output], like, self.local.tangent_scale[output])
             for output, like in zip(self.tangent_outputs, split.tangent_values, strict=True)
         ]
-        gradients: list[torch.Tensor | None] = _guarded(self.program.backward, saved, given)
-        return gradients
-
-
-def _guarded(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except RuntimeError as error:
-        if is_connection_error(error):
-            raise peer_error(error) from error
-        raise
+        return self.program.backward(saved, given)
 
 
 def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.Tensor, ...]:
@@ -200,10 +191,10 @@ class _Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, execution: Execution, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, execution: Execution, number: int, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
         count = len(execution.local.signature.inputs)
         results = execution.forward(tensors[:count], tensors[count:], seed)
-        ctx.execution = execution
+        ctx.execution, ctx.number = execution, number
         # Use DTensor's version counter: a write to a DTensor does not increment that of its local tensor.
         ctx.versions = [
             (name, tensor, tensor._version)
@@ -232,20 +223,21 @@ class _Step(torch.autograd.Function):
                 )
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        gradients = execution.backward(saved, tangents)
+        with execution.watch.call(SharedCall(f"backward call {ctx.number}")):
+            gradients = execution.backward(saved, tangents)
         paths = [spec.path for spec in execution.local.signature.inputs]
         names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
         found = []
-        for name, needed in zip(names, ctx.needs_input_grad[2:], strict=True):
+        for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True):
             number = execution.gradient_of.get(name)
             part = gradients[number] if needed and number is not None else None
             if part is not None and name in execution.parameters:
                 part = execution.parameters[name].gradient(part)
             found.append(part)
-        return None, None, *found
+        return None, None, None, *found
 
 
-def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place) -> Execution:
+def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place, watch: Watch) -> Execution:
     """Bind `program`, compiled from `local`, to the tensors of `module`."""
     split = program.split
     slots = {**parameter_slots(module), **_buffer_slots(module)}
@@ -277,6 +269,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place)
         {gradient.name: number for number, gradient in enumerate(split.gradients)},
         tuple(outputs.index(tangent.name) for tangent in split.tangents),
         _saved_parameters(split),
+        watch,
     )
 
 

@@ -7,19 +7,20 @@ A collective in a graph names its group. PyTorch's name of a group differs from 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from autoshard.runtime.watch.call_watch import Watch
 from passes._torch import (
     group_timeout,
-    is_group_registered,
     mend_gathers,
     new_group,
     register_group,
+    registered_group,
     unregister_group,
 )
 from passes.errors import MeshError
@@ -35,6 +36,7 @@ class MeshGroups:
     mesh: Mesh
     control: dist.ProcessGroup  # all ranks of the mesh, gloo: carries Python objects, never tensors of a step
     names: tuple[str, ...]  # registered, in the order of creation
+    watch: Watch
 
     @property
     def rank(self) -> int:
@@ -44,7 +46,7 @@ class MeshGroups:
     def close(self) -> None:
         """Unregister the names; `torch.distributed.destroy_process_group` destroys the groups themselves."""
         for name in self.names:
-            if is_group_registered(name):
+            if registered_group(name) is not None:
                 unregister_group(name)
 
 
@@ -67,7 +69,14 @@ def _axes_of(argument: object, mesh: Mesh) -> tuple[str, ...]:
     return mesh.axes_of_group(argument)
 
 
-def open_groups(device_mesh: DeviceMesh, mesh: Mesh, axes: Iterable[tuple[str, ...]] = ()) -> MeshGroups:
+def open_groups(
+    device_mesh: DeviceMesh,
+    mesh: Mesh,
+    axes: Iterable[tuple[str, ...]] = (),
+    *,
+    model: str = "model",
+    rank_timeout: float | None = None,
+) -> MeshGroups:
     """Register a group for each set of axes; all ranks of the mesh must call it with the same sets.
 
     Ranks outside the mesh need not call it. Groups of one axis are the device mesh's own; others are made with its
@@ -78,14 +87,9 @@ def open_groups(device_mesh: DeviceMesh, mesh: Mesh, axes: Iterable[tuple[str, .
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
     mend_gathers(device_mesh.device_type)
     timeout = group_timeout(device_mesh.get_group(0))
+    watch = Watch(model, mesh.ranks, limit=timeout.total_seconds() if rank_timeout is None else rank_timeout)
     control = new_group(mesh.ranks, timeout=timeout, backend="gloo")
-    names = []
-    for subset in axes:
-        name = mesh.group_name(subset)
-        if not is_group_registered(name):
-            register_group(name, _group(device_mesh, mesh, subset, timeout))
-            names.append(name)
-    return MeshGroups(device_mesh, mesh, control, tuple(names))
+    return add_groups(MeshGroups(device_mesh, mesh, control, (), watch), axes)
 
 
 def add_groups(groups: MeshGroups, axes: Iterable[tuple[str, ...]]) -> MeshGroups:
@@ -93,10 +97,13 @@ def add_groups(groups: MeshGroups, axes: Iterable[tuple[str, ...]]) -> MeshGroup
     names = list(groups.names)
     for subset in axes:
         name = groups.mesh.group_name(subset)
-        if not is_group_registered(name):
-            register_group(name, _group(groups.device_mesh, groups.mesh, subset, group_timeout(groups.control)))
+        group = registered_group(name)
+        if group is None:
+            group = _group(groups.device_mesh, groups.mesh, subset, group_timeout(groups.control))
+            register_group(name, group)
             names.append(name)
-    return MeshGroups(groups.device_mesh, groups.mesh, groups.control, tuple(names))
+        groups.watch.cover(group)
+    return replace(groups, names=tuple(names))
 
 
 def _group(device_mesh: DeviceMesh, mesh: Mesh, axes: tuple[str, ...], timeout: timedelta) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 ROUNDS = 3  # repetitions, of which the fastest counts: other processes only add time
 APART = 4  # ratio of largest to smallest message, in bytes, from which both latency and bandwidth can be fitted
+MODULES = 3  # kinds of modules that a line of the table names, so that it stays one line
 OUTSIDE = "(model)"  # name for calls outside of all modules
 
 
@@ -285,7 +286,7 @@ def _lines(one: Profile) -> Iterator[str]:
     for same in groups.values():
         first = same[0]
         modules = dict.fromkeys(run.origin.fqn for c in same for run in c.runs if run.origin.fqn)
-        where = fold_names(modules) if len({len(fqn.split(".")) for fqn in modules}) == 1 else ""
+        where = _where(modules)
         count = f"{len(same)} x " if len(same) > 1 else ""
         what = f"{count}{first.kind} over {', '.join(first.axes)}, {format_bytes(first.nbytes)}"
         times = sum(c.predicted for c in same), sum(c.measured for c in same)
@@ -295,7 +296,7 @@ def _lines(one: Profile) -> Iterator[str]:
         regions.setdefault((region.backward, *(p for p in region.fqn.split(".") if not p.isdecimal())), []).append(region)
     for some in regions.values():
         calls = f"compute, {sum(region.calls for region in some)} calls"
-        where = fold_names(dict.fromkeys(region.fqn for region in some))
+        where = _where(dict.fromkeys(region.fqn for region in some))
         times = sum(region.predicted for region in some), sum(region.measured for region in some)
         rows.append((calls, _way(some[0]), where, *_times(*times)))
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
@@ -307,6 +308,11 @@ def _lines(one: Profile) -> Iterator[str]:
         yield "not recalibrated: products and messages are too small or too alike to tell of the hardware"
     else:
         yield f"recalibrated: {_figures(one.hardware)}"
+
+
+def _where(modules: Iterable[str]) -> str:
+    folded = fold_names(modules).split(", ")
+    return ", ".join([*folded[:MODULES], *(["..."] if len(folded) > MODULES else [])])
 
 
 def _way(one: CollectiveTime | RegionTime) -> str:

@@ -20,14 +20,17 @@ from autoshard.runtime.calls.programs import (
     Program,
     RuntimeState,
     Suspect,
+    find_program,
     format_planned,
     install,
     program_of,
+    shared_call,
 )
 from autoshard.runtime.execution import LocalProgram, parameter_slots
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes.errors import InputError, UserError
 from passes.ir.layout import replicated
 
@@ -49,9 +52,11 @@ class ShardedModule(nn.Module):
         `Options(max_programs=...)`, and DistributedError if another rank failed or makes another call.
         """
         state = self._autoshard
-        execution, call = program_of(self, state, args, kwargs, lambda: as_written(self))
-        state.step += 1
-        return execution.run(call, _seed(state))
+        found = find_program(state, args, kwargs)
+        with state.groups.watch.call(shared_call(self, state, found)):
+            execution = program_of(self, state, found, lambda: as_written(self))
+            state.step += 1
+            return execution.run(found.call, _seed(state), state.step)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -95,8 +100,10 @@ class ShardedModule(nn.Module):
         unknown.
         """
         state = self._autoshard
-        execution, call = program_of(self, state, args, kwargs, lambda: as_written(self))
-        return profile(execution, state.groups, call, _seed(state))
+        found = find_program(state, args, kwargs)
+        with state.groups.watch.call(SharedCall("profile")):
+            execution = program_of(self, state, found, lambda: as_written(self))
+            return profile(execution, state.groups, found.call, _seed(state))
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True

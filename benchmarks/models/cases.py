@@ -8,14 +8,14 @@ import warnings
 import torch
 
 from benchmarks.models import encoders, language, others, signals
-from benchmarks.models.measure import Row, measured
+from benchmarks.models.measure import Recipes, Row, measured
 
 CASES = (*language.CASES, *encoders.CASES, *signals.CASES, *others.CASES)
 
 
-def rows_of(name: str, recipes: tuple[str, ...], calls: tuple[str, ...]) -> tuple[Row, ...]:
+def rows_of(name: str, recipes: Recipes) -> tuple[Row, ...]:
     """Return the rows of the model `name`, without the messages of its library."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
-    return measured(next(case for case in CASES if case.name == name), recipes, calls=calls)
+    return measured(next(case for case in CASES if case.name == name), recipes)

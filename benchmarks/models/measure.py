@@ -36,6 +36,8 @@ RECIPES: dict[str, Options] = {
     "fsdp x megatron": Options(recipe={"dp": "fsdp", "tp": "megatron"}),
     "default": Options(),
 }
+CALLS = ("training", "evaluation", "second shape")
+Recipes = Mapping[str, tuple[str, ...]]  # by recipe, the calls that are compared
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Row:
     model: str
     recipe: str
     outcome: str  # "equal", or what went wrong
+    calls: tuple[str, ...] = ()  # those compared
     seconds: float = 0.0  # to capture the model and plan its training
     parameters: float = 1.0  # bytes of the largest share of a rank, over those of the model
     flops: float = 1.0  # of products, convolutions and attention on a rank, over those of the model
@@ -56,8 +59,8 @@ class Row:
         return self.outcome == "equal"
 
 
-def measured(case: Case, recipes: tuple[str, ...], *, calls: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return a row for each recipe; `calls` are those compared: `training`, `evaluation`, `second shape`."""
+def measured(case: Case, recipes: Recipes) -> tuple[Row, ...]:
+    """Return a row for each recipe."""
     try:
         torch.manual_seed(0)
         subject = _Subject(case)
@@ -66,7 +69,7 @@ def measured(case: Case, recipes: tuple[str, ...], *, calls: tuple[str, ...]) ->
         seconds = time.perf_counter() - started
     except AutoshardError as error:
         return tuple(Row(case.name, recipe, _first_line(error)) for recipe in recipes)
-    return tuple(_row(subject, recipe, seconds, calls) for recipe in recipes)
+    return tuple(_row(subject, recipe, seconds, calls) for recipe, calls in recipes.items())
 
 
 class _Subject:
@@ -105,7 +108,7 @@ class _Subject:
 
 def _row(subject: _Subject, recipe: str, seconds: float, calls: tuple[str, ...]) -> Row:
     name, started, stored = subject.case.name, time.perf_counter(), dict[str, Layout]()
-    row, problems = Row(name, recipe, "equal"), list[str]()
+    row, problems = Row(name, recipe, "equal", calls), list[str]()
     for call in calls:
         try:
             planned, found = subject.check(call, RECIPES[recipe], stored)

@@ -34,22 +34,25 @@ try:
     )
     from passes._torch.fake import (
         FakeTensorMode,
-        as_compiled,
         fake_empty,
         fake_mode,
         fake_mode_of,
         fake_view,
         is_fake,
+        rehearsed,
         shares_memory,
     )
     from passes._torch.graphs import OpOverload, box, lazy_code, module_of, trace_call
     from passes._torch.groups import (
+        during_timeout,
         group_timeout,
-        is_group_registered,
         mend_gathers,
         new_group,
         register_group,
+        registered_group,
+        store_address,
         unregister_group,
+        watch_store,
     )
     from passes._torch.interception import Calls, intercepted
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
@@ -75,12 +78,12 @@ __all__ = [
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
-    "as_compiled",
     "box",
     "checkpoint_of",
     "clear_checkpoint",
     "dtensor_of_local",
     "dtensor_spec",
+    "during_timeout",
     "fake_empty",
     "fake_mode",
     "fake_mode_of",
@@ -90,7 +93,6 @@ __all__ = [
     "inductor_compile",
     "intercepted",
     "is_fake",
-    "is_group_registered",
     "is_traced",
     "lazy_code",
     "local_of_dtensor",
@@ -99,12 +101,15 @@ __all__ = [
     "module_of",
     "new_group",
     "register_group",
+    "registered_group",
+    "rehearsed",
     "relay_dtensor",
     "reserve_symmetric_memory",
     "run_joint_graph_passes",
     "select_decompositions",
     "shard_of",
     "shares_memory",
+    "store_address",
     "strided_shard",
     "tag_recompute",
     "tag_save",
@@ -116,4 +121,5 @@ __all__ = [
     "trace_module",
     "unflatten_pytree",
     "unregister_group",
+    "watch_store",
 ]

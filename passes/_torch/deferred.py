@@ -29,10 +29,15 @@ def _module(name: str) -> Any:
         raise unsupported(error) from error
 
 
-def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+def trace_module(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, marks_leaves: bool = True
+) -> TracedModule:
     """Trace a call with dynamo: static shapes, numbers as constants. Raises exceptions that `trace_failure`
-    describes."""
-    traced: TracedModule = _module("dynamo").trace_module(module, args, kwargs)
+    describes.
+
+    Without `marks_leaves`, `requires_grad_()` has no effect on a value that is no parameter: its gradient goes nowhere.
+    """
+    traced: TracedModule = _module("dynamo").trace_module(module, args, kwargs, marks_leaves=marks_leaves)
     return traced
 
 

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo import symbolic_convert
+from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from passes._torch.patches import replaced
+from passes._torch.patches import once, replaced
 from passes._torch.results import LeftOut, TracedModule, TraceFailure
 from passes._torch.side_effects import source_name, watch_side_effects
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
+_SETATTR, _REQUIRE = SetAttrBuiltinVariable._call_setattr, TensorVariable.method_requires_grad_
+_ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
 
-def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+def trace_module(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, marks_leaves: bool = True
+) -> TracedModule:
     """Trace a call with dynamo: static shapes, numbers as constants. Raises exceptions that `trace_failure`
-    describes."""
+    describes.
+
+    Without `marks_leaves`, `requires_grad_()` has no effect on a value that is no parameter: its gradient goes nowhere.
+    """
     config = torch._dynamo.config.patch(
         allow_rnn=True,
         assume_static_by_default=True,
@@ -35,7 +48,11 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
         specialize_int=True,
         ignore_logging_functions=_logging_functions() | {print, warnings.warn},
     )
-    with config, watch_side_effects() as effects, _watch_messages() as left_out:
+    once("checkpoint_sequential", _teach_checkpoint_sequential)
+    with config, watch_side_effects() as effects, _watch_messages() as left_out, ExitStack() as stack:
+        if not marks_leaves:
+            stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
+            stack.enter_context(replaced(TensorVariable, "method_requires_grad_", _require_gradient))
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
@@ -51,9 +68,28 @@ def trace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     )
 
 
+def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> Any:
+    if name.is_python_constant() and name.as_python_constant() == "requires_grad" and _is_plain(value, new):
+        return ConstantVariable.create(None)
+    return _SETATTR(variable, tx, value, name, new)
+
+
+def _require_gradient(value: Any, tx: Any, requires_grad: Any = True) -> Any:
+    return value if _is_plain(value, requires_grad) else _REQUIRE(value, tx, requires_grad)
+
+
+def _is_plain(value: Any, requires_grad: Any) -> bool:
+    """Return whether `requires_grad` makes a leaf of a tensor that is neither a parameter nor has a gradient."""
+    wanted = requires_grad is True or (requires_grad.is_python_constant() and requires_grad.as_python_constant() is True)
+    if not wanted or not value.is_tensor():
+        return False
+    example = value.as_proxy().node.meta["example_value"]
+    return not example.requires_grad and not isinstance(example, torch.nn.Parameter)
+
+
 @contextmanager
 def _watch_messages() -> Iterator[list[LeftOut]]:
-    """Collect the calls that write a message, which dynamo leaves out of the graph."""
+    """Leave out calls that write a message, and checks of values that only raise; collect what was left out."""
     found: list[LeftOut] = []
 
     def ignored(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -64,15 +100,64 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
         found.append(LeftOut(f"Logger.{name}", _stack()))
         return _LOG(variable, tx, name, args, kwargs)
 
+    def asserted(tx: Any, truth: Any, push: Any) -> bool:
+        if _ASSERT(tx, truth, push):
+            return True
+        if push or not _condition().is_tensor() or not _only_raises(tx):
+            return False
+        found.append(LeftOut("raise", _stack()))
+        tx.push(ConstantVariable.create(""))  # dynamo takes it for an assert, which capture erases, and goes on after it
+        return True
+
     with (
         replaced(IgnoredFunctionVariable, "call_function", ignored),
         replaced(LoggingLoggerVariable, "call_method", logged),
+        replaced(symbolic_convert, "_detect_and_normalize_assert_statement", asserted),
     ):
         yield found
 
 
+def _condition() -> Any:
+    """Return the value that dynamo is deciding a jump by: it is no longer on the stack of the traced code."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename != symbolic_convert.__file__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_locals["value"]
+
+
+def _only_raises(tx: Any) -> bool:
+    """Return whether the code that follows a jump, if it is not taken, does nothing but raise."""
+    for instruction in tx.instructions[tx.instruction_pointer :]:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in instruction.opname or instruction.opname.startswith(("RETURN", "STORE", "FOR_", "YIELD")):
+            return False
+    return False
+
+
 def _stack() -> str:
     return "".join(TracingContext.extract_stack().format())
+
+
+def _teach_checkpoint_sequential() -> None:
+    """Let dynamo trace `checkpoint_sequential`, as it does `checkpoint`."""
+    substitute_in_graph(checkpoint_sequential, skip_signature_check=True)(_checkpoint_sequential)
+
+
+def _checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+    """Do as `torch.utils.checkpoint.checkpoint_sequential` does: checkpoint all segments but the last."""
+    layers = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else functions
+    size = len(layers) // segments
+    for start in range(0, size * (segments - 1), size):
+        input = checkpoint(_run_layers, layers[start : start + size], input, use_reentrant=use_reentrant, **kwargs)
+    return _run_layers(layers[size * (segments - 1) :], input)
+
+
+def _run_layers(layers: Any, value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
 
 
 def _logging_functions() -> set[Callable[..., Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.compiler import _compile_session_context
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def fake_mode() -> Any:
@@ -18,10 +19,18 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def as_compiled() -> AbstractContextManager[None]:
-    """Let `torch.compiler.is_compiling()` be true in a `with` block, as while a call is traced."""
-    session: AbstractContextManager[None] = _compile_session_context()
-    return session
+@contextmanager
+def rehearsed(mode: FakeTensorMode) -> Iterator[None]:
+    """Let code run on fake tensors as while it is traced: `is_compiling()` is true, and `item()` gives an unknown
+    number.
+    """
+    before = mode.shape_env, mode.allow_scalar_outputs
+    mode.shape_env, mode.allow_scalar_outputs = ShapeEnv(), True
+    try:
+        with mode, torch.no_grad(), _compile_session_context():
+            yield
+    finally:
+        mode.shape_env, mode.allow_scalar_outputs = before
 
 
 def is_fake(value: object) -> bool:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    TCPStore,
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import distributed_c10d
 
 from passes._torch.patches import once, replaced
@@ -28,12 +34,12 @@ def unregister_group(name: str) -> None:
     _unregister_process_group(name)  # type: ignore[arg-type]
 
 
-def is_group_registered(name: str) -> bool:
+def registered_group(name: str) -> dist.ProcessGroup | None:
+    """Return the group that functional collectives find under `name`; None: there is none."""
     try:
-        _resolve_process_group(name)  # type: ignore[arg-type]
+        return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
@@ -58,6 +64,35 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the operations of `group`."""
     backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     return backend.options._timeout
+
+
+@contextmanager
+def during_timeout(groups: Iterable[dist.ProcessGroup], seconds: float) -> Iterator[None]:
+    """Let collectives that are issued inside time out after so many seconds."""
+    before = [(group, group_timeout(group)) for group in groups]
+    for group, _ in before:
+        group.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for group, timeout in before:
+            group.set_timeout(timeout)
+
+
+def watch_store(prefix: str) -> Any:
+    """Return the store of the process group, under a prefix and over a connection of its own: a wait on one blocks all
+    others who use it.
+    """
+    store: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore(prefix, store.clone())
+
+
+def store_address() -> tuple[str, int] | None:
+    """Return where the process group's store listens; None if that is no server."""
+    store: Any = distributed_c10d._get_default_store()
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def mend_gathers(device_type: str) -> None:

@@ -14,19 +14,28 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops import effects
 from torch.fx import GraphModule
 
+from passes._torch.patches import replaced
 from passes._torch.results import JointGraph
+
+_torch_has_effects = effects.has_effects
 
 
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
     """Trace forward and backward of `flat`, or the forward alone if no output needs a gradient."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects):
         joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
         graph_module = joint.graph_module
     descriptions = graph_module.graph.output_node().meta["desc"]
     inputs = tuple(_input_end(node.meta["desc"]) for node in graph_module.graph.find_nodes(op="placeholder"))
     return JointGraph(graph_module, inputs, tuple(_output_end(description) for description in descriptions))
+
+
+def _has_effects(op: Any) -> bool:
+    """Return what torch says, but false for the check of a factorization, which a graph leaves out as any other check."""
+    return op is not torch.ops.aten._linalg_check_errors.default and _torch_has_effects(op)
 
 
 def _input_end(description: Any) -> tuple[str, int]:

@@ -7,10 +7,14 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `distributed_c10d._process_group_name` | a group is made | ranks name a group by its members, not by a count | groups.py |
 | `GraphModule.recompile` | a graph is partitioned | no code is generated that nobody calls | graphs.py |
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
+| `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |
 | `LoggingLoggerVariable.call_method` | | | |
+| `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | a check of values is left out | dynamo.py |
+| `SetAttrBuiltinVariable._call_setattr` and `TensorVariable`'s | a call is traced | a value is no leaf | dynamo.py |
+| `method_requires_grad_` | | | |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
 
 For the rest of the process, once (`once`):
@@ -18,6 +22,7 @@ For the rest of the process, once (`once`):
 | what | from when | where it applies | where |
 |---|---|---|---|
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
+| dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

@@ -25,7 +25,8 @@ class SideEffect:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A call that writes a message (`print`, `warnings.warn`, a logger's) and is not in the graph, and its stack."""
+    """A call that writes a message (`print`, `warn`, `Logger.info`) or a check of values (`raise`) that is not in the
+    graph, and its stack."""
 
     function: str
     stack: str

@@ -32,6 +32,13 @@ def is_fusible(op: Any) -> bool:
     return torch.Tag.pointwise in op.tags or _packet(op) in _POINTWISE or is_reduction(op)
 
 
+def is_generated(node: Node) -> bool:
+    """Return whether Inductor generates the kernel of a call: of a fusible op whose values are not complex."""
+    if not is_fusible(node.target):
+        return False
+    return not any(value.is_complex() for value in (*results_of(node), *map(tensor_of, operands(node))))
+
+
 @cache
 def is_reduction(op: Any) -> bool:
     """Return whether the op reduces, or scans, dims of its operand in one kernel."""
@@ -173,7 +180,7 @@ class _Fusion:
     def _add(self, index: int, node: Node) -> None:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
-        elements, is_open = _elements(node), is_fusible(node.target)
+        elements, is_open = _elements(node), is_generated(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
-import torch
 from torch.fx import Graph, Node
 
-from passes._torch import OpOverload
-from passes.cost.fused_regions import bytes_read, is_fusible, is_reduction, regions
+from passes.cost.fused_regions import bytes_read, is_generated, is_reduction, regions
 from passes.cost.graph_buffers import Values, viewed_by
-from passes.ir.graph import operands, results_of
+from passes.ir.graph import is_random, operands, results_of
 
 # Kernels that may each read what a recomputed value is made of: torch._inductor.config.realize_reads_threshold.
 MAX_READS = 4
@@ -36,12 +33,12 @@ class Kernel:
     @property
     def is_generated(self) -> bool:
         """Return whether Inductor writes its code; others are an operator's own kernel, or a collective."""
-        return len(self.nodes) > 1 or is_fusible(self.nodes[-1].target)
+        return len(self.nodes) > 1 or is_generated(self.nodes[-1])
 
     @property
     def is_random(self) -> bool:
         """Return whether it draws random numbers."""
-        return any(map(_is_random, self.nodes))
+        return any(map(is_random, self.nodes))
 
 
 _Inlined = dict[str, dict[str, int]]  # by a value that is never in memory: what its readers read instead, and bytes of it
@@ -78,8 +75,8 @@ def _inlined(graph: Graph, values: Values) -> _Inlined:
         if node.op != "call_function" or not _is_pointwise(node):
             continue
         readers = [reader for name in values.names[node] for reader in values.readers.get(name, ())]
-        is_stored = any(reader.op == "output" or not is_fusible(reader.target) for reader in readers)
-        if not is_stored and not _is_random(node) and len(reads := _reads((node,), values, inlined)) <= MAX_READS:
+        is_stored = any(reader.op == "output" or not is_generated(reader) for reader in readers)
+        if not is_stored and not is_random(node) and len(reads := _reads((node,), values, inlined)) <= MAX_READS:
             inlined |= {name: reads for name in values.names[node]}
     return inlined
 
@@ -125,13 +122,5 @@ def _reads(nodes: tuple[Node, ...], values: Values, inlined: _Inlined) -> dict[s
 
 
 def _is_pointwise(node: Node) -> bool:
-    return is_fusible(node.target) and not is_reduction(node.target)
+    return is_generated(node) and not is_reduction(node.target)
 
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and _is_random_op(node.target)
-
-
-@cache
-def _is_random_op(op: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in op.tags

@@ -9,8 +9,8 @@ transfer over the link L seconds:
 - a reduce-scatter computes the parts of the others, synchronizes twice for each, and sends one while it computes the next;
   its own part comes last: max(k P, (k - 1) L + P, (k - 1) P + L), with the barriers in L. A kernel then adds the terms.
 
-Two copies never overlap, and two products are no faster at the same time than one after another. A barrier takes a kernel's
-launch and one step of the link.
+Two copies never overlap, and two products are no faster at the same time than one after another. A product beside a copy is
+slowed down by the hardware's `contention`. A barrier takes a kernel's launch and one step of the link.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes._torch import ALL_GATHER_MATMUL
+from passes.cost.contention import Contention
 from passes.cost.kernel_time import Product, product_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Hardware
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor
+
+# The part of a link's bandwidth that a copy of another device's memory reaches while others copy from this one: 672 of 900
+# GB/s on ND H100 v5, 423 of 600 on ND A100 v4, 1,530 of 1,800 on ND GB200 v6 (Azure/AI-benchmarking-guide, device to device).
+COPY_RATE = 0.75
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,13 @@ def _gather(
     sent = tensor_bytes(part)
     products = [Product(1, math.prod(part.shape[:-1]), other.shape[1], width) for other in others]
     product = sum(_product(one, part, hardware) for one in products)
-    link = sent / hardware.inside.bandwidth + hardware.inside.latency
+    link = _copy(sent, hardware)
     copies = (2 if is_moved else 1) * region_seconds(0.0, 2 * sent, hardware)  # into rows, and to shared memory
-    seconds = copies + 3 * _barrier(hardware) + max(ranks * product, (ranks - 1) * link + product)
+    beside = _beside((ranks - 1) * product, (ranks - 1) * link, hardware)
+    seconds = copies + 3 * _barrier(hardware) + max(product + beside, (ranks - 1) * link + product)
     workspace = sent + (0 if keep else ranks * sent)
     flops = ranks * sum(one.flops for one in products)
-    return _pipelined(seconds, (ranks - 1) * link, ranks * product + copies, flops, ranks * sent, workspace)
+    return _pipelined(seconds, (ranks - 1) * link, product + beside + copies, flops, ranks * sent, workspace)
 
 
 def _reduction(rows: Tensor, other: Tensor, ranks: int, hardware: Hardware, *, is_moved: bool) -> Pipelined:
@@ -67,14 +73,15 @@ def _reduction(rows: Tensor, other: Tensor, ranks: int, hardware: Hardware, *, i
     one = Product(1, count, width, rows.shape[-1])
     sent = float(count * width * rows.dtype.itemsize)
     product = _product(one, rows, hardware)
-    link = sent / hardware.inside.bandwidth + hardware.inside.latency + 2 * _barrier(hardware)
+    link = _copy(sent, hardware) + 2 * _barrier(hardware)
     around = region_seconds(0.0, 2 * tensor_bytes(rows), hardware) if is_moved else 0.0
     around += region_seconds(0.0, (ranks + 1) * sent, hardware)
-    pipeline = max(ranks * product, (ranks - 1) * link + product, (ranks - 1) * product + link)
+    beside = _beside((ranks - 1) * product, (ranks - 1) * link, hardware)
+    pipeline = max(product + beside, (ranks - 1) * link + product, beside + link)
     seconds = around + 2 * _barrier(hardware) + pipeline
     workspace = (ranks + 2) * sent + (tensor_bytes(rows) if is_moved else 0)
     return _pipelined(
-        seconds, (ranks - 1) * link, ranks * product + around, ranks * one.flops, ranks * sent, workspace
+        seconds, (ranks - 1) * link, product + beside + around, ranks * one.flops, ranks * sent, workspace
     )
 
 
@@ -88,6 +95,15 @@ def _pipelined(
 def _product(one: Product, like: Tensor, hardware: Hardware) -> float:
     nbytes = float((one.m * one.k + one.k * one.n + one.m * one.n) * like.dtype.itemsize)
     return product_seconds(one, nbytes, DTYPE_NAMES[like.dtype], hardware)
+
+
+def _copy(nbytes: float, hardware: Hardware) -> float:
+    return nbytes / (COPY_RATE * hardware.inside.bandwidth) + hardware.inside.latency
+
+
+def _beside(products: float, copies: float, hardware: Hardware) -> float:
+    """Return the seconds of `products` while links are in use for `copies` seconds."""
+    return Contention(hardware.contention).kernel_end(0.0, products, copies)
 
 
 def _barrier(hardware: Hardware) -> float:

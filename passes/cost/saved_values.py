@@ -7,12 +7,10 @@ import operator
 import torch
 from torch.fx import Node
 
-from passes._torch import OpOverload
 from passes.cost.fused_regions import node_nbytes, source_of
 from passes.ir.collectives import KINDS
-from passes.ir.graph import Saving, operands, transfer_of
+from passes.ir.graph import Saving, is_random, operands, transfer_of
 from passes.ir.recompute_blocks import Blocks
-from passes.rules.rule import call_of
 
 
 def saved_or_remade(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
@@ -21,7 +19,7 @@ def saved_or_remade(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
     Kinds in `kept` are saved although they do not leave their block.
     """
     saved = {stored(node, blocks) for node in blocks.leaving()}
-    saved |= {node for node, kind in blocks.kind.items() if kind in kept or _draws(node)}
+    saved |= {node for node, kind in blocks.kind.items() if kind in kept or is_random(node)}
     needed: set[Node] = set()
     late = {user for node in blocks.forward for user in node.users if user not in blocks.forward and user.op != "output"}
     waiting = [value for user in late for value in user.all_input_nodes if value in blocks.forward]
@@ -35,14 +33,6 @@ def saved_or_remade(blocks: Blocks, kept: frozenset[str]) -> dict[Node, Saving]:
         if node in needed and (node in saved or source_of(node) not in saved or node.target is not operator.getitem):
             found[node] = "saved" if node in saved else "remade"
     return found
-
-
-def _draws(node: Node) -> bool:
-    """Return whether a kernel draws random numbers."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    has_dropout = any(argument.name == "dropout_p" for argument in node.target._schema.arguments)
-    return not has_dropout or bool(call_of(node).arg("dropout_p"))
 
 
 def stored(node: Node, blocks: Blocks) -> Node:

@@ -78,6 +78,8 @@ class Hardware:
     """Edge of the square tile of results that one unit of a matrix product computes at a time."""
     units: int
     """Units that compute such tiles at the same time: the multiprocessors of a GPU."""
+    spread: float = 0.0
+    """Part of its time by which a product or an attention takes longer on the slowest device, for which the others wait."""
     contention: float = 0.0
     """Part of its time by which a kernel takes longer while a collective runs."""
     link_contention: float = 0.0
@@ -95,6 +97,11 @@ class Hardware:
         rates = dict(self.flops)
         name = "f8" if dtype.startswith("f8") else dtype
         return rates[name] if name in rates else rates["f32"]
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Return the figures that are neither measured nor published, by their sources: "inside.latency"."""
+        return tuple(field for field, source in self.sources if "assumed" in source)
 
     def to_json(self) -> str:
         """Return the text of a file that `hardware_named` reads."""
@@ -156,6 +163,7 @@ def _parse(found: Mapping[str, Any], where: str) -> Hardware:
             attention=_positive(found["attention"]),
             tile=int(found["tile"]),
             units=int(_positive(found["units"])),
+            spread=float(found["spread"]),
             contention=_contention(found),
             link_contention=float(found["link_contention"]),
             scatter_sends_all=bool(found["scatter_sends_all"]),

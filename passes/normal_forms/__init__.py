@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from passes.normal_forms import parts, reductions, views
+from passes.normal_forms import parts, reductions, strides, views
 from passes.normal_forms.rewriting import At
 
-REWRITES: Mapping[Any, Callable[[At], bool]] = {**views.REWRITES, **reductions.REWRITES, **parts.REWRITES}
+REWRITES: Mapping[Any, Callable[[At], bool]] = {
+    **views.REWRITES,
+    **strides.REWRITES,
+    **reductions.REWRITES,
+    **parts.REWRITES,
+}
 
 __all__ = ["REWRITES", "At"]

@@ -27,6 +27,37 @@ def _addmm(at: At) -> bool:
     return at.replace(at.call(aten.add.Tensor, product, bias))
 
 
+def _convolution(at: At) -> bool:
+    value, weight, bias, *others = at.node.args
+    if bias is None:
+        return False
+    result = at.call(aten.convolution.default, value, weight, None, *others)
+    return at.replace(at.call(aten.add.Tensor, result, at.call(aten.view.default, bias, _along_channels(result))))
+
+
+def _along_channels(value: Node) -> list[int]:
+    return [tensor_of(value).shape[1], *(1 for _ in tensor_of(value).shape[2:])]
+
+
+def _convolution_backward(at: At) -> bool:
+    """Sum the gradient of the bias apart from the others."""
+    *others, mask = at.node.args
+    assert isinstance(mask, list | tuple)
+    asked = [bool(mask[0]), bool(mask[1]), False]
+    if not mask[2] or any(user.target is not operator.getitem for user in at.node.users):
+        return False
+    others[3] = None
+    both = at.call(aten.convolution_backward.default, *others, asked) if any(asked) else None
+    for user in list(at.node.users):
+        place, number = at.at(user), as_int(user.args[1])
+        if number == 2:
+            place.replace(place.call(aten.sum.dim_IntList, at.operand, [0, *range(2, tensor_of(at.operand).dim())]))
+        elif both is not None:
+            place.replace(place.call(operator.getitem, both, number))
+    at.graph.erase_node(at.node)
+    return True
+
+
 # --- 4: a sum, then a division by the global count
 
 
@@ -86,6 +117,8 @@ def _sum(at: At) -> bool:
 
 REWRITES: dict[Any, Callable[[At], bool]] = {
     aten.addmm.default: _addmm,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.var_mean.correction: _var_mean,

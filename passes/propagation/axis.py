@@ -6,7 +6,8 @@ from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
 from passes.ir.graph import InputRole, pins_of, placeholders, tensor_of
-from passes.ir.layout import Placement, R, Shard, is_even, next_digit
+from passes.ir.layout import Placement, R, Shard, is_even, is_storable, next_digit
+from passes.ir.padding import PAD_END
 from passes.ir.propagation_edges import Edge
 from passes.propagation.placed import Placed
 from passes.recipes.weights import weights_of
@@ -40,7 +41,8 @@ class Axis:
     def fits(self, node: Node, placement: Placement) -> bool:
         """Return whether `placement` can join those of `node` on earlier axes."""
         layout = self.placed.so_far(node).with_on(self.number, placement)
-        return is_even(layout, tuple(tensor_of(node).shape), self.ctx.mesh)
+        is_legal = is_storable if any(user.target is PAD_END for user in node.users) else is_even
+        return is_legal(layout, tuple(tensor_of(node).shape), self.ctx.mesh)
 
     def fitted(self, node: Node, pinned: Placement) -> Placement:
         """Return `pinned`, or the digit of its dim inside those that other axes already shard; `R` if neither fits."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from passes._torch import OpOverload
+from passes.cost.kernel_time import kernel_flops
 from passes.ir.graph import is_reshard, is_tensor, operands, results_of, tensor_of
 from passes.ir.layout import Partial, Placement, R, Shard
 from passes.propagation.axis import Axis
-from passes.rules.rule import row_giving, row_sharding
+from passes.rules.rule import call_of, row_giving, row_sharding
 
 LOOKAHEAD = 8  # ops to look ahead for a sharding of a partial value: from a row-parallel linear past a residual and a norm
 
@@ -54,6 +56,18 @@ def wish(axis: Axis, value: Node, depth: int = LOOKAHEAD) -> Placement | None:
         found = _wish_of(axis, user, value, depth)
         if found is not None:
             return found
+    return _shared_work(axis, value) if depth == LOOKAHEAD else None
+
+
+def _shared_work(axis: Axis, value: Node) -> Placement | None:
+    """Return the sharding of dim 0 with which ranks share the products of `value` with whole matrices; None if there are
+    no such products."""
+    for user in value.users:
+        if not isinstance(user.target, OpOverload) or not kernel_flops(call_of(user)):
+            continue
+        space, position = axis.placed.space_of(user), operands(user).index(value)
+        if space is not None and row_sharding(space, position, Shard(0), axis.size) is not None:
+            return Shard(0)
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from passes.rules.causal import causal_backward, causal_forward
+from passes.rules.local_forms.causal import causal_backward, causal_forward
 from passes.rules.rule import Call, Dims, Linear, Space, Tensor, register
 
 aten = torch.ops.aten

@@ -341,10 +341,10 @@ def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -
         _RULES[op] = Rule(space, local)
 
 
-def register_named(*names: str, space: SpaceOf) -> None:
+def register_named(*names: str, space: SpaceOf, local: LocalForm | None = None) -> None:
     """Give a rule to ops by name, such as `"prims.iota.default"`: they may be defined later."""
     for name in names:
-        _NAMED[name] = Rule(space)
+        _NAMED[name] = Rule(space, local)
 
 
 def register_tag(tag: torch.Tag, *, space: SpaceOf) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch.fx import Node
 
-from passes._torch import OpOverload
 from passes.errors import UnknownOpError
-from passes.ir.graph import origin_of
+from passes.ir.graph import is_random, origin_of
 from passes.rules.rule import rule_of
 
 
@@ -20,7 +18,7 @@ def why_whole(node: Node, *, unknown_ops: Literal["replicate", "error"]) -> str:
     rule if `unknown_ops` is `"error"`.
     """
     known = rule_of(node.target) is not None
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if is_random(node):
         raise UnknownOpError(
             f"{node.target} draws random numbers and has no sharding rule: each rank would draw its own. Draw with "
             f"torch.rand or torch.randn, or register a rule with autoshard.rule(op)(...){_place(node)}"

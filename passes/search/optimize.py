@@ -3,9 +3,10 @@
 1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone.
 2. If no assignment seen so far fits, find a price per byte under which one does (`tune_multipliers.fit_memory`).
 3. Tune the multipliers, and solve the program of the strategies near the bound (`tune_multipliers.tune`).
-4. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
+4. If still none fits, solve the program of bytes alone: without one in it, the search ends here.
+5. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
    than the incumbent. Assignments with any other strategy are worse, so the program's bound holds for all.
-5. Where that program is too large, prove by probing that no assignment is 1 % shorter.
+6. Where that program is too large, prove by probing that no assignment is 1 % shorter.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def solve(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> tuple[Assign
 
 
 def _widen(state: SearchState) -> None:
-    """Solve programs of ever more strategies, until the gap is closed or a program is too large."""
+    """Solve programs of ever more strategies, until the gap is closed, a program is too large, or nothing fits."""
+    if not _fit(state):
+        return
     for widening in WIDENINGS:
         if state.is_done:
             return
@@ -74,6 +77,17 @@ def _widen(state: SearchState) -> None:
         threshold = float("inf") if is_last else state.dual_bound * (1 + widening)
         if not _solve_below(state, threshold) or is_last:  # the last has all that is better than the incumbent
             return
+
+
+def _fit(state: SearchState) -> bool:
+    """Return False if no assignment was found that fits the memory: to look for short ones then takes most of the time."""
+    if state.incumbent is not None or state.budget is None:
+        return True
+    everything = remaining(state.pruned(float("inf")))
+    if everything.size > PROVABLE:
+        return True
+    state.offer_solved(state.formulation(everything).fit(state.seconds_left))
+    return state.incumbent is not None
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:

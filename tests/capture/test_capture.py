@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,22 +16,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.capture.capture import Captured, capture
-from passes._torch import fake_mode, flatten_pytree, is_fake
+from passes._torch import fake_mode, is_fake
 from passes.errors import CaptureError
 from passes.ir.graph import (
     InputRole,
     Output,
     OutputRole,
     Stage,
-    input_of,
     origin_of,
-    outputs_of,
-    placeholders,
     region_of,
     results_of,
     stage_of,
     value_of,
 )
+from tests.capture.comparing import check, compare, names_in, names_of, nodes_in, run
 from tests.models import MODELS, build
 
 LOG = logging.getLogger(__name__)
@@ -40,89 +37,11 @@ LOG = logging.getLogger(__name__)
 MASK = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
 
 
-def run(
-    captured: Captured, module: nn.Module, args: Any, kwargs: Any, tangents: Mapping[str, Tensor]
-) -> dict[Output, Any]:
-    """The results of the graph on the module's own tensors."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **captured.constants}
-    paths = [spec.path for spec in captured.signature.inputs]
-    inputs = dict(zip(paths, captured.signature.flatten(args, kwargs), strict=True))
-    values = {InputRole.INPUT: inputs, InputRole.TANGENT: tangents}
-    flat = [values.get(input_of(node).role, state)[input_of(node).name].detach() for node in nodes_in(captured)]
-    return dict(zip(outputs_of(captured.graph_module.graph), captured.graph_module(*flat), strict=True))
-
-
-def check(module: nn.Module, *args: Any, training: bool = True, **kwargs: Any) -> Captured:
-    """Capture `module` and compare outputs, gradients and new buffers with the module itself."""
-    captured = capture(module, args, kwargs, training=training)
-    compare(captured, module, args, kwargs, training=training)
-    return captured
-
-
-def compare(captured: Captured, module: nn.Module, args: Any, kwargs: Any, *, training: bool) -> None:
-    eager = copy.deepcopy(module)
-    with torch.set_grad_enabled(training):
-        expected = eager(*args, **kwargs)
-    tensors = [leaf for _, leaf in flatten_pytree(expected)[0] if isinstance(leaf, Tensor)]
-    generator = torch.Generator().manual_seed(0)
-    tangents = {
-        path: torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
-        for path, tensor in zip(captured.signature.outputs, tensors, strict=True)
-        if tensor.requires_grad
-    }
-    assert [input_of(node).name for node in nodes_in(captured, InputRole.TANGENT)] == list(tangents)
-    results = run(captured, module, args, kwargs, tangents)
-    outputs = [value for output, value in results.items() if output.role is OutputRole.OUTPUT]
-    assert_same(captured.signature.unflatten(outputs), expected)
-    for name, buffer in eager.named_buffers():
-        new = results.get(Output(OutputRole.BUFFER, name), dict(module.named_buffers())[name])
-        assert_same(new, buffer)
-    if not tangents:
-        assert not names_of(captured, OutputRole.GRADIENT)
-        return
-    torch.autograd.backward([tensor for tensor in tensors if tensor.requires_grad], list(tangents.values()))
-    expected_gradients = {name: p.grad for name, p in eager.named_parameters() if p.requires_grad}
-    gradients = {
-        output.name: value
-        for output, value in results.items()
-        if output.role is OutputRole.GRADIENT and not output.name.startswith("input:")
-    }
-    assert list(gradients) == list(expected_gradients)
-    for name, gradient in expected_gradients.items():
-        assert_same(gradients[name], gradient)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Equal structure, and equal leaves up to rounding in float64."""
-    left, right = flatten_pytree(actual), flatten_pytree(expected)
-    assert left[1] == right[1]
-    for (path, value), (_, wanted) in zip(left[0], right[0], strict=True):
-        if isinstance(wanted, Tensor):
-            torch.testing.assert_close(
-                value, wanted, atol=1e-12, rtol=1e-10, msg=functools.partial("{}: {}".format, path)
-            )
-        else:
-            assert type(value) is type(wanted)
-            assert value == wanted
-
-
 @functools.cache
 def captured_model(name: str) -> Captured:
     """The joint graph of one of `MODELS`; captured once for all tests that only look."""
     case = build(name)
     return capture(case.model, case.args, case.kwargs, training=True)
-
-
-def nodes_in(captured: Captured, role: InputRole | None = None) -> tuple[torch.fx.Node, ...]:
-    return placeholders(captured.graph_module.graph, role)
-
-
-def names_in(captured: Captured, role: InputRole) -> list[str]:
-    return [input_of(node).name for node in nodes_in(captured, role)]
-
-
-def names_of(captured: Captured, role: OutputRole) -> list[str]:
-    return [output.name for output in outputs_of(captured.graph_module.graph) if output.role is role]
 
 
 def ops_of(captured: Captured) -> list[str]:

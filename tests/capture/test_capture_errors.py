@@ -9,6 +9,8 @@ import inspect
 import random
 import re
 import threading
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -389,6 +391,31 @@ def test_what_cannot_be_captured_says_what_to_change(model: type[Model]) -> None
     with pytest.raises(CaptureError) as raised:
         capture(model(), (torch.ones(2, 4),), training=True)
     assert str(raised.value) == expected_message(model)
+
+
+DROPS_LAYERS = """
+import torch
+
+class Drops(torch.nn.Linear):
+    def forward(self, x):
+        skip_the_layer = torch.rand([]) < 0.1
+        return x if skip_the_layer else super().forward(x)
+"""
+
+
+def test_the_setting_of_a_library_that_avoids_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "transformers" / "drops_layers.py"
+    path.parent.mkdir()
+    path.write_text(DROPS_LAYERS)
+    monkeypatch.syspath_prepend(path.parent)
+    module = import_module("drops_layers")
+    with pytest.raises(CaptureError) as raised:
+        capture(module.Drops(4, 4), (torch.ones(2, 4),), training=True)
+    assert str(raised.value) == (
+        "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and "
+        "choose with torch.where(condition, a, b); here, set layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the "
+        f"model's config\n  {path}:7: return x if skip_the_layer else super().forward(x)"
+    )
 
 
 @pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, HoldsLock])

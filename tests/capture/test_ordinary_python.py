@@ -9,10 +9,13 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from autoshard import Mesh, Options, plan
 from autoshard.capture.capture import capture
 from passes.errors import InputError
+from passes.ir.graph import region_of
+from tests.capture.comparing import check
 
 LOCK = threading.Lock()
 
@@ -25,7 +28,7 @@ class Model(nn.Module):
 
 class Prints(Model):
     def forward(self, x: Tensor) -> Tensor:
-        print("mean", x.mean())
+        print("mean", x.mean().item())
         warnings.warn("only once", stacklevel=1)
         return self.layer(x)
 
@@ -108,3 +111,48 @@ def test_a_model_that_sets_itself_up_under_a_lock_is_called_once_before_the_trac
     captured = capture(model, (torch.ones(2, 4),), training=False)
     assert any("mul" in node.name for node in captured.graph_module.graph.nodes)
     assert not model.ready
+
+
+class ChecksValues(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels is not None and labels.max() >= 4:
+            raise ValueError(f"labels are below 4: {labels}")
+        if not (labels >= 0).all():
+            raise ValueError("labels are not negative")
+        torch._check_tensor_all(labels < 4)
+        return self.layer(x).sum() + labels.sum()
+
+
+def test_checks_of_values_are_left_out_with_a_remark() -> None:
+    captured = capture(ChecksValues(), (torch.ones(2, 4), torch.ones(2, dtype=torch.int64)), training=True)
+    said = "a check of values is left out: a rank that raised alone would leave the others waiting"
+    assert [(remark.text, remark.origin.source) for remark in captured.call.remarks] == [
+        (said, "if labels is not None and labels.max() >= 4:"),
+        (said, "if not (labels >= 0).all():"),
+    ]
+
+
+class RequiresGradient(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        x.requires_grad = True
+        return self.layer(x.flatten().requires_grad_().view(2, 4))
+
+
+def test_a_value_that_is_made_a_leaf_changes_no_gradient_of_a_parameter() -> None:
+    check(RequiresGradient().double(), torch.ones(2, 4, dtype=torch.float64))
+
+
+class Sequence(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+def test_all_segments_but_the_last_are_checkpointed() -> None:
+    captured = check(Sequence().double(), torch.ones(2, 4, dtype=torch.float64))
+    regions = {region_of(node) for node in captured.graph_module.graph.nodes} - {None}
+    assert len(regions) == 1

@@ -15,7 +15,7 @@ from passes.ir.collectives.formulas import SYMBOLS, ring_formula
 
 H100 = hardware_named("h100")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-PRESETS = ("a100", "a100-pcie", "h100", "h200", "b200", "gb200", "cpu")
+PRESETS = ("a100", "a100-pcie", "h100", "h100-500w", "h200", "b200", "gb200", "cpu")
 
 # NCCL 2.27 tests on H100 published in the AutoParallel repository: kind, ranks, nodes, us, GB/s of large messages.
 # Those over nodes (and to 8 GPUs) whose kind is a ring are of NCCL's ring alone.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoshard import Mesh, UserError
 from passes.hardware.hardware import Group, Hardware, Link, hardware_named, preset_names
 
-PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h200")
+PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h100-500w", "h200")
 LINKS = ("inside", "across")
 FIGURES = {field.name for field in fields(Hardware)} - {"name", "sources", *LINKS}
 FIGURES |= {f"{link}.{field.name}" for link in LINKS for field in fields(Link) if field.name != "name"}
@@ -28,6 +28,11 @@ def test_the_presets_that_there_are() -> None:
 def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
     sources = dict(hardware_named(name).sources)
     assert set(sources) == FIGURES and all(sources.values())
+
+
+def test_a_preset_says_what_is_assumed() -> None:
+    assert set(hardware_named("h100").assumed) == {"launch", "link_contention", "across.reduces"}
+    assert "attention" in hardware_named("h100-500w").assumed
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -55,7 +60,7 @@ def test_published_figures() -> None:
         (
             "h1000",
             "unknown hardware 'h1000' (did you mean 'h100'?); choose one of a100, a100-pcie, b200, cpu, gb200, h100, "
-            "h200, or give the path of a .json that `python -m autoshard calibrate` wrote",
+            "h100-500w, h200, or give the path of a .json that `python -m autoshard calibrate` wrote",
         ),
         ("no/such.json", "hardware='no/such.json': there is no such file; calibrate writes one"),
     ],

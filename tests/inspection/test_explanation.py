@@ -41,7 +41,7 @@ class Wide(nn.Module):
 
 def planned(**options: object) -> ShardingPlan:
     with torch.device("meta"):
-        model, x = Wide(), torch.empty(8192, 1024)
+        model, x = Wide(), torch.empty(2048, 1024)
     return plan(model, Mesh("tp=4", hardware="h100"), (x, x), options=Options(**options))
 
 
@@ -65,17 +65,13 @@ parameter up.weight
 up.weight: f32[4096, 1024] {tp:S(0)}
   no constraint; chosen by what the whole step costs
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
-      this plan is simulated at 2.47 ms
-    layout        step  change  at least  compute  communication     memory
-    {tp:S(1)}  2.60 ms                    2.38 ms         215 us  192.0 MiB
-  * {tp:S(0)}  2.60 ms  +0.0 %    -0.4 %  2.38 ms         215 us  184.0 MiB
-    {tp:R}     2.60 ms  +0.4 %    +0.4 %  2.41 ms         196 us  224.0 MiB
-collectives
-  %reduce_scatter_2: reduce_scatter over tp, 12.0 MiB, backward, exposed 54.6 us
-    insert_reshards: gradient needs {tp:S(0)}      # test_explanation.py:39 up
+      this plan is simulated at 814 us
+    layout       step  change  at least  compute  communication     memory
+  * {tp:S(0)}  806 us                     754 us        52.2 us   72.0 MiB
+    {tp:S(1)}  834 us  +3.5 %    +3.5 %   754 us        80.2 us   76.0 MiB
+    {tp:R}     886 us  +9.9 %    +9.9 %   784 us         102 us  124.0 MiB
 passes
-  solve changed %up_weight: f32[4096, 1024] {tp:S(0)} = parameter("up.weight")
-  lower_reshards added %reduce_scatter_2: f32[4096, 1024] {tp:S(0)} = reduce_scatter(%mm_4, ["tp"])""")
+  solve changed %up_weight: f32[4096, 1024] {tp:S(0)} = parameter("up.weight")""")
 
 
 def test_a_parameter_of_a_recipe() -> None:
@@ -84,21 +80,21 @@ parameter down.weight
 down.weight: f32[1024, 4096] {tp:S(1)}
   constraint: tp:S(1): megatron: row-parallel
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
-      this plan is simulated at 3.01 ms
-    layout        step  change  at least  compute  communication     memory
-    {tp:S(0)}  2.60 ms                    2.38 ms         215 us  192.0 MiB
-  * {tp:S(1)}  2.60 ms  +0.0 %    -0.4 %  2.38 ms         215 us  192.0 MiB
-    {tp:R}     2.60 ms  +0.4 %    +0.4 %  2.41 ms         196 us  208.0 MiB
+      this plan is simulated at 832 us
+    layout       step  change  at least  compute  communication     memory
+  * {tp:S(1)}  806 us                     754 us        52.2 us   72.0 MiB
+    {tp:S(0)}  834 us  +3.5 %    +3.5 %   754 us        80.2 us   80.0 MiB
+    {tp:R}     886 us  +9.9 %    +9.9 %   784 us         102 us  124.0 MiB
 collectives
-  %reduce_scatter: reduce_scatter over tp, 24.0 MiB, forward, exposed 93.7 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_gather: all_gather over tp, 24.0 MiB, backward, exposed 93.7 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
   seed changed %down_weight: f32[1024, 4096] pinned(tp:S(1) "megatron: row-parallel") = ...
   propagate changed %down_weight: f32[1024, 4096] {tp:S(1)} pinned(tp:S(1) "megatron: row-pa ...
-  lower_reshards added %reduce_scatter: f32[8192, 1024] {tp:S(0)} = reduce_scatter(%mm_1, ["tp"])
-  lower_reshards added %all_gather: f32[8192, 1024] {tp:R} = all_gather(%mul_1, ["tp"])""")
+  lower_reshards added %reduce_scatter: f32[2048, 1024] {tp:S(0)} = reduce_scatter(%mm_1, ["tp"])
+  lower_reshards added %all_gather: f32[2048, 1024] {tp:R} = all_gather(%mul_1, ["tp"])""")
 
 
 def test_a_module_is_its_values() -> None:
@@ -107,28 +103,28 @@ module down
 down.weight: f32[1024, 4096] {tp:S(1)}
   constraint: tp:S(1): megatron: row-parallel
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
-      this plan is simulated at 3.01 ms
-    layout        step  change  at least  compute  communication     memory
-    {tp:S(0)}  2.60 ms                    2.38 ms         215 us  192.0 MiB
-  * {tp:S(1)}  2.60 ms  +0.0 %    -0.4 %  2.38 ms         215 us  192.0 MiB
-    {tp:R}     2.60 ms  +0.4 %    +0.4 %  2.41 ms         196 us  208.0 MiB
+      this plan is simulated at 832 us
+    layout       step  change  at least  compute  communication     memory
+  * {tp:S(1)}  806 us                     754 us        52.2 us   72.0 MiB
+    {tp:S(0)}  834 us  +3.5 %    +3.5 %   754 us        80.2 us   80.0 MiB
+    {tp:R}     886 us  +9.9 %    +9.9 %   784 us         102 us  124.0 MiB
 %permute_1: f32[4096, 1024]<1, 4096> {tp:S(0)}      # test_explanation.py:39 down
-%mm_1: f32[8192, 1024] {tp:P(sum)}      # test_explanation.py:39 down
+%mm_1: f32[2048, 1024] {tp:P(sum)}      # test_explanation.py:39 down
   constraint: tp:S(0) before its users: megatron: row-parallel output
 %mm_2: f32[1024, 4096] {tp:S(1)}      # test_explanation.py:39 down
-%mm_3: f32[8192, 4096] {tp:S(1)}      # test_explanation.py:39 down
+%mm_3: f32[2048, 4096] {tp:S(1)}      # test_explanation.py:39 down
   on tp: %mm_3 S(1): a parameter stays <- %down_weight S(1): megatron: row-parallel
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
-      this plan is simulated at 3.01 ms
+      this plan is simulated at 832 us
     layout          step   change  at least  compute  communication     memory
-    {tp:S(0)}    2.60 ms                     2.38 ms         215 us  192.0 MiB
-  * {tp:S(1)}    2.60 ms   +0.0 %    +0.0 %  2.38 ms         215 us  192.0 MiB
-    {tp:P(sum)}  2.99 ms  +15.3 %   +14.8 %  2.40 ms         588 us  252.0 MiB
-    {tp:R}       3.75 ms  +44.6 %   +43.7 %  3.44 ms         309 us  304.0 MiB
+  * {tp:S(1)}     806 us                      754 us        52.2 us   72.0 MiB
+    {tp:S(0)}     902 us  +11.9 %    +5.8 %   755 us         147 us   90.0 MiB
+    {tp:P(sum)}   941 us  +16.7 %   +15.0 %   780 us         161 us   90.0 MiB
+    {tp:R}       1.15 ms  +42.4 %   +36.2 %  1.05 ms         102 us  120.0 MiB
 collectives
-  %reduce_scatter: reduce_scatter over tp, 24.0 MiB, forward, exposed 93.7 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_gather: all_gather over tp, 24.0 MiB, backward, exposed 93.7 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
   seed changed 1 nodes, added 1 nodes
@@ -146,7 +142,7 @@ remarks
 def test_a_collective_is_the_value_that_it_moves() -> None:
     one = collective_of(propagated(), "reduce_scatter")
     text = str(propagated().explain(one.id))
-    assert text.startswith(f"collective {one.id}\n%mm_1: f32[8192, 1024] {{tp:P(sum)}}      # test_explanation.py:39 down\n")
+    assert text.startswith(f"collective {one.id}\n%mm_1: f32[2048, 1024] {{tp:P(sum)}}      # test_explanation.py:39 down\n")
     assert "constraint: tp:S(0) before its users: megatron: row-parallel output" in text
 
 
@@ -192,23 +188,23 @@ def test_a_loaded_plan_knows_stages_but_no_prices_and_passes() -> None:
     loaded = ShardingPlan.from_json(propagated().to_json())
     assert_expected_inline(str(loaded.explain("%mm_1")), """\
 value %mm_1
-%mm_1: f32[8192, 1024] {tp:P(sum)}      # test_explanation.py:39 down
+%mm_1: f32[2048, 1024] {tp:P(sum)}      # test_explanation.py:39 down
   constraint: tp:S(0) before its users: megatron: row-parallel output
   on tp: %mm_1 P(sum): follows its operands <- %permute S(1): follows its operands <- %up_weight
       S(0): megatron: column-parallel
 collectives
-  %reduce_scatter: reduce_scatter over tp, 24.0 MiB, forward, exposed 93.7 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_reduce: all_reduce over tp, 6 B, forward, exposed 8.05 us
+  %all_reduce: all_reduce over tp, 6 B, forward, exposed 13.3 us
     insert_reshards: output needs {tp:R}      # test_explanation.py:39
-  %all_gather: all_gather over tp, 24.0 MiB, backward, exposed 93.7 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
-  until PLACED changed %mm_1: f32[8192, 1024] {tp:P(sum)} = mm(%relu, %permute_1)
-  until PLACED added %reshard: f32[8192, 1024] {tp:S(0)} pinned(tp:S(0) "megatron: row-parall ...
-  until COLLECTIVE added %reduce_scatter: f32[8192, 1024] {tp:S(0)} = reduce_scatter(%mm_1, ["tp"])
+  until PLACED changed %mm_1: f32[2048, 1024] {tp:P(sum)} = mm(%relu, %permute_1)
+  until PLACED added %reshard: f32[2048, 1024] {tp:S(0)} pinned(tp:S(0) "megatron: row-parall ...
+  until COLLECTIVE added %reduce_scatter: f32[2048, 1024] {tp:S(0)} = reduce_scatter(%mm_1, ["tp"])
   until COLLECTIVE added %all_reduce: f32[] {tp:R} = all_reduce(%div, ["tp"])
-  until COLLECTIVE added %all_gather: f32[8192, 1024] {tp:R} = all_gather(%mul_1, ["tp"])
+  until COLLECTIVE added %all_gather: f32[2048, 1024] {tp:R} = all_gather(%mul_1, ["tp"])
 note: a plan from a file does not hold its model: it knows stages, not the passes between them, and
     not what other layouts would cost; for these make it again with autoshard.plan(...), or ask
     `python -m autoshard explain file.py:function ...`""")

@@ -106,10 +106,12 @@ seed: on tp: head.weight stays whole: its columns cannot be sharded past sort, t
   [%mm, test_faults.py:38 head]""")
 
 
-def test_a_dim_that_does_not_divide_leads_to_its_linear() -> None:
+def test_a_dim_that_is_padded_leads_to_its_linear() -> None:
     assert_expected_inline(remarks(planned(Uneven)), """\
-seed: on tp: up.weight stays whole: its 250 columns do not divide by 4
-  [%mm_3, test_faults.py:51 up]""")
+pad: up.weight[250, 64]: 250 parts are padded to 252, which 4 divides: 0.80% more
+  [%mm_3, test_faults.py:51 up]
+seed: up.bias[250] is not sharded: no dim can be split
+  [%up_bias]""")
 
 
 def test_an_op_without_a_rule_leads_to_its_call() -> None:

@@ -10,9 +10,12 @@ from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
-from passes.ir.graph import InputRole, input_of, layout_of, outputs_of, placeholders, returned
+from passes.base import PassContext
+from passes.ir.graph import InputRole, draw_of, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part
 from passes.ir.mesh import Mesh
+from passes.ir.text import parse_graph
+from passes.normalize import Normalize
 
 
 class Noisy(nn.Module):
@@ -64,3 +67,25 @@ def test_loss_and_gradients_with_dropout_are_those_of_one_device(mesh: str, reci
     actual = step(model, x, Mesh(mesh), Options(recipe=recipe))
     assert set(actual) == set(expected)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    """PyTorch tags it as random all the same; equal calls are one, and others are not asked to have a rule."""
+    calls = {}
+    for dropout in (0.0, 0.5):
+        attend = f"_scaled_dot_product_flash_attention_for_cpu(%q, %q, %q, {dropout})"
+        gm, mesh = parse_graph(f"""
+mesh tp=2
+stage CAPTURED
+%q: f32[2, 4, 8, 16] = input("q")
+%one: (f32[2, 4, 8, 16], f32[2, 4, 8]) = {attend}
+%a: f32[2, 4, 8, 16] = getitem(%one, 0)
+%two: (f32[2, 4, 8, 16], f32[2, 4, 8]) = {attend}
+%b: f32[2, 4, 8, 16] = getitem(%two, 0)
+%add: f32[2, 4, 8, 16] = add.Tensor(%a, %b)
+return output("output") %add
+""".lstrip())
+        Normalize().run(gm, PassContext(mesh))
+        calls[dropout] = [node for node in gm.graph.nodes if "attention" in node.name or node.name in ("one", "two")]
+    assert (len(calls[0.0]), len(calls[0.5])) == (1, 2)
+    assert [draw_of(node) for node in (*calls[0.0], *calls[0.5])] == [None, 0, 1]

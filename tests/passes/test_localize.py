@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from passes.localize import Localize
-from tests.passes.rewrite import rewrite
+from tests.passes.rewrite import assert_declines, rewrite
 
 
 def test_a_placeholder_has_the_shape_of_one_part() -> None:
@@ -369,4 +369,14 @@ stage LOCAL
 %mul: f32[4, 8] {tp:R} = mul.Tensor(%x, %full)
 %view_1: f32[32] {tp:R} = view(%mul, [32])
 return output("output") %view_1
+""")
+
+
+def test_a_program_of_whole_tensors_is_not_changed() -> None:
+    assert_declines(Localize(), """
+mesh tp=2
+stage COLLECTIVE
+%x: f32[4, 8] {tp:R} = input("x")
+%relu: f32[4, 8] {tp:R} = relu(%x)
+return output("output") %relu
 """)

@@ -767,3 +767,76 @@ stage CAPTURED
 return output("output") %relu
 """)
     assert_same_values(Normalize(), before)
+
+
+def test_a_view_by_strides_is_slices_and_a_permutation() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%as_strided: f32[3, 4]<1, 12> = as_strided(%x, [3, 4], [1, 12], 3)
+%relu: f32[3, 4]<1, 3> = relu(%as_strided)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%view: f32[4, 12] = view(%x, [4, 12])
+%slice_1: f32[4, 3]<12, 1> = slice.Tensor(%view, 1, 3, 6)
+%permute: f32[3, 4]<1, 12> = permute(%slice_1, [1, 0])
+%relu: f32[3, 4]<1, 3> = relu(%permute)
+return output("output") %relu
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_a_view_by_strides_of_the_same_shape_is_gone() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%relu: f32[8, 6] = relu(%x)
+%as_strided: f32[8, 6] = as_strided(%relu, [8, 6], [6, 1])
+%neg: f32[8, 6] = neg(%as_strided)
+return output("output") %neg
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh tp=2
+stage CAPTURED
+%x: f32[8, 6] = input("x")
+%relu: f32[8, 6] = relu(%x)
+%neg: f32[8, 6] = neg(%relu)
+return output("output") %neg
+""")
+
+
+def test_a_diagonal_by_strides_stays() -> None:
+    assert_declines(Normalize(), """
+mesh tp=2
+stage CAPTURED
+%x: f32[6, 6] = input("x")
+%as_strided: f32[6]<7> = as_strided(%x, [6], [7])
+%relu: f32[6] = relu(%as_strided)
+return output("output") %relu
+""")
+
+
+def test_a_bias_is_added_to_a_convolution_and_its_gradient_summed_apart() -> None:
+    before = """
+mesh tp=2
+stage CAPTURED
+%b: f32[6] = parameter("b")
+%w: f32[6, 4, 3] = parameter("w")
+%x: f32[2, 4, 8] = input("x")
+%g: f32[2, 6, 6] = input("g")
+%convolution: f32[2, 6, 6] = convolution(%x, %w, %b, [1], [0], [1], False, [0], 1)
+%back: (None, f32[6, 4, 3], f32[6]) = convolution_backward(%g, %x, %w, [6], [1], [0], [1], False, [0], 1, [False, True, True])
+%getitem: f32[6, 4, 3] = getitem(%back, 1)
+%getitem_1: f32[6] = getitem(%back, 2)
+return output("output") %convolution, output("w") %getitem, output("b") %getitem_1
+"""
+    after = rewrite(Normalize(), before)
+    assert "convolution(%x, %w, None, " in after and "add.Tensor(%convolution_1, %view)" in after
+    assert "[False, True, False])" in after and "sum.dim_IntList(%g, [0, 2])" in after
+    assert_same_values(Normalize(), before)

@@ -46,6 +46,17 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Head(nn.Module):
+    """A linear to the vocabulary of GPT-2, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(512, 50257, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(x), labels)
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(VOCAB, (BATCH, SEQ)), torch.randint(VOCAB, (BATCH, SEQ))
 
@@ -113,6 +124,27 @@ def test_numbers_are_those_of_one_device(mesh: str, recipe: str, heads: int, tie
     model, args = decoder(heads=heads, tied=tied)
     found = autoshard.check(model, mesh, args, options=Options(recipe=recipe))
     assert found and found.tolerance <= 1e-9, str(found)
+
+
+@pytest.mark.slow
+def test_a_search_takes_the_better_of_plans_with_and_without_padding() -> None:
+    model, args = decoder()
+    options = Options(hardware="h100")
+    made = plan(model, Mesh("tp=4", hardware="h100"), args, options=options)
+    assert made.search is not None and made.cost is not None
+    other = made.search.candidates[-1]
+    assert other.name.endswith(", not padded" if made.pads else ", padded")
+    assert other.cost is not None and other.cost.step_time >= made.cost.step_time
+    assert autoshard.check(model, "tp=4", args, plan=made)
+
+
+@pytest.mark.slow
+def test_a_search_shards_a_vocabulary_that_does_not_divide() -> None:
+    with torch.device("meta"):
+        model = Head().bfloat16()
+        args = torch.empty(1024, 512, dtype=torch.bfloat16), torch.empty(1024, dtype=torch.int64)
+    made = plan(model, Mesh("tp=4", hardware="h100"), args)
+    assert made.pads and not made.parameters["out.weight"].layout.is_replicated
 
 
 def text(*calls: str) -> str:

@@ -97,9 +97,8 @@ def _random_prices(random: Random, late: float) -> Hardware:
         reduces=0.0,
     )
     rates = tuple((name, 10 ** random.uniform(5, 8)) for name, _ in h100.flops)
-    return replace(
-        h100, name=f"random {random.random()}", flops=rates, launch=1e-7, tile=1, units=1, inside=link, across=link
-    )
+    figures = {"flops": rates, "launch": 1e-7, "tile": 1, "units": 1, "spread": 0.0, "contention": 0.0}
+    return replace(h100, name=f"random {random.random()}", **figures, inside=link, across=link)
 
 
 def _trained(gm: GraphModule, mesh: Mesh, seed: int) -> list[torch.Tensor]:
@@ -159,7 +158,7 @@ def test_buckets_that_turn_out_slower_are_taken_apart() -> None:
     assert not BucketCollectives(1 << 12, limit).run(gm, ctx)
     assert str(gm.graph) == text
     assert [str(remark) for remark in ctx.remarks] == [
-        "bucket_collectives: not joined: predicted to take 0.012595 s, and 0.012641 s and 2816 of 2995 bytes in buckets "
+        "bucket_collectives: not joined: predicted to take 0.012595 s, and 0.012601 s and 2816 of 2995 bytes in buckets "
         "[%output]"
     ]
 

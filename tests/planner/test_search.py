@@ -42,7 +42,7 @@ from passes.ir.graph import (
 from passes.manager import PassManager
 from passes.propagate import Propagate
 from passes.search.prepared import prepare
-from tests.models import build
+from tests.models import Case, build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
 SEARCH = Options()
@@ -353,3 +353,94 @@ def test_a_candidate_that_fails_is_an_error_in_these_tests(monkeypatch: pytest.M
     model, args = on_meta(64, 8)
     with pytest.raises(UserWarning, match="'fsdp' is left out"):
         plan(model, Mesh("dp=4", hardware="h100"), args)
+
+
+class Given(nn.Module):
+    """Returns a parameter and an input as they are, besides a result; the gradients of both are those of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(x), self.scale, x
+
+
+@pytest.mark.parametrize("recipe", ["auto", "ddp", "fsdp", "megatron"])
+def test_a_model_that_returns_what_it_is_given_trains(recipe: str) -> None:
+    case = Case(Given().double(), (torch.randn(8, 16, dtype=torch.float64, requires_grad=True),), {})
+    check_step(case, "dp=2,tp=2", Options(recipe=recipe, hardware="h100"))
+
+
+def test_a_model_whose_only_output_is_a_parameter_trains() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    made = plan(Table(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(8, 16),))
+    assert made.search is not None and not any("failed" in one.note for one in made.search.candidates)
+
+
+class Scores(nn.Module):
+    """Returns values that the loss is computed from as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        scores = self.head(x)
+        return {"scores": scores, "loss": scores.square().mean()}
+
+
+def test_an_output_that_the_user_pins_is_searched_around() -> None:
+    options = Options(outputs={"scores": {"tp": "S(2)"}})
+    made = plan(Scores(), Mesh("tp=2", hardware="h100"), (torch.randn(4, 6, 16),), options=options)
+    assert made.search is not None and not any("failed" in one.note for one in made.search.candidates)
+
+
+MESH_OF_FOUR = Mesh("dp=2,tp=2", hardware="h100")
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "megatron"])
+def test_a_recipe_that_does_not_fit_is_refused_and_the_limit_that_is_named_does(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    args = (torch.randn(32, 64),)
+    with pytest.raises(MemoryLimitError) as caught:
+        plan(model, MESH_OF_FOUR, args, options=Options(recipe=recipe, memory_limit=1000))
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("the recipe's plan does not fit in 1000 B on a device: it has a peak of ")
+    found = re.search(
+        r"Give memory_limit=(\d+), recipe='auto', a larger mesh, a smaller batch, or mixed_precision. "
+        "The largest values are made at$",
+        first,
+    )
+    assert found is not None
+    fitting = plan(model, MESH_OF_FOUR, args, options=Options(recipe=recipe, memory_limit=int(found[1])))
+    assert fitting.cost is not None and fitting.cost.peak_memory <= int(found[1])
+
+
+def test_a_limit_is_heeded_where_the_program_is_made() -> None:
+    """On a CPU that the user did not name, a step is simulated only where that can change something."""
+    options = Options(recipe="fsdp", recompute="none", memory_limit=1000)
+    with pytest.raises(MemoryLimitError, match="the recipe's plan does not fit in 1000 B on a device"):
+        make_plan(PlanRequest(nn.Linear(64, 64), (torch.randn(8, 64),), {}, Mesh("dp=2"), options))
+
+
+def test_without_overlap_all_communication_is_exposed() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(3)))
+    args = (torch.empty(4096, 1024, device="meta"),)
+    costs = [
+        plan(model, Mesh("dp=8", hardware="h100"), args, options=Options(recipe="fsdp", overlap=overlap)).cost
+        for overlap in (True, False)
+    ]
+    assert costs[0] is not None and costs[1] is not None
+    assert costs[0].exposed_comm < 0.5 * costs[0].communication
+    assert costs[1].exposed_comm == pytest.approx(costs[1].communication)
+    assert costs[1].step_time > costs[0].step_time

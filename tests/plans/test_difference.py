@@ -119,10 +119,10 @@ settings
   plan    fsdp, megatron -> fsdp, fsdp
   recipe  fsdp+megatron  -> fsdp
 step
-  step time     287 us  -> 211 us   -75.8 us (-26.5 %)
-  compute       182 us  -> 158 us   -23.6 us (-13.0 %)
-  exposed comm  105 us  -> 52.8 us  -52.2 us (-49.7 %)
-  hidden comm   32.4 us -> 18.0 us  -14.4 us (-44.5 %)
+  step time     305 us  -> 239 us   -66.4 us (-21.8 %)
+  compute       220 us  -> 192 us   -28.8 us (-13.1 %)
+  exposed comm  84.7 us -> 47.1 us  -37.6 us (-44.4 %)
+  hidden comm   52.6 us -> 23.7 us  -29.0 us (-55.0 %)
 memory
   peak         28.3 KiB -> 36.3 KiB  +8.0 KiB (+28.3 %)
   activations  5.8 KiB  -> 3.8 KiB   -2.0 KiB (-34.8 %)
@@ -141,11 +141,11 @@ values
   outside of modules  {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 11
   layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 4
 collectives
-  all_gather tp layers.0-2.{0,2}         5 x, 2.5 KiB  -> -               exposed -41.0 us
   reduce_scatter tp layers.0-2.{0,2}     5 x, 2.5 KiB  -> -               exposed -26.1 us
-  all_gather dp.tp layers.0-2.{0,2}      -             -> 11 x, 16.5 KiB  exposed +23.1 us
+  all_gather tp layers.0-2.{0,2}         5 x, 2.5 KiB  -> -               exposed -23.1 us
+  all_gather dp.tp layers.0-2.{0,2}      -             -> 11 x, 16.5 KiB  exposed +19.3 us
   reduce_scatter dp.tp layers.0-2.{0,2}  -             -> 6 x, 9.0 KiB    exposed +15.5 us
-  all_gather dp layers.0-2.{0,2}         11 x, 5.5 KiB -> -               exposed -14.9 us
+  all_gather dp layers.0-2.{0,2}         11 x, 5.5 KiB -> -               exposed -14.4 us
   reduce_scatter dp layers.0-2.{0,2}     6 x, 3.0 KiB  -> -               exposed -8.71 us""")
 
 
@@ -154,10 +154,10 @@ def test_a_difference_on_another_mesh() -> None:
 settings
   mesh  dp=2,tp=2 on h100 -> dp=4,tp=2 on a100
 step
-  step time     287 us  -> 393 us   +107 us (+37.3 %)
-  compute       182 us  -> 279 us   +97.1 us (+53.4 %)
-  exposed comm  105 us  -> 115 us   +9.82 us (+9.4 %)
-  hidden comm   32.4 us -> 49.8 us  +17.4 us (+53.7 %)
+  step time     305 us  -> 481 us   +176 us (+57.6 %)
+  compute       220 us  -> 369 us   +149 us (+67.4 %)
+  exposed comm  84.7 us -> 112 us   +27.2 us (+32.2 %)
+  hidden comm   52.6 us -> 52.7 us  +0.00 us (+0.0 %)
 memory
   peak         28.3 KiB -> 19.1 KiB  -9.1 KiB (-32.3 %)
   parameters   3.0 KiB  -> 1.5 KiB   -1.5 KiB (-50.0 %)
@@ -166,10 +166,10 @@ memory
   inputs       2.0 KiB  -> 1.0 KiB   -1.0 KiB (-49.8 %)
   temporary    1.5 KiB  -> 768 B     -768 B (-50.0 %)
 collectives
-  all_gather tp layers.0-2.{0,2}      5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -17.4 us
   all_gather dp layers.0-2.{0,2}      11 x, 5.5 KiB -> 11 x, 8.2 KiB  exposed +13.6 us
   reduce_scatter dp layers.0-2.{0,2}  6 x, 3.0 KiB  -> 6 x, 4.5 KiB   exposed +6.81 us
-  all_reduce dp output                1 x, 4 B      -> 1 x, 6 B       exposed -3.20 us
+  all_reduce dp output                1 x, 4 B      -> 1 x, 6 B       exposed -5.09 us
+  all_gather tp layers.0-2.{0,2}      5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -0.00 us
   reduce_scatter tp layers.0-2.{0,2}  5 x, 2.5 KiB  -> 5 x, 1.2 KiB   exposed -0.00 us""")
 
 

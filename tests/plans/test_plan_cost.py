@@ -65,8 +65,8 @@ candidate    step  compute  exposed  hidden    memory
   hsdp: the batch of 6 does not divide
 in  input[B_dp, F]   out output[B_dp, D]
 module       values and weights, as stored -> as made                               compute  exposed
-0            input[B_dp, F] . W[F, D_dp], bias[D_dp] -> [B_dp, D]                   20.8 us  8.00 ms
-1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      26.3 us  8.00 ms
+0            input[B_dp, F] . W[F, D_dp], bias[D_dp] -> [B_dp, D]                   24.7 us  8.00 ms
+1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      33.5 us  8.00 ms
 (optimizer)                                                                               -        -
 B=6 D=8 F=8; F_dp: F sharded over dp; {U_dp}: partial sum over dp
 collective      over  fwd  bwd  received  exposed  for

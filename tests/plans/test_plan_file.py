@@ -134,7 +134,7 @@ def changed(*path: Any, to: Any = None) -> str:
     ("path", "to", "expected"),
     [
         (("schema",), "html", "it is JSON, but not a plan: its schema is not 'autoshard.plan'"),
-        (("version",), 7, "it has version 7 of the format, and this autoshard reads 5"),
+        (("version",), 7, "it has version 7 of the format, and this autoshard reads 6"),
         (("cost", "memory", "inputs"), None, "cost.memory.inputs is missing"),
         (("cost", "step_time"), "fast", "cost.step_time is 'fast', not a number"),
         (("collectives", 3, "axes"), "dp", "collectives[3].axes is 'dp', not a list"),

@@ -53,6 +53,15 @@ FOUND: dict[str, Case] = {
         ),
         Setting("tp=2", training=False, options={"outputs": {"output": {"tp": "R"}}}),
     ),
+    "an inverse, which torch checks": Case(
+        Program(
+            {"a0": "torch.randn(4, 2)"},
+            {"p0": "nn.Parameter(torch.randn(4, 4))"},
+            ("v0 = torch.linalg.inv(torch.eye(4) * 4 + self.p0) @ a0",),
+            "v0.sum()",
+        ),
+        Setting("dp=2", None, {"dp": "ddp"}),
+    ),
     "a view of an argument without gradients": Case(
         Program({"a0": "torch.randn(8, 16).requires_grad_()"}, {}, ("v0 = a0[..., ::2]",)),
         Setting("dp=2", None, {"dp": "ddp"}, training=False),

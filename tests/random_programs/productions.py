@@ -243,6 +243,9 @@ PRODUCTS = {
     "cdist": "torch.cdist({x2}, {x2} + 1)",
     "matrix_power": "torch.linalg.multi_dot([{m}, {param:{m.shape[1]},{n}}, {param:{n},2}])",
     "inverse": "torch.linalg.inv(torch.eye({n}) * 4 + {param:{n},{n}}) @ {param:{n},2}",
+    "solve": "torch.linalg.solve(torch.eye({n}) * 4 + {param:{n},{n}}, {param:{n},2})",
+    "determinant": "torch.linalg.slogdet(torch.eye({n}) * 4 + {param:{n},{n}})[1] * {x}",
+    "cholesky": "torch.linalg.cholesky(torch.eye({n}) * 4 + {param.of:{n},{n}} @ {param}.mT)",
     "checkpoint": "checkpoint(lambda t: F.linear(t, {param:{n},{x.last}}).tanh(), {x}, use_reentrant=False)",
     "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    {new} = F.linear({x}, {param:{n},{x.last}})\n"
     "{new} = {new}.to({x}.dtype)",

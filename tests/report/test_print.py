@@ -27,26 +27,26 @@ def test_a_plan_of_32_layers_reads_as_one_screen() -> None:
         plain(deep()),
         """\
 plan on 4 ranks of h100: dp=2 fsdp, tp=2 megatron
-step    2.67 ms: compute 1.87 ms, exposed communication 799 us; 348 us of communication hidden
+step    2.82 ms: compute 2.30 ms, exposed communication 517 us; 631 us of communication hidden
 memory  426.5 KiB at the peak: gathered 189.0 KiB, optimizer 96.0 KiB, activations 91.0 KiB,
         parameters 48.0 KiB, temporary 1.5 KiB, inputs 1.0 KiB, outputs 4 B
 in  x[B_dp, S, D]   out output[]
 module          values and weights, as stored -> as made                            compute  exposed
-layers.0.up     x[B_dp, S, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]                    16.8 us  0.28 us
-layers.0-31     In[B_dp, S, F_tp], ... -> [B_dp, S, F_tp], ...                       318 us        -
-  down          In[B_dp, S, F_tp] . W[F_tp, D_dp] -> [B_dp, S_tp, D]                 741 us   532 us
-layers.1-31.up  In[B_dp, S_tp, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]                 630 us   255 us
-(model)         In[B_dp, S_tp, D] -> [] {U_dp, U_tp}                                 165 us  12.1 us
-(optimizer)                                                                         0.11 us        -
+layers.0.up     x[B_dp, S, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]                    20.3 us  0.28 us
+layers.0-31     In[B_dp, S, F_tp], ... -> [B_dp, S, F_tp], ...                       331 us        -
+  down          In[B_dp, S, F_tp] . W[F_tp, D_dp] -> [B_dp, S_tp, D]                 951 us   261 us
+layers.1-31.up  In[B_dp, S_tp, D] . W[D, F_tp.dp] -> [B_dp, S, F_tp]                 835 us   255 us
+(model)         In[B_dp, S_tp, D] -> [] {U_dp, U_tp}                                 166 us        -
+(optimizer)                                                                         0.12 us        -
 B=8 S=4 D=16 F=48; F_tp: F sharded over tp; {U_tp}: partial sum over tp
 collective      over  fwd  bwd  received  exposed  for
-all_gather      tp     31   32  31.5 KiB   520 us  plans.py:25 mm
+all_gather      tp     31   32  31.5 KiB   249 us  plans.py:25 mm
 reduce_scatter  tp     32    -  16.0 KiB   244 us  plans.py:25 megatron: row-parallel output
-all_gather      dp     64   63  95.2 KiB  15.2 us  plans.py:25 fsdp: gathered for use, in a bucket
-all_reduce      tp      1    -       4 B  12.1 us  plans.py:38 output
-reduce_scatter  dp      -   64  48.0 KiB  8.87 us  plans.py:25 gradient, in a bucket
+all_gather      dp     64   63  95.2 KiB  14.8 us  plans.py:25 fsdp: gathered for use, in a bucket
+reduce_scatter  dp      -   64  48.0 KiB  8.88 us  plans.py:25 gradient, in a bucket
 reduce_scatter  tp      -   31  15.5 KiB      0 s  plans.py:25 add.Tensor
-all_reduce      dp      1    -       4 B      0 s  plans.py:38 output""",
+all_reduce      dp      1    -       4 B      0 s  plans.py:38 output
+all_reduce      tp      1    -       4 B      0 s  plans.py:38 output""",
     )
 
 
@@ -144,4 +144,5 @@ def test_names_fold() -> None:
     assert fold_names(["layers.0.w", "layers.1.w", "layers.2.w"]) == "layers.0-2.w"
     assert fold_names(["a.0", "a.2"]) == "a.{0,2}"
     assert fold_names(["a"]) == "a"
+    assert fold_names(["layers.0.w", "head", "layers.1.w", "a1.w"]) == "layers.0-1.w, head, a1.w"
     assert fold_text(["at 1", "at 2", "in 1"]) == ["at 1 (and 1 alike)", "in 1"]

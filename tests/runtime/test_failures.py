@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from autoshard import Options, autoshard
 from autoshard.phases import default_passes
+from autoshard.runtime.watch.connection_errors import peer_error
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage
 from tests.models import build
@@ -84,14 +85,25 @@ def test_without_a_fault_all_is_well() -> None:
     assert messages("none") == ["done", "done"]
 
 
-@pytest.mark.parametrize(("fault", "other"), [("raise", "ValueError: the data loader"), ("die", "Exit: exit code 3")])
-def test_a_rank_that_stops_takes_the_others_with_it(fault: str, other: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "other", "told"),
+    [
+        ("raise", "ValueError: the data loader", "it ended after backward call 3 of "),
+        ("die", "Exit: exit code 3", "it was last heard of "),
+    ],
+)
+def test_a_rank_that_stops_takes_the_others_with_it(fault: str, other: str, told: str) -> None:
     first, second = messages(fault)
-    assert first.startswith(
-        "DistributedError: another rank has stopped or does not answer; look for the first error in the other ranks' "
-        "output. ("
-    )
+    assert first.startswith("DistributedError: rank 1 stopped while rank 0 was in forward call 4 of ")
+    assert f"; rank 1: {told}" in first
     assert second.startswith(other)
+
+
+def test_a_failure_that_nobody_explains_points_to_the_other_ranks() -> None:
+    assert str(peer_error(RuntimeError("Connection closed by peer"))) == (
+        "another rank has stopped or does not answer; look for the first error in the other ranks' output. (Connection closed "
+        "by peer)"
+    )
 
 
 def test_a_rank_that_cannot_capture_is_named() -> None:

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from autoshard.config.topology import mesh_of
 from autoshard.runtime.process_groups import add_groups, axes_used, open_groups
-from passes._torch import group_timeout, is_group_registered
+from passes._torch import group_timeout, registered_group
 from passes.errors import MeshError
 from passes.ir.mesh import Mesh
 from tests.spawn import reports_of_ranks, run_on_ranks
@@ -35,7 +35,7 @@ def _gathered(rank: int) -> dict[str, list[int]]:
     sizes = (2, 1, 4, 4)
     found = {name: _gather(rank, size, name) for name, size in zip(groups.names, sizes, strict=True)}
     groups.close()
-    assert not any(is_group_registered(name) for name in groups.names)
+    assert not any(registered_group(name) is not None for name in groups.names)
     return found
 
 

@@ -11,7 +11,9 @@ from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import Mesh, Options, Overlap, autoshard
+from autoshard.plans.collectives import Collective
 from autoshard.runtime.profiling import CollectiveTime, Profile, RegionTime
+from passes.ir.graph import Origin
 from tests.models import mlp
 from tests.spawn import run_on_ranks
 
@@ -34,6 +36,31 @@ def _profile(rank: int) -> dict[str, Any]:
         "gradients": [name for name, parameter in model.named_parameters() if parameter.grad is not None],
         "hardware": (found.hardware == mesh_hardware(model), found.hardware.inside.bandwidth),
     }
+
+
+class Classifier(torch.nn.Module):
+    """The model of README: two linears of unlike names, whose messages have one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.down(torch.nn.functional.gelu(self.up(x))), labels)
+
+
+def _profile_of_readme(rank: int) -> list[str]:
+    batch = torch.randn(64, 32), torch.randint(10, (64,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = autoshard(Classifier(), mesh, args=batch, options=Options(recipe="fsdp", compile="eager"))
+    return str(model.profile(*model.shard(*batch))).splitlines()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_messages_of_modules_with_unlike_names_share_a_line() -> None:
+    for lines in run_on_ranks(_profile_of_readme, 2):
+        assert [" ".join(line.split()[:6]) for line in lines if "up, down" in line]
 
 
 def mesh_hardware(model: Any) -> Any:
@@ -81,5 +108,9 @@ step, as it runs                                           2.00 ms   3.00 ms   1
 compute, 6 calls                 forward  layers.0-1.wq    2.00 ms   3.00 ms   1.50
 not recalibrated: products and messages are too small or too alike to tell of the hardware""")
     link = replace(mesh.hardware.inside, bandwidth=float(1 << 30), latency=1e-5)
+    run = Collective("all_gather_1", "all_gather", ("dp",), 6 << 20, False, False, Origin(), "fsdp: gathered for use")
+    modules = ("up", "down.0", "down.1", "norm", "head")
+    unlike = [replace(message, runs=(replace(run, origin=Origin(fqn=fqn)),)) for fqn in modules]
+    assert "forward  up, down.0-1, norm, ..." in str(replace(found, collectives=tuple(unlike)))
     other = str(replace(found, hardware=replace(mesh.hardware, flops=(("f32", 1e12),), inside=link)))
     assert other.splitlines()[-1] == "recalibrated: f32 1000 GFLOP/s; inside 1.0 GiB/s, 10.0 us a step"

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from passes.search.optimize import solve
 from passes.search.prepared import prepare
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.evaluate import evaluate
+from passes.search.solvers.mip import Formulation
 from tests.search.brute_force import least_step
 
 assert passes.rules
@@ -162,3 +164,26 @@ def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
     plan, bound = solve(factor_graph, unit_costs, Goal(time_limit=0.0))
     assert 0.0 < bound <= plan.objective
     assert len(plan.strategies) == len(factor_graph.variables)
+
+
+def test_where_nothing_fits_no_short_step_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program of the time takes long where no assignment fits; one of the bytes tells."""
+    factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 17))
+    roomy, _ = solve(factor_graph, unit_costs, Goal())
+    timed: list[Formulation] = []
+    solve_short = Formulation.solve
+
+    def counted(self: Formulation, *given: Any, **more: Any) -> Any:
+        timed.append(self)
+        return solve_short(self, *given, **more)
+
+    monkeypatch.setattr(Formulation, "solve", counted)
+    refused = 0
+    for share in (0.3, 0.5, 0.6, 0.7, 0.75, 0.8):
+        timed.clear()
+        try:
+            solve(factor_graph, unit_costs, Goal(roomy.memory * share))
+        except MemoryLimitError:
+            refused += 1
+            assert len(timed) <= 1, share  # that of tuning
+    assert refused

@@ -183,3 +183,11 @@ def test_what_the_model_checkpoints_is_computed_again() -> None:
     assert split.backward is not None
     remade = [node for node in split.backward.graph.nodes if saving_of(node) == "remade"]
     assert {origin_of(node).fqn.split(".")[1] for node in remade} == {"0", "1"}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "fsdp"])
+def test_a_program_without_a_backward_recomputes_nothing(recipe: str) -> None:
+    frozen = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).requires_grad_(requires_grad=False)
+    options = Options(recipe=recipe, recompute="block", hardware="h100")
+    made, _ = plan_ahead(PlanRequest(frozen, (torch.randn(8, 16),), {}, Mesh("dp=2"), options))
+    assert made.cost is not None and made.recomputation is None

@@ -6,11 +6,13 @@ the arguments, and the global shapes of the tensors. Making one is an act of all
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,7 @@ from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
+from autoshard.runtime.watch.call_watch import SharedCall
 from passes._torch import local_of_dtensor
 from passes.errors import DistributedError, InputError, UserError
 from passes.ir.layout import Layout, replicated
@@ -140,28 +143,59 @@ class RuntimeState:
         )
 
 
+@dataclass(frozen=True)
+class Found:
+    """A call with its arguments padded, and the program for it, if it was made before."""
+
+    call: Call
+    mode: Mode
+    key: Key
+    program: Program | None
+
+
+def find_program(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Look for the program that runs a call. Raises InputError if the model's forward does not take the arguments."""
+    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
+    gradients = torch.is_grad_enabled()
+    mode, key = state.mode(gradients=gradients), key_of(call, gradients=gradients)
+    return Found(call, mode, key, state.by_key.get((mode, key)))
+
+
+def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCall:
+    """Return a forward as all ranks have to make it."""
+    program = "to be made" if found.program is None else str(state.programs.index(found.program) + 1)
+    described = format_call(found.call) if found.program is None else found.program.call
+    words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
+    traits = (("program", program), *_flags(*found.mode[-2:]))
+    return SharedCall(f"forward call {state.step + 1}", words, traits, described)
+
+
+@lru_cache
+def _flags(training: tuple[bool, ...], trainable: tuple[bool, ...]) -> tuple[tuple[str, str], ...]:
+    flags = (("training of modules", training), ("requires_grad of parameters", trainable))
+    return tuple((name, _on(some)) for name, some in flags)
+
+
+def _on(flags: tuple[bool, ...]) -> str:
+    """Return "3 of 4 (4f2a)": how many are on, and a digest of which."""
+    return f"{sum(flags)} of {len(flags)} ({hashlib.blake2b(bytes(flags), digest_size=2).hexdigest()})"
+
+
 def program_of(
-    model: nn.Module,
-    state: RuntimeState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    as_written: Callable[[], nn.Module],
-) -> tuple[Execution, Call]:
-    """Return the program that runs a call, and the call with its arguments padded; make the program if there is none.
+    model: nn.Module, state: RuntimeState, found: Found, as_written: Callable[[], nn.Module]
+) -> Execution:
+    """Return the program that runs a call; make the program if there is none.
 
     `as_written` returns the model as its user wrote it, in its present state. Raises UserError if there are as many
     programs as may be, DistributedError if ranks make different calls.
     """
-    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
-    gradients = torch.is_grad_enabled()
-    key = (state.mode(gradients=gradients), key_of(call, gradients=gradients))
-    program = state.by_key.get(key)
+    program = found.program
     if program is None:
-        program = state.by_key[key] = _found(model, state, key[0], call, as_written)
-    return program.execution, call
+        program = state.by_key[found.mode, found.key] = _met(model, state, found.mode, found.call, as_written)
+    return program.execution
 
 
-def _found(
+def _met(
     model: nn.Module, state: RuntimeState, mode: Mode, call: Call, as_written: Callable[[], nn.Module]
 ) -> Program:
     """Return the program of a call that was not made before; all ranks meet here."""
@@ -227,7 +261,7 @@ def install(
         state.layouts = local.parameters
     seconds = time.perf_counter() - started
     local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
-    program = Program(mode, described, seconds, bind(built.program, local, model, state.place))
+    program = Program(mode, described, seconds, bind(built.program, local, model, state.place, state.groups.watch))
     state.programs.append(program)
     _log.info("program %d: %s", len(state.programs), program)
     return program

@@ -2,7 +2,9 @@
 
 from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard
+from passes.ir.graph.draws import draws, is_random
 from passes.ir.graph.ends import (
+    has_backward,
     has_outputs,
     output_node,
     outputs_of,
@@ -90,6 +92,8 @@ __all__ = [
     "draw_of",
     "facts_of",
     "graph_facts",
+    "draws",
+    "has_backward",
     "has_input",
     "has_layout",
     "has_needs",
@@ -97,6 +101,7 @@ __all__ = [
     "has_value",
     "input_of",
     "inserting_after",
+    "is_random",
     "is_recompute",
     "is_reshard",
     "is_tensor",

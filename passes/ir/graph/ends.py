@@ -44,5 +44,10 @@ def has_outputs(graph: Graph) -> bool:
     return facts_of(output_node(graph)).outputs is not None
 
 
+def has_backward(graph: Graph) -> bool:
+    """Return whether the graph computes a gradient; it does not if no parameter or input that needs one is used."""
+    return any(output.role is OutputRole.GRADIENT for output in outputs_of(graph))
+
+
 def set_outputs(graph: Graph, outputs: tuple[Output, ...]) -> None:
     update_facts(output_node(graph), outputs=tuple(outputs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from passes.ir.graph import item_of, operands, tensor_of
+from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, R, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
 from passes.recipes.weights import on_form, on_parameter, padded_form
@@ -23,12 +23,20 @@ class Carry:
     A low-rank adapter, `base(x) + B(A(x))` as in LoRA (Hu et al. 2021), is not treated as a block of two linears: with
     `A` by columns and `B` by rows its result would be whole, while that of a column-parallel base is sharded. So `A`,
     which has few columns, stays whole, and `B` is sharded like the base.
+
+    The result of a row-parallel convolution is scattered over its channels, which norms, activations and the next
+    convolution take as they are: all of a network is sharded on its channels. If an op cannot carry that on, the result
+    is whole.
+
+    A weight that one product uses by columns and whose columns come back as the activation of another, as the hidden
+    state of a recurrent network does, is used by columns again: the activation is gathered.
     """
 
     def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
         self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
         self.digits = {node: digits_of(linear, size) for node, linear in linears.items()}
         self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
+        self.scattered = {node for node, one in linears.items() if one.is_convolution and one.column_count % size == 0}
         self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
         self._reset()
         while not self._walk():
@@ -39,6 +47,7 @@ class Carry:
         self.sources: dict[Node, tuple[Node, ...]] = {}
         self.columns: dict[Node, Placement] = {}  # linear -> placement of its weight
         self.rows: dict[Node, Placement] = {}
+        self.gathered: dict[Node, Node] = {}  # activation that is gathered -> the linear that it is for
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
         self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
         self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
@@ -65,18 +74,36 @@ class Carry:
         need = row.operands[linear.weight]
         if not isinstance(need, Shard):
             return self._carry_on(node, row)
+        if self._is_by_columns(linear):
+            del self.carried[linear.x]
+            self.gathered[linear.x] = node
+            return self._column(linear)
         if not self._place(linear.w, need, node):
             return self._blocked(node)
         self.rows[node] = need
+        if node in self.scattered:
+            self.carried[node], self.sources[node] = (Shard(linear.column_dim),), (node,)
+            return True
         self.stream[node] = None
         self.through[node] = self.sources[linear.x]
         return True
 
+    def _is_by_columns(self, linear: Linear) -> bool:
+        """Return whether an earlier product uses the same weight by columns."""
+        _, by = self.placed.get(self.weights[linear.w], (None, None))
+        return by in self.columns and linear.node not in self.scattered
+
     def _column(self, linear: Linear) -> bool:
+        """Shard a linear by columns, at the first digit that its weight can have."""
         node = linear.node
-        row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
-        if row is None or not self._place(linear.w, row.operands[linear.weight], node):
-            return self._retry(node)
+        while self.digits[node]:
+            row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
+            if row is not None and self._place(linear.w, row.operands[linear.weight], node):
+                break
+            self._retry(node)
+        else:
+            self.stream[node] = None
+            return True
         self.columns[node] = row.operands[linear.weight]
         self.carried[node], self.sources[node] = row.results, (node,)
         return True
@@ -84,7 +111,7 @@ class Carry:
     def _op(self, node: Node) -> bool:
         inputs = operands(node)
         if not any(isinstance(p, Shard) for i in inputs for p in self.carried.get(i, ())):
-            if node.target is aten.embedding.default or any(i in self.stream for i in inputs):
+            if results_of(node)[0].is_floating_point() and self._is_stream(node, inputs):
                 self.stream[node] = None
                 self._pass_through(node, inputs)
             return True
@@ -101,6 +128,9 @@ class Carry:
         assert placement is not None
         row = row_sharding(space, first, placement, self.size)
         return self._carry_on(node, row) if row is not None else self._blocked(node)
+
+    def _is_stream(self, node: Node, inputs: tuple[Node, ...]) -> bool:
+        return node.target is aten.embedding.default or any(i in self.stream for i in inputs)
 
     def _pass_through(self, node: Node, inputs: tuple[Node, ...]) -> None:
         """Follow the result of a row-parallel linear through a view, a scale or a bias, up to a sum with another
@@ -154,13 +184,16 @@ class Carry:
         return next((at for at in found if at is not None), R)
 
     def _blocked(self, node: Node) -> bool:
-        """Let a linear whose sharding cannot pass `node` try another digit."""
-        for value in operands(node):
-            for source in reversed(self.sources.get(value, ())):
-                if self.digits[source]:
-                    self.blockers.setdefault(source, node)
-                    return self._retry(source)
-        raise AssertionError(f"{node} blocks a sharding that nobody made")
+        """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
+        sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
+        source = max(sources, key=self._tries)
+        assert self._tries(source), f"{node} blocks a sharding that nobody made"
+        self.blockers.setdefault(source, node)
+        return self._retry(source)
+
+    def _tries(self, linear: Node) -> int:
+        """Return how many ways a linear has left: the digits of its columns, or a result that is not scattered."""
+        return int(linear in self.scattered) if linear in self.rows else len(self.digits[linear])
 
     def _is_adapted(self, value: Node, node: Node) -> bool:
         """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
@@ -172,5 +205,9 @@ class Carry:
         return True
 
     def _retry(self, linear: Node) -> bool:
-        self.digits[linear] = self.digits[linear][1:]
+        """Leave out the result's scattering, or the digit, that failed."""
+        if linear in self.rows:
+            self.scattered.remove(linear)
+        else:
+            self.digits[linear] = self.digits[linear][1:]
         return False

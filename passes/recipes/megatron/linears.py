@@ -1,4 +1,4 @@
-"""Find the linears of a model: products of an activation and a weight."""
+"""Find the linears of a model: products of an activation and a weight, and convolutions, linear in their channels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from passes.rules.rule import Space, space_of
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default)
+_PRODUCTS = (
+    "aten.mm.default",
+    "aten.bmm.default",
+    "aten.convolution.default",
+    "transformers.grouped_mm_fallback.default",  # by name: transformers need not be installed
+)
+# Ops whose result has the columns of their operand: what lies between a product and the slices that cut its result.
+_MOVES = (aten.view.default, aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dims, aten.clone.default)
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,16 @@ class Linear:
     @property
     def _columns(self) -> tuple[str, ...]:
         kept, x = self._result, self._factors(self.activation)
-        return tuple(f for f in self._factors(self.weight) if f in kept and f not in x)
+        return tuple(f for f in self._channels if f in kept and f not in x)
 
     @property
     def _contracted(self) -> tuple[str, ...]:
-        return tuple(f for f in self._factors(self.weight) if f not in self._result)
+        return tuple(f for f in self._channels if f not in self._result)
+
+    @property
+    def _channels(self) -> tuple[str, ...]:
+        """Return the factors of the weight, but for the positions of a kernel, which are never sharded."""
+        return tuple(f for f in self._factors(self.weight) if f not in self.space.blocked)
 
     @property
     def _result(self) -> tuple[str, ...]:
@@ -52,6 +64,15 @@ class Linear:
 
     def _factors(self, operand: int) -> tuple[str, ...]:
         return tuple(f for dim in self.space.operands[operand] for f in dim)
+
+    @property
+    def column_dim(self) -> int:
+        """Return the dim of the result that the columns are."""
+        return next(dim for dim, factors in enumerate(self.space.results[0]) if self.columns in factors)
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.node.target is aten.convolution.default
 
     @property
     def x(self) -> Node:
@@ -80,9 +101,9 @@ def find_linears(forward: tuple[Node, ...], weights: dict[Node, Node]) -> dict[N
     """Return the linears among `forward`, by node; `weights` are the forms of parameters."""
     found = {}
     for node in forward:
-        if node.target not in _PRODUCTS:
+        if str(node.target) not in _PRODUCTS or (node.target is aten.convolution.default and len(operands(node)) != 2):
             continue
-        left, right = (value in weights for value in operands(node))
+        left, right = (value in weights for value in operands(node)[:2])
         space = space_of(node)
         if left == right or space is None:
             continue
@@ -95,12 +116,12 @@ def find_linears(forward: tuple[Node, ...], weights: dict[Node, Node]) -> dict[N
 def digits_of(linear: Linear, size: int) -> tuple[int, ...]:
     """Return the digits to try on the columns: contiguous, then inside the parts that slices cut the result into."""
     columns = linear.column_count
-    outers = (1, *_parts(linear.node, columns))
+    outers = (1, *_parts(linear.node, columns, linear.column_dim - tensor_of(linear.node).dim()))
     return tuple(o for o in dict.fromkeys(outers) if columns % (o * size) == 0)
 
 
-def _parts(node: Node, columns: int) -> tuple[int, ...]:
-    """Return the numbers of equal parts that slices, or a view, cut the last dim of `node`'s result into."""
+def _parts(node: Node, columns: int, dim: int) -> tuple[int, ...]:
+    """Return the numbers of equal parts that slices, or a view, cut `dim` (from the end) of `node`'s result into."""
     found: list[int] = []
     seen: set[Node] = set()
     queue = [node]
@@ -110,25 +131,25 @@ def _parts(node: Node, columns: int) -> tuple[int, ...]:
             if user in seen or not is_tensor(user):
                 continue
             seen.add(user)
-            if user.target is aten.slice.Tensor:
-                found += _sliced(user, columns)
-            elif user.target is aten.view.default and tensor_of(user).shape[-1] != columns:
-                found += _viewed(user, columns)
-            elif _keeps_columns(user, node):
+            if _keeps_columns(user, node, columns, dim):
                 queue.append(user)
+            elif user.target is aten.slice.Tensor:
+                found += _sliced(user, columns, dim)
+            elif user.target is aten.view.default and dim == -1:
+                found += _viewed(user, columns)
     return tuple(dict.fromkeys(found))
 
 
-def _keeps_columns(user: Node, node: Node) -> bool:
-    """Return whether the last dim of `user` still is the columns of `node`: a view, a sum, a scale, or an op of its
-    shape."""
+def _keeps_columns(user: Node, node: Node, columns: int, dim: int) -> bool:
+    """Return whether `dim` of `user` still is the columns of `node`: a view, a sum, a scale, or an op of its shape."""
+    shape = tensor_of(user).shape
     is_scale = user.target is aten.mul.Tensor and len(operands(user)) == 1
-    is_moved = user.target in (aten.view.default, aten.add.Tensor)
-    return is_scale or is_moved or tensor_of(user).shape == tensor_of(node).shape
+    is_moved = user.target in (*_MOVES, aten.add.Tensor) and len(shape) >= -dim and shape[dim] == columns
+    return is_scale or is_moved or shape == tensor_of(node).shape
 
 
-def _sliced(piece: Node, columns: int) -> list[int]:
-    length = tensor_of(piece).shape[-1]
+def _sliced(piece: Node, columns: int, dim: int) -> list[int]:
+    length = tensor_of(piece).shape[dim]
     return [columns // length] if length and columns % length == 0 and length < columns else []
 
 

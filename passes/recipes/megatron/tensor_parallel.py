@@ -40,10 +40,15 @@ def tensor_parallel(site: Site) -> Decisions:
     for value, placement in carry.moved.items():
         values[value] = Decision(placement, "megatron: parts of a padded parameter")
     for node in forward:
-        if node in carry.rows:
+        if node in carry.rows and node in carry.scattered:
+            scattered = Shard(carry.linears[node].column_dim)
+            values[node] = Decision(scattered, "megatron: row-parallel output, scattered over channels")
+        elif node in carry.rows:
             _pin_stream(node, "row-parallel output", site, values, remarks)
         elif node.target is aten.embedding.default and depends_on_input(operands(node)[1]):
             _pin_stream(node, "embedding", site, values, remarks)
+    for value in carry.gathered:
+        values[value] = Decision(R, "megatron: gathered for a weight that is sharded by columns")
     for node, linear in carry.linears.items():
         if node not in carry.columns and node not in carry.rows:
             remarks.append((node, f"{_weight_name(linear, carry)} stays whole: {_why_whole(linear, carry)}"))

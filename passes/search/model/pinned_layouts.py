@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from torch.fx import Node
 
@@ -10,6 +11,7 @@ from passes.errors import ConstraintError
 from passes.ir.graph import InputRole, input_of, pins_of, tensor_of
 from passes.ir.layout import Layout, R, Shard, is_even, is_storable, next_digit
 from passes.ir.mesh import Mesh
+from passes.ir.padding import PAD_END
 from passes.search.model.axis_groups import AxisGroups
 
 
@@ -20,7 +22,9 @@ def pinned_layouts(node: Node, free: Sequence[Layout], mesh: Mesh, axis_groups: 
     """
     shape = tuple(tensor_of(node).shape)
     is_parameter = node.op == "placeholder" and input_of(node).role is InputRole.PARAMETER
-    found = [*free, *_padded(free, shape, mesh, axis_groups)] if is_parameter else [*free]
+    found = [*free]
+    if is_parameter:
+        found += [*_padded(free, shape, mesh, axis_groups), *_padded_by_calls(node, free, mesh, axis_groups)]
     allowed = is_storable if is_parameter else is_even
     for pin in pins_of(node):
         found = [layout.with_on(pin.axis, pin.placement) for layout in found]
@@ -42,6 +46,21 @@ def _padded(layouts: Sequence[Layout], shape: tuple[int, ...], mesh: Mesh, axis_
                     wider = wider.with_on(axis, next_digit(wider, 0, mesh))
             if _sharded_axes(wider) not in even and is_storable(wider, shape, mesh):
                 yield wider
+
+
+def _padded_by_calls(
+    node: Node, layouts: Sequence[Layout], mesh: Mesh, axis_groups: AxisGroups
+) -> Iterator[Layout]:
+    """Yield layouts that pad a dim that is padded before its use, and so has these parts then."""
+    shape = tuple(tensor_of(node).shape)
+    dims = dict.fromkeys(int(str(user.args[1])) for user in node.users if user.target is PAD_END)
+    for layout, dim, group in product(layouts, dims, axis_groups):
+        wider = layout
+        if all(layout.on(axis) == R and mesh.sizes[axis] > 1 for axis in group):
+            for axis in group:
+                wider = wider.with_on(axis, next_digit(wider, dim, mesh))
+        if wider != layout and is_storable(wider, shape, mesh):
+            yield wider
 
 
 def _sharded_axes(layout: Layout) -> tuple[bool, ...]:

@@ -7,6 +7,8 @@ each of its resources; the bytes of all that stays are within the budget.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from passes.search.model.factor_graph import Floats
@@ -18,6 +20,8 @@ from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_r
 from passes.search.solvers.mip_columns import TIE, Terms, add_columns
 from passes.search.solvers.multipliers import Multipliers, weights_of
 from passes.search.solvers.restriction import Restriction
+
+ANY = 1.0  # relative gap: the first assignment is taken
 
 
 class Formulation:
@@ -33,6 +37,7 @@ class Formulation:
             for last, loads in zip(lasts, self.made.loads, strict=True)
         ]
         self.byte_row = -1
+        self.recomputed: list[int] = []  # columns
         self.working_rows: list[int] = []  # per variable
         self.gathered_rows: list[int] = []  # per segment
         if budget is not None:
@@ -60,6 +65,16 @@ class Formulation:
         bound = float("inf") if solved.is_infeasible else solved.bound / MILLISECONDS / (1 + 3 * TIE)
         return (None if solved.values is None else self._assignment(solved.values)), bound
 
+    def fit(self, time_limit: float | None) -> Assignment | None:
+        """Return an assignment that fits the memory, of any step; None if none was found. Bytes alone are minimised."""
+        costs = [0.0] * len(self.program.costs)
+        for column, nbytes in self.made.bytes:
+            costs[column] += nbytes / GB
+        for column in self.recomputed:
+            costs[column] -= 1.0
+        solved = replace(self.program, costs=costs).minimise(gap=ANY, time_limit=time_limit)
+        return None if solved.values is None else self._assignment(solved.values)
+
     def _assignment(self, values: Floats) -> Assignment:
         picked = [max(columns, key=lambda strategy: values[columns[strategy]]) for columns in self.made.picks]
         loads = np.array([[_sum(values, load) for load in loads] for loads in self.made.loads])
@@ -82,7 +97,8 @@ class Formulation:
             entries = [(column, -nbytes / GB) for column, nbytes in terms]
             self.gathered_rows.append(self.made.row([(gathered, 1.0), *entries], 0.0))
         stays = [(column, -nbytes / GB) for column, nbytes in self.made.bytes]
-        stays += [(column, 1.0) for column in add_recomputation(self.program, budget)]
+        self.recomputed = add_recomputation(self.program, budget)
+        stays += [(column, 1.0) for column in self.recomputed]
         self.byte_row = self.made.row(stays, -(budget.limit - self.factor_graph.base) / GB)
 
 

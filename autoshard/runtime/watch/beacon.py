@@ -1,0 +1,237 @@
+"""Tell the other ranks of a mesh what this rank does, and read what they do, over the store of the process group.
+
+A thread writes this rank's `Status` ten times a second; nothing is sent in the path of a step. The others read it only
+when they wait too long, or when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from datetime import timedelta
+from multiprocessing.util import Finalize
+
+import torch.distributed as dist
+
+from autoshard.runtime.watch.live_store import LiveStore
+from autoshard.runtime.watch.rank_status import (
+    Phase,
+    Status,
+    describe,
+    describe_ranks,
+    late_ranks,
+    ranks_text,
+    stopped_ranks,
+)
+from autoshard.runtime.watch.user_line import user_line
+from passes._torch import new_group
+from passes.errors import DistributedError
+from passes.ir.units import format_seconds
+
+BEAT = 0.1  # seconds from one sign of life to the next
+BEAT_PER_RANK = 5e-4  # seconds more per rank, so that the store is asked some 2,000 times a second by a mesh of any size
+SILENT_BEATS = 10  # beats without a sign of life after which a process counts as stopped
+IDLE = 1.0  # seconds in one phase after which the user's line is told as well
+FIRST_WARNING = 30.0  # seconds of waiting before the first warning, or half of the timeout; each further one after twice as long
+HOLDER = 0  # the rank whose process holds the store of the process group, if no launcher does
+LOOK = 0.5  # seconds from one look at the others to the next, while this rank waits
+LOOK_PER_RANK = 0.01  # seconds more per rank: all ranks read the status of all, some 200 bytes each
+
+
+class Beacon:
+    """The signs of life of the ranks of one mesh; all its models share it."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, generation: int) -> None:
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+        self.ranks, self.rank, self.generation = ranks, rank, generation
+        self.world = dist.group.WORLD
+        self.models: Counter[str] = Counter()  # that were distributed on the mesh, by class
+        self._store = LiveStore(f"autoshard/{name}/{generation}")
+        self._now, self._began, self._told = Status(0, "", "returned"), time.monotonic(), 0.0
+        self._beat = BEAT + BEAT_PER_RANK * len(ranks)
+        self._limit = 0.0  # seconds that the present phase may last; 0: no limit
+        self._warned = 0.0
+        self._holds_store = rank == HOLDER and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="autoshard-beacon", daemon=True)
+        self._at_exit = Finalize(None, self._leave_at_exit, exitpriority=100)
+        self._last_seen: dict[int, Status | None] = {}
+        self._look = max(LOOK, LOOK_PER_RANK * len(ranks))
+
+    @property
+    def status(self) -> Status:
+        """Return what this rank does now."""
+        return replace(self._now, seconds=time.monotonic() - self._began)
+
+    def begin(self, call: str, limit: float) -> Status:
+        """Note that this rank has come to a call, to which others may be `limit` seconds late; return what it did before."""
+        before, self._warned, self._limit = self._now, 0.0, limit
+        self._note(Status(before.number + 1, call, "arriving"))
+        return before
+
+    def end(self, before: Status) -> None:
+        """Note that the present call has returned, to an outer one if it was called inside of that."""
+        is_outer = before.phase == "inside"
+        self._note(replace(before, number=self._now.number) if is_outer else replace(self._now, phase="returned"))
+
+    def note(self, phase: Phase, *, working: str = "", cause: str = "", secondary: bool = False) -> None:
+        """Note how far the present call is; a failure is told at once."""
+        self._note(replace(self._now, phase=phase, working=working, cause=cause, secondary=secondary))
+        if phase in ("failed", "left"):
+            self._tell()
+
+    def _note(self, status: Status) -> None:
+        self._began = time.monotonic()
+        self._now = status
+
+    def meet(self, limit: float) -> dist.ProcessGroup:
+        """Wait until each rank of the mesh has called `autoshard`; return a group for agreements.
+
+        Raises DistributedError with the ranks that have not come in `limit` seconds.
+        """
+        self.begin("autoshard(...)", limit)
+        self._tell()
+        self._thread.start()
+        deadline, pause = time.monotonic() + limit, 0.001
+        while absent := [rank for rank, status in self._peers().items() if status is None]:
+            if time.monotonic() > deadline:
+                raise DistributedError(self._waited(dict.fromkeys(absent, describe(None)), limit))
+            time.sleep(pause)
+            pause = min(2 * pause, self._beat)
+        self.note("returned")
+        return new_group(self.ranks, timeout=timedelta(seconds=limit), backend="gloo")
+
+    def stopped(self, *, timed_out: bool) -> DistributedError | None:
+        """Return an error that says which rank stopped, or came too late, if that can be told.
+
+        Call it when a collective has failed; it takes a second or two.
+        """
+        mine = self.status
+        alone = len(self.ranks) == 2 and not timed_out  # the other rank it is
+        deadline = time.monotonic() + (2 if alone else SILENT_BEATS + 1) * self._beat
+        beats: dict[int, int] = {}
+        while True:
+            final = time.monotonic() > deadline
+            peers = self._peers()
+            silent = frozenset(r for r, s in peers.items() if final and s is not None and beats.get(r) == s.beat)
+            beats = beats or {rank: status.beat for rank, status in peers.items() if status is not None}
+            found = stopped_ranks(mine, peers, silent, final=final and not timed_out)
+            if not self._store.is_alive:
+                found = stopped_ranks(mine, peers, frozenset(), final=False) or self._holder(peers)
+                final = True
+            if found:
+                return DistributedError(
+                    f"{ranks_text(found)} stopped while rank {self.rank} was in {mine.call}; {describe_ranks(found)}"
+                )
+            if final and timed_out:
+                late = late_ranks(mine, peers, silent)
+                return DistributedError(self._waited(late, mine.seconds)) if late else None
+            if final:
+                return None
+            time.sleep(self._beat / 4)
+
+    def _holder(self, peers: Mapping[int, Status | None]) -> dict[int, str]:
+        holder = {HOLDER: "it has ended, and with it the store of the process group"}
+        return holder if HOLDER in peers else {}
+
+    def _waited(self, late: Mapping[int, str], seconds: float) -> str:
+        return (
+            f"{self._now.call} on rank {self.rank} waited {format_seconds(seconds)} for {ranks_text(late)}; "
+            f"{describe_ranks(late)}; {ONE_ORDER}, or set the seconds that a rank may be late with Options(rank_timeout=...)"
+        )
+
+    # --- the store
+
+    def _tell(self) -> None:
+        told = replace(self.status, beat=int(time.monotonic() / self._beat))
+        if told.seconds > IDLE and told.phase in ("returned", "inside"):
+            told = replace(told, where=user_line(threading.main_thread().ident or 0))
+        self._store.write(str(self.rank), json.dumps(asdict(told)))
+
+    def _peers(self) -> Mapping[int, Status | None]:
+        """Return the last status of each other rank, or what was last seen of them if the store is gone."""
+        others = [rank for rank in self.ranks if rank != self.rank]
+        texts = self._store.read([str(rank) for rank in others])
+        if texts is not None:
+            found = zip(others, texts, strict=True)
+            self._last_seen = {rank: None if text is None else Status(**json.loads(text)) for rank, text in found}
+        return self._last_seen
+
+    # --- the thread
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(self._beat) and self._store.is_alive:
+            if dist.group.WORLD is not self.world:
+                self._leave("it destroyed its process groups")
+                return
+            self._tell()
+            if self._is_waiting and time.monotonic() - max(looked, self._began) > self._look:
+                looked = time.monotonic()
+                self._warn(self._peers())
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._now.phase in ("arriving", "inside") and not self._now.working
+
+    def _warn(self, peers: Mapping[int, Status | None]) -> None:
+        """Warn of ranks that this call waits for; one of the waiting ranks does."""
+        status = self.status
+        after = self._warned * 2 or min(FIRST_WARNING, self._limit / 2)
+        at_work = any(one is not None and one.working for one in peers.values())
+        if at_work or not after <= status.seconds < 0.9 * self._limit:
+            return
+        self._warned = after
+        late = late_ranks(status, peers, frozenset())
+        have_come = all(one is not None and one.number >= status.number for one in peers.values())
+        if late and self.rank == (self.ranks[0] if have_come else min({*self.ranks} - late.keys())):
+            left = format_seconds(self._limit - status.seconds)
+            warnings.warn(
+                f"{status.call} on rank {self.rank} has waited {format_seconds(status.seconds)} for {ranks_text(late)}; "
+                f"{describe_ranks(late)}; it fails in {left}: see Options(rank_timeout=...)",
+                stacklevel=1,
+            )
+
+    def _leave_at_exit(self) -> None:
+        """Tell that the process ends; if others wait, stay until they have read it: the store may end with this process."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=IDLE)
+        error = getattr(sys, "last_value", None)
+        self._leave("its process exited" if error is None else f"{type(error).__name__}: {error}")
+        deadline = time.monotonic() + 3 * self._look
+        while self._holds_store and time.monotonic() < deadline and self._others_wait():
+            time.sleep(self._beat)
+
+    def _others_wait(self) -> bool:
+        return any(one is not None and one.phase in ("arriving", "inside") for one in self._peers().values())
+
+    def _leave(self, cause: str) -> None:
+        now = self._now
+        if now.phase != "left":
+            self._note(replace(now, phase="left", cause=now.cause or cause, during=now.phase != "returned"))
+            self._tell()
+
+
+ONE_ORDER = "make the same calls in the same order on every rank"
+
+
+def beacon_of(ranks: Iterable[int], limit: float) -> tuple[Beacon, dist.ProcessGroup]:
+    """Return the beacon of these ranks and its group; opened at the first call, by all of them together."""
+    ranks = tuple(ranks)
+    known = _OPEN.get(ranks)
+    if known is None or known[0].world is not dist.group.WORLD:
+        beacon = Beacon(ranks, dist.get_rank(), 0 if known is None else known[0].generation + 1)
+        _OPEN[ranks] = known = beacon, beacon.meet(limit)
+    return known
+
+
+_OPEN: dict[tuple[int, ...], tuple[Beacon, dist.ProcessGroup]] = {}  # per mesh; one of a destroyed world is replaced

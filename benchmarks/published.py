@@ -1,0 +1,289 @@
+"""Predict runs whose speed was published, as each was run: `python -m benchmarks.published`.
+
+A row is one run: its model, parallelism, batch, sequence, recomputation, precision and chip. The table has the published
+speed, the predicted one and their ratio, by kind of parallelism; `--json FILE` writes the rows. No figure of the cost
+model is fitted to a row. Where a stack did not hide what autoshard would, the row is predicted without: its
+tensor-parallel messages are awaited where they are sent. Nothing runs on devices. Words predict the rows alone whose names
+have all of them: `python -m benchmarks.published 8B FSDP`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx import GraphModule
+
+from autoshard import Mesh, Options
+from autoshard.config.axis_recipes import recipes_of
+from autoshard.planner.chunking import layered
+from autoshard.planner.effort import QUICK
+from autoshard.planner.evaluation import Folded, fold, phases_of
+from autoshard.planner.prediction import run_step
+from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.recomputation import Settling, Trial, program_of_split
+from autoshard.planner.request import PlanRequest
+from benchmarks.published_models import megatron, titan
+from examples import gpt, llama
+from passes.base import PassContext
+from passes.cost.program import COMPUTE, Program, Task
+from passes.cost.simulate import Timeline
+from passes.hardware.hardware import hardware_named
+from passes.ir.graph import copy_graph
+from passes.ir.layout import R
+from passes.ir.matmul_chunks.one_operator import make_one, why_not_one
+from passes.ir.matmul_chunks.sites import sites_in
+from passes.manager import PassManager
+from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named, register_recipe
+
+TP = "tp"  # the axis of tensor parallelism
+MEGATRON_2019 = "megatron_2019"  # tensor parallelism without sequence parallelism
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a published stack runs a step, as far as autoshard would run it in another way."""
+
+    options: Options
+    hardware: str
+    source: str
+    selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
+    pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
+    copied: int = 0  # bytes that it reads and writes per parameter, to join parameters in messages
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run. `batch` is that of one micro-batch on all ranks, of which a step has `micro_batches`."""
+
+    name: str
+    kind: str
+    published: float
+    unit: str
+    model: Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]] = field(repr=False)
+    mesh: str
+    batch: int
+    stack: Stack = field(repr=False)
+    speed: Callable[[Row, float], float] = field(repr=False)  # of a step of so many seconds, in `unit`
+    micro_batches: int = 1
+
+
+# Stacks ------------------------------------------------------------------------------------------------------------------
+
+
+def _whole_stream(site: Site) -> Decisions:
+    found = recipe_named("megatron").decide(site)
+    values = {node: Decision(R, f"{MEGATRON_2019}: whole") for node in found.values}
+    return replace(found, values=values)
+
+
+register_recipe(Recipe(MEGATRON_2019, "megatron without sequence parallelism", decide=_whole_stream))
+
+# torchtitan: activation checkpointing "op" keeps the results of attention, of reduce-scatters and of every second product
+# of a layer, in the order wq, wk, wv, wo, w1, w3, w2.
+SELECTIVE = (
+    "attention.wq mm",
+    "attention.wv mm",
+    "feed_forward.w1 mm",
+    "feed_forward.w2 mm",
+    "attention _scaled_dot_product",
+    "reduce_scatter",
+)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(torch.float16, reduce_dtype=torch.float16)
+ANY = "10TB"  # of memory: a row fitted when it was run
+# FSDP2 gathers a block in one message, and copies its bf16 parameters out of it, in the forward and in the backward:
+# torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+FSDP_COPIES = 2 * (2 + 2)
+
+
+def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stack:
+    recompute = "block" if block else "auto"
+    return Stack(
+        Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
+        "h100-500w",
+        "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md",
+        () if block else SELECTIVE,
+        pipelines,
+        FSDP_COPIES,
+    )
+
+
+MEGATRON = Stack(
+    Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
+    "a100",
+    "Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
+)
+
+
+# Rows --------------------------------------------------------------------------------------------------------------------
+
+
+def _llama(config: llama.Config, seq: int) -> Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]:
+    return lambda batch: titan(config, batch, seq)
+
+
+def _tokens_per_device(seq: int) -> Callable[[Row, float], float]:
+    return lambda row, seconds: row.micro_batches * row.batch * seq / Mesh(row.mesh).size / seconds
+
+
+def _gpt(config: gpt.Config) -> Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]:
+    return lambda batch: megatron(config, batch)
+
+
+def _gpt_rate(config: gpt.Config) -> Callable[[Row, float], float]:
+    """Return TFLOP/s per device by the paper's count, which has recomputation in it."""
+    h, s, layers, vocab = config.dim, config.seq, config.layers, config.vocab
+    sequence = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    return lambda row, seconds: row.micro_batches * row.batch * sequence / Mesh(row.mesh).size / seconds / 1e12
+
+
+def _llama_row(
+    name: str, kind: str, published: float, config: llama.Config, mesh: str, batch: int, stack: Stack, *, seq: int = 8192
+) -> Row:
+    return Row(name, kind, published, "tokens/s", _llama(config, seq), mesh, batch, stack, _tokens_per_device(seq))
+
+
+def _gpt_row(name: str, kind: str, published: float, config: gpt.Config, mesh: str, batch: int, micro: int = 1) -> Row:
+    stack = MEGATRON if TP in mesh else replace(MEGATRON, options=replace(MEGATRON.options, recipe="ddp"))
+    return Row(name, kind, published, "TFLOP/s", _gpt(config), mesh, batch, stack, _gpt_rate(config), micro)
+
+
+def _gpt_config(layers: int, dim: int, heads: int) -> gpt.Config:
+    return gpt.Config(layers=layers, dim=dim, heads=heads, vocab=51200, seq=2048)
+
+
+FSDP, TENSOR, ASYNC = "fsdp", "fsdp + tp", "fsdp + async tp"
+FULL = _titan("fsdp+megatron", block=True)
+ROWS = (
+    _llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, _titan("fsdp")),
+    _llama_row("Llama 3 8B, 128 GPUs, FSDP", FSDP, 6514, llama.LLAMA3_8B, "dp=128", 256, _titan("fsdp")),
+    _llama_row("Llama 3 70B, 256 GPUs, TP", TENSOR, 597.3, llama.LLAMA3_70B, "dp=32,tp=8", 512, FULL),
+    _llama_row(
+        "Llama 3 70B, 256 GPUs, async TP", ASYNC, 652.4, llama.LLAMA3_70B, "dp=32,tp=8", 512, replace(FULL, pipelines=True)
+    ),
+    _llama_row("Llama 3 8B, 64 GPUs, TP", TENSOR, 4378, llama.LLAMA3_8B, "dp=8,tp=8", 96, _titan("fsdp+megatron")),
+    _llama_row(
+        "Llama 3 8B, 64 GPUs, async TP", ASYNC, 4809, llama.LLAMA3_8B, "dp=8,tp=8", 96,
+        _titan("fsdp+megatron", pipelines=True),
+    ),
+    _gpt_row("GPT 1.7B, 32 GPUs, DP", "ddp", 137, _gpt_config(24, 2304, 24), "dp=32", 512),
+    _gpt_row("GPT 3.6B, 64 GPUs, TP", "ddp + tp", 138, _gpt_config(30, 3072, 32), "dp=32,tp=2", 512),
+    _gpt_row("GPT 7.5B, 128 GPUs, TP", "ddp + tp", 142, _gpt_config(36, 4096, 32), "dp=32,tp=4", 512),
+    _gpt_row("GPT 18.4B, 256 GPUs, TP", "ddp + tp", 135, _gpt_config(40, 6144, 48), "dp=32,tp=8", 256, 4),
+)  # fmt: skip
+
+
+# Prediction --------------------------------------------------------------------------------------------------------------
+
+
+def predict(row: Row) -> float:
+    """Return the seconds of a step as it was run: those of the last micro-batch, which is reduced and applied, and of
+    the others.
+    """
+    seconds = _step(row, row.mesh, row.batch, row.stack).step_time + _copies(row)
+    if row.micro_batches > 1:
+        inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
+        ranks = Mesh(row.mesh).size // Mesh(inner).size
+        options = replace(row.stack.options, recipe=MEGATRON_2019, optimizer=None)
+        alone = _step(row, inner, row.batch // ranks, replace(row.stack, options=options))
+        seconds += (row.micro_batches - 1) * alone.step_time
+    return seconds
+
+
+def _copies(row: Row) -> float:
+    with torch.device("meta"):
+        model, _ = row.model(1)
+    parts = Mesh(row.mesh).sizes[Mesh(row.mesh).index(TP)] if TP in Mesh(row.mesh).names else 1
+    count = sum(parameter.numel() for parameter in model.parameters()) / parts
+    return count * row.stack.copied / hardware_named(row.stack.hardware).memory_bandwidth
+
+
+def _step(row: Row, mesh: str, batch: int, stack: Stack) -> Timeline:
+    """Return the step of one micro-batch, with the orders and buckets that autoshard would choose."""
+    with torch.device("meta"):
+        model, args = row.model(batch)
+    request = PlanRequest(model, args, {}, Mesh(mesh, hardware=stack.hardware), stack.options).checked()
+    problem = captured_problem(request)
+    folded = fold(problem)
+    trial = _trial(problem, folded, stack)
+    program = _pipelined(problem, folded, trial) if stack.pipelines else trial.program
+    return run_step(_awaited(program), stack.options)
+
+
+def _trial(problem: Problem, folded: Folded, stack: Stack) -> Trial:
+    gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh)
+    phases = phases_of(problem, gm, recipes_of(stack.options.recipe, problem.mesh))
+    PassManager((*phases.place, *phases.lower)).run(gm, ctx)
+    settling = Settling(problem, folded.repeats, gm, effort=QUICK)  # its order is not used
+    if not stack.selective:
+        return settling.settle()
+    kinds = dict.fromkeys(settling.blocks.kind.values())
+    return settling.trial(tuple(kind for kind in kinds if any(name in kind for name in stack.selective)))
+
+
+def _pipelined(problem: Problem, folded: Folded, trial: Trial) -> Program:
+    """Return the program with one of torch's operators wherever there is one."""
+    split = trial.split
+    assert split.backward is not None
+    halves = [_fused(layered(half, split.forward, folded.repeats)) for half in (split.forward, split.backward)]
+    return program_of_split(replace(split, forward=halves[0], backward=halves[1]), problem, folded.repeats)
+
+
+def _fused(gm: GraphModule) -> GraphModule:
+    for site in sites_in(gm):
+        if not why_not_one(site):
+            make_one(site, "published")
+    return gm
+
+
+def _awaited(program: Program) -> Program:
+    """Return the program with the messages of tensor parallelism awaited where they are sent: nothing runs beside."""
+    return replace(program, tasks=tuple(map(_awaited_task, program.tasks)))
+
+
+def _awaited_task(task: Task) -> Task:
+    if task.axes != (TP,) or not task.is_collective:
+        return task
+    return replace(task, kind="compute", stream=COMPUTE, prefetchable=False, deferrable=False)
+
+
+# Table -------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="of the names of rows; by default all rows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    given = parser.parse_args()
+    rows, found = [row for row in ROWS if all(word in row.name for word in given.words)], []
+    for row in rows:
+        predicted = row.speed(row, predict(row))
+        ratio = predicted / row.published
+        found.append({"name": row.name, "kind": row.kind, "published": row.published, "predicted": predicted, "ratio": ratio})
+        print(f"{row.name:32} {row.kind:16} {row.published:7.1f} {row.unit:8} {predicted:8.1f}  {ratio:.3f}", flush=True)
+    if found:
+        _summarize(rows, found)
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _summarize(rows: Sequence[Row], found: Sequence[dict[str, object]]) -> None:
+    ratios = [float(str(row["ratio"])) for row in found]
+    print(f"{len(ratios)} rows: {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}")
+    for kind in dict.fromkeys(row["kind"] for row in found):
+        own = [float(str(row["ratio"])) for row in found if row["kind"] == kind]
+        print(f"  {kind:16} {statistics.median(own):.3f}")
+    for name in dict.fromkeys(row.stack.hardware for row in rows):
+        print(f"{name}: published figures, but for {', '.join(hardware_named(name).assumed)}, which are assumed")
+
+
+if __name__ == "__main__":
+    main()

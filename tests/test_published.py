@@ -1,0 +1,37 @@
+"""Published runs are predicted as they were run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.published import ROWS, Row, _awaited, _gpt_config, _gpt_rate, _llama_row, _titan, predict
+from examples import llama
+from passes.cost.simulate import simulate
+from tests.cost.programs import gather, kernel, program
+
+
+def test_a_message_of_tensor_parallelism_is_awaited_where_it_is_sent() -> None:
+    message = replace(gather("g", 2.0, "w", prefetchable=True), axes=("tp",))
+    given = program(kernel("a", 1.0), message, kernel("b", 3.0, "a"), kernel("c", 1.0, "g"))
+    assert simulate(given).step_time == 5.0
+    assert simulate(_awaited(given)).step_time == 7.0
+    other = replace(given, tasks=tuple(replace(task, axes=("dp",) if task.axes else ()) for task in given.tasks))
+    assert _awaited(other) == other
+
+
+def test_the_rate_of_a_gpt_is_the_paper_s() -> None:
+    row = next(row for row in ROWS if row.name.startswith("GPT 1.7B"))
+    assert _gpt_rate(_gpt_config(24, 2304, 24))(row, 3.528) == pytest.approx(137, rel=1e-3)
+
+
+def tiny(*, pipelines: bool = False, block: bool = False) -> Row:
+    stack = _titan("fsdp+megatron", block=block, pipelines=pipelines)
+    return _llama_row("tiny", "fsdp + tp", 1.0, llama.TINY, "dp=2,tp=2", 4, stack, seq=32)
+
+
+@pytest.mark.slow
+def test_a_row_is_predicted_with_its_recomputation_and_its_operators() -> None:
+    assert 0 < predict(tiny()) < predict(tiny(block=True))
+    assert predict(tiny(pipelines=True)) != predict(tiny())
