@@ -17,8 +17,9 @@ from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention
 from passes.rules.rule import call_of, row_giving, space_of
 
-# Blocks of a sequence for causal attention, of each of which a rank has a part: of the pairs of a query and a key that it
-# needs, `passes/rules/local_forms/causal.py` then computes up to 1.25 times as many, in 11 calls; with 8 blocks 1.125, in 23 calls.
+# Blocks of a sequence for causal attention, of each of which a rank has a part. Of the pairs of a query and a key that are
+# needed, `passes/rules/local_forms/causal.py` then computes up to 1.25 times as many, in 11 calls of the kernel; with 8
+# blocks 1.125 times, in 23 calls.
 BLOCKS = 4
 
 _POSITIONS = 2  # the dim of positions in an attention's result
