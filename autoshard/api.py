@@ -309,6 +309,7 @@ class _Planner:
             plan=plan,
             dump=dump_of(self.options),
             overlap=OverlapPhase.of(self.options, plan.mesh),
+            names=planned.captured.names,
         )
 
     def _scale(self, layout: Layout) -> float:

@@ -4,7 +4,7 @@ A pass is a file here (`base` says what one is), takes a graph at one stage (`ir
 or the next; `manager` runs them, `verify` checks each result, `observers` dump, time and log. The order is in
 `autoshard/phases.py`. A pass's docstring ends in a graph before and after it.
 
-    prepare          normalize (with normal_forms/), fold
+    prepare          normalize (with normal_forms/), pad (with paddings/), fold
     place            seed, cast_parameters; propagate (with propagation/) by rules, or solve (with search/) by cost
     lower            insert_reshards, fuse_collectives, cancel_reshards, lower_reshards, localize, decompose
     rematerialize    rematerialize

@@ -59,13 +59,15 @@ class Captured:
     """A module captured as a graph, with the signature of its calls.
 
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
-    id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph.
+    id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
+    are those that the traced code reads (None: not known).
     """
 
     call: FlatCall
     modules: Mapping[int, str]
     tied: dict[str, str]
     training: bool
+    names: frozenset[str] | None = None
 
     @property
     def signature(self) -> Signature:
@@ -168,7 +170,7 @@ def capture_call(
         traced = _trace(_Call(fake.module), *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
-    return Captured(flat, modules, fake.tied, training)
+    return Captured(flat, modules, fake.tied, training, traced.names)
 
 
 def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:

@@ -96,6 +96,7 @@ _CAUSES = (
 )
 
 
+_LIBRARY = "/transformers/"  # in the paths of its files
 # Settings of transformers that avoid what a graph cannot have, by a pattern of the lines on the stack.
 _SETTINGS = (
     (r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
@@ -112,7 +113,7 @@ def capture_error(error: Exception) -> CaptureError:
 
 def _setting(failure: TraceFailure) -> str:
     """Return which setting of the library avoids what failed, if one is known; its sources say where."""
-    if "/transformers/" not in failure.stack:
+    if _LIBRARY not in failure.stack:
         return ""
     found = next((setting for pattern, setting in _SETTINGS if re.search(pattern, failure.stack)), None)
     return "" if found is None else f"; here, set {found} in the model's config"

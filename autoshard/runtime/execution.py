@@ -33,7 +33,7 @@ class LocalProgram:
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
     module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
-    where they are issued.
+    where they are issued. `names` are those that the captured code reads (None: not known).
     """
 
     graph: GraphModule
@@ -46,6 +46,7 @@ class LocalProgram:
     plan: ShardingPlan
     dump: GraphDump | None = None
     overlap: OverlapPhase | None = None
+    names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,17 @@ class StoredParameter:
     slot: Slot
     storage: Storage
     spec: DTensorSpec
+    dtype: torch.dtype
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stored part in the form that the graph takes."""
         assert isinstance(tensor, DTensor)
         part = local_of_dtensor(tensor)
+        if part.dtype != self.dtype:
+            raise UserError(
+                f"parameter {self.slot.name!r} of a submodule is {part.dtype} now, and was {self.dtype} when the model was "
+                "captured; convert the whole model: model.to(...)"
+            )
         return part if self.storage.is_even else self.storage.pad(part)
 
     def gradient(self, part: torch.Tensor) -> DTensor:
@@ -178,6 +185,8 @@ def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> to
     """Return a tangent with the dtype and strides that the program was compiled for."""
     if given is None:
         return _zeros(like)
+    if isinstance(given, DTensor):  # of a loss to which a term of parameters was added
+        given = given.full_tensor()
     given = strided_like(given.to(like.dtype), like)
     return given if scale == 1.0 else given * scale
 
@@ -248,7 +257,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place,
         storage = place.storage(local.parameters[name], tuple(held.shape))
         placements = dtensor_placements(storage.layout, place.mesh)
         spec = dtensor_spec(place.device_mesh, placements, storage.shape, held.dtype)
-        parameters[name] = StoredParameter(slots[name], storage, spec)
+        parameters[name] = StoredParameter(slots[name], storage, spec, held.dtype)
     buffers: dict[str, Slot | torch.Tensor] = {}
     for name in (given.name for given in split.inputs if given.role is InputRole.BUFFER):
         constant = local.constants.get(name)

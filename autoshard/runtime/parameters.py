@@ -71,7 +71,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             layout = replicated(place.mesh) if layouts is None else layouts[fqn]
-            memo[id(parameter)] = _distributed_parameter(parameter, place, layout)
+            memo[id(parameter)] = distributed_parameter(parameter, place, layout)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach().to(_device(buffer, place), copy=True)
     try:
@@ -91,7 +91,8 @@ def _device(tensor: torch.Tensor, place: Place) -> torch.device:
     return tensor.device if tensor.is_meta else place.device
 
 
-def _distributed_parameter(parameter: nn.Parameter, place: Place, layout: Layout) -> nn.Parameter:
+def distributed_parameter(parameter: nn.Parameter, place: Place, layout: Layout) -> nn.Parameter:
+    """Return a parameter that holds this rank's part of `parameter`, with its Python attributes."""
     storage = place.storage(layout, tuple(parameter.shape))
     part = storage.part_of(parameter.detach()).to(_device(parameter, place), copy=True)
     tensor = distributed_tensor(part.contiguous(), storage, place)

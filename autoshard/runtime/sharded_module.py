@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from typing import Any, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, differences, exchange, together
+from autoshard.runtime.calls.alone import allow_alone, refuse_alone
 from autoshard.runtime.calls.global_batch import parts_of
 from autoshard.runtime.calls.programs import (
     ONE_MODEL,
@@ -26,7 +30,7 @@ from autoshard.runtime.calls.programs import (
     program_of,
     shared_call,
 )
-from autoshard.runtime.execution import LocalProgram, parameter_slots
+from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
@@ -44,6 +48,13 @@ class ShardedModule(nn.Module):
 
     _autoshard: RuntimeState
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program for this call, as `forward` does; hooks of the model are part of the program."""
+        patched = self.__dict__.get("forward")
+        if patched is not None and self._autoshard.states.own_forward(self) is None:
+            return patched(*args, **kwargs)  # a wrapper of the forward that was there before
+        return ShardedModule.forward(self, *args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program for this call; the first call of its kind captures and compiles it.
 
@@ -52,7 +63,8 @@ class ShardedModule(nn.Module):
         `Options(max_programs=...)`, and DistributedError if another rank failed or makes another call.
         """
         state = self._autoshard
-        found = find_program(state, args, kwargs)
+        _check_anomaly_mode()
+        found = find_program(self, state, args, kwargs)
         with state.groups.watch.call(shared_call(self, state, found)):
             execution = program_of(self, state, found, lambda: as_written(self))
             state.step += 1
@@ -100,7 +112,7 @@ class ShardedModule(nn.Module):
         unknown.
         """
         state = self._autoshard
-        found = find_program(state, args, kwargs)
+        found = find_program(self, state, args, kwargs)
         with state.groups.watch.call(SharedCall("profile")):
             execution = program_of(self, state, found, lambda: as_written(self))
             return profile(execution, state.groups, found.call, _seed(state))
@@ -121,10 +133,34 @@ class ShardedModule(nn.Module):
             part = part * place.mesh.sizes[axis] + place.coordinate[axis]
         return DistributedSampler(dataset, ways, part, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """Return a sharded model with parameters and buffers of its own, on the same mesh; it shares compiled code."""
+        state, kind = self._autoshard, type(self)
+        with _as_users_class(self):
+            copied = copy.deepcopy(self, memo)
+        copied.__class__ = kind
+        copied._autoshard = state.of_copy(self, copied)
+        memo[id(self)] = copied
+        return copied
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Convert parameters and buffers, as `to` does; the next call is captured for them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._autoshard.states.forget()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(
-            "a sharded module cannot be copied: it holds process groups and compiled code; copy its state_dict(), "
-            "or shard the module that it was made from again"
+            "a sharded model cannot be pickled: it holds process groups and compiled code; save its state_dict() with "
+            "torch.distributed.checkpoint, and shard the model again after loading (copy.deepcopy makes a second one)"
+        )
+
+
+def _check_anomaly_mode() -> None:
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise UserError(
+            "anomaly mode looks for NaN with an op that DTensor gradients do not have; use "
+            "torch.autograd.set_detect_anomaly(True, check_nan=False), or look for NaN on one device"
         )
 
 
@@ -160,24 +196,36 @@ def shard_module(
         planner,
         settings,
         seed,
-        tuple(sharded.modules()),
-        tuple(parameter_slots(sharded).values()),
-        layouts=layouts,
+        stored=planned is not None,
         suspects=suspects,
     )
+    state.states.given_forward = sharded.__dict__.get("forward")
+    refuse_alone(sharded)
     if planned is not None:
         described = format_planned(sharded, planned.signature, gradients=gradients)
-        install(sharded, state, state.mode(gradients=gradients), planned, described, started=started)
+        install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)
     return sharded
 
 
 def as_written(model: ShardedModule) -> nn.Module:
     """Return the model as its user wrote it, in its present state, with parameters on meta and of global shape."""
+    own = model._autoshard.states.own_forward(model)
+    with _as_users_class(model):
+        copied = plain_copy(model)
+    allow_alone(copied)
+    if own is None:
+        copied.__dict__.pop("forward", None)
+    return copied
+
+
+@contextmanager
+def _as_users_class(model: ShardedModule) -> Iterator[None]:
+    """Make the model an instance of its user's class only, without its state, so that it can be copied."""
     state, kind = model._autoshard, type(model)
     del model._autoshard
     model.__class__ = state.kind  # type: ignore[assignment]
     try:
-        return plain_copy(model)
+        yield
     finally:
         model.__class__ = kind
         model._autoshard = state

@@ -21,6 +21,7 @@ try:
         trace_failure,
         trace_joint,
         trace_module,
+        unchanged_since_now,
     )
     from passes._torch.dtensor import (
         Box,
@@ -119,6 +120,7 @@ __all__ = [
     "trace_failure",
     "trace_joint",
     "trace_module",
+    "unchanged_since_now",
     "unflatten_pytree",
     "unregister_group",
     "watch_store",

@@ -7,7 +7,7 @@ name, the first call raises an ImportError that says so.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -69,6 +69,12 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
     Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
     """
     _module("checkpoint_hooks").teach_checkpoints(boxes_of)
+
+
+def unchanged_since_now(dicts: Sequence[Mapping[Any, Any]]) -> Callable[[], bool]:
+    """Return a function that says whether none of `dicts` was written to since now; it takes about 10 ns a dict."""
+    check: Callable[[], bool] = _module("dict_versions").unchanged_since_now(dicts)
+    return check
 
 
 def run_joint_graph_passes(gm: GraphModule) -> None:

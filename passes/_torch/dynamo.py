@@ -56,7 +56,8 @@ def trace_module(
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
-    captured = traced._dynamo_bytecode_flatten.out.graph_capture_output.output_graph.export_metadata
+    output = traced._dynamo_bytecode_flatten.out.graph_capture_output
+    captured = output.output_graph.export_metadata
     sources = tuple(source_name(captured.graph_input_idx_to_local_source[number]) for number in range(len(inputs)))
     return TracedModule(
         traced,
@@ -65,7 +66,13 @@ def trace_module(
         lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given),
         tuple(effects),
         tuple(dict.fromkeys(left_out)),
+        frozenset().union(*map(_names, output.traced_code)),
     )
+
+
+def _names(code: Any) -> frozenset[str]:
+    """Return the names that a function reads, and its strings, which may be names for `getattr`."""
+    return frozenset((*code.co_names, *(value for value in code.co_consts if isinstance(value, str))))
 
 
 def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> Any:

@@ -38,6 +38,7 @@ class TracedModule:
 
     `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` say where they
     came from; `rebuild` turns values of the graph's outputs into what the module returns.
+    `names` are those that the traced code reads: variables, attributes, and strings (None: not known).
     """
 
     graph_module: GraphModule
@@ -46,6 +47,7 @@ class TracedModule:
     rebuild: Callable[[Sequence[Any]], Any]
     side_effects: tuple[SideEffect, ...]
     left_out: tuple[LeftOut, ...] = ()
+    names: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

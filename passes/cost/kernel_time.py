@@ -132,8 +132,8 @@ def product_seconds(product: Product, nbytes: float, dtype: str, hardware: Hardw
 
 @dataclass(frozen=True)
 class Attended:
-    """The size of a fused attention: `rows` query positions, counted over batch and heads, of `width` dims each, that
-    attend to `keys` others on average.
+    """Describe a fused attention: `rows` query positions, counted over batch and heads, of `width` dims each, that attend to
+    `keys` others on average.
     """
 
     rows: int

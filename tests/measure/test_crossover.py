@@ -101,7 +101,7 @@ def test_the_answer_reads_with_its_formulas() -> None:
     text = format_crossovers(question, crossovers(question))
     assert text.startswith("From which H on are 8 h100 on 1 node faster than one?\n\n")
     assert "\nthe product [T, H] x [H, 4H], bf16, T = 8192\n" in text
-    assert "tokens      [T/k, H] x [H, 4H]      all_gather of the result (4*H*T)  2402" in text
+    assert "tokens      [T/k, H] x [H, 4H]      all_gather of the result (4*H*T)  2322" in text
     assert "  one device: launch + (2*H + 3*t)*(3*t**2*u/10 + (4*H + t/8)*(T + t/8))/(e*f)\n" in text
     assert "  k = 8: ranks\n" in text
 

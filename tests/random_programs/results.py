@@ -92,7 +92,7 @@ def _table(results: list[Result]) -> Iterator[str]:
     yield "Refused, by error: " + (", ".join(f"{name} {count}" for name, count in refused.most_common()) or "none") + "."
     ops, drawn = {op for one in results for op in one["ops"]}, {name for one in results for name in one["productions"]}
     seconds = sum(one["seconds"] for one in results) / len(results)
-    yield f"Ops covered: {len(ops)} overloads of ATen by {len(drawn & {*PRODUCTIONS})} of {len(PRODUCTIONS)} productions. "
+    yield f"Ops covered: {len(ops)} overloads of ATen by {len(drawn & {*PRODUCTIONS})} of {len(PRODUCTIONS)} productions."
     yield f"A case takes {seconds:.1f} s of CPU in the mean."
 
 

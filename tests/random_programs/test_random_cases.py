@@ -18,7 +18,7 @@ from tests.random_programs.program import Case, Layer, Program, Setting, default
 from tests.random_programs.results import CLOSING, OPENING, read, result_of, summary, write_table
 from tests.random_programs.shrink import shrunk
 
-SLOW = 40  # cases of one slow test; a case takes half a second of CPU in the mean
+SLOW = 22  # cases of one slow test; a case takes half a second of CPU in the mean
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -33,7 +33,7 @@ def test_a_program_gives_the_numbers_of_one_device(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 100 + 5 * SLOW, SLOW))
+@pytest.mark.parametrize("first", range(100, 100 + 3 * SLOW, SLOW))
 def test_programs_give_the_numbers_of_one_device(first: int) -> None:
     for seed in range(first, first + SLOW):
         _check(seed)

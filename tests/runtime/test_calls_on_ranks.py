@@ -61,3 +61,26 @@ def test_ranks_that_make_different_calls_are_named() -> None:
         "ranks make different calls: rank 0 (training, input: float32[2, 3]), rank 1 (training, input: float32[3, 3]); give "
         "every rank a part of the same size, as model.shard(...) does, or drop the last batch"
     }
+
+
+def _replace_head(rank: int, seed: int) -> float:
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 6)).double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autoshard(one, mesh, options=Options(recipe="fsdp", compile="eager"))
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    model(x[2 * rank : 2 * rank + 2])
+    for each in (model, one):
+        torch.manual_seed(0 if each is one else seed * rank)
+        each[1] = torch.nn.Linear(8, 4).double()
+        each(*(model.shard(x) if each is model else (x,))).square().mean().backward()
+    assert model[1].weight.to_local().shape == (2, 8)  # sharded as the other parameters are
+    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+
+
+def test_a_replaced_head_is_sharded_and_trained() -> None:
+    assert max(run_on_ranks(_replace_head, 2, 0)) < 1e-12
+    for report in reports_of_ranks(_replace_head, 2, 1):
+        assert isinstance(report, Failure)
+        assert report.message.startswith("parameter '1.weight' is replicated on axis 'dp', but ranks 0 and 1 gave different")

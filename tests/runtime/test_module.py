@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import Options, autoshard
 from autoshard.runtime.sharded_module import ShardedModule
-from passes.errors import InputError, UserError
+from passes.errors import CaptureError, InputError, UserError
 
 EAGER = Options(recipe="fsdp", compile="eager")
 
@@ -287,11 +288,12 @@ def test_a_batch_of_any_call_that_was_captured_is_sharded(one_rank: DeviceMesh) 
     assert _same(sharded.shard(X, mask=Y), ((X,), {"mask": Y}))
 
 
-def test_a_copy_of_a_sharded_module(one_rank: DeviceMesh) -> None:
-    _, sharded = made(one_rank)
-    with pytest.raises(UserError) as error:
-        copy.deepcopy(sharded)
+def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
+    model = nn.Linear(2, 2)
+    vars(model)["lock"] = threading.Lock()
+    with pytest.raises(CaptureError) as error:
+        autoshard(model, one_rank, options=EAGER)
     assert str(error.value) == (
-        "a sharded module cannot be copied: it holds process groups and compiled code; copy its state_dict(), or "
-        "shard the module that it was made from again"
+        "Linear cannot be copied: cannot pickle '_thread.lock' object; keep what cannot be copied (locks, files, process "
+        "groups) out of the module's attributes"
     )

@@ -7,7 +7,6 @@ the arguments, and the global shapes of the tensors. Making one is an act of all
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -27,7 +26,9 @@ from autoshard.runtime.agreement import Given, check_equal_values, exchange, tog
 from autoshard.runtime.build import build_program
 from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
 from autoshard.runtime.calls.buckets import padded
-from autoshard.runtime.execution import Execution, LocalProgram, Slot, bind
+from autoshard.runtime.calls.model_state import ModelStates
+from autoshard.runtime.calls.new_parameters import take_over
+from autoshard.runtime.execution import Execution, LocalProgram, bind
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
@@ -117,30 +118,56 @@ class RuntimeState:
     planner: Planner
     settings: CallSettings
     seed: int  # equal on all ranks
-    modules: tuple[nn.Module, ...]  # all modules of the model, itself first
-    parameters: tuple[Slot, ...]
     step: int = 0
-    layouts: Mapping[str, Layout] | None = None
+    stored: bool = False  # parameters are laid out as the first program says
+    states: ModelStates = field(default_factory=ModelStates)
+    taken_over: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters that no program has laid out yet
     programs: list[Program] = field(default_factory=list)
     by_key: dict[tuple[Mode, Key], Program] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
 
-    @property
-    def signature(self) -> inspect.Signature:
-        """Return the signature of the forward as the user wrote it."""
-        root = self.modules[0]
-        return inspect.signature(root.__dict__.get("forward") or self.kind.forward.__get__(root))
-
-    def mode(self, *, gradients: bool) -> Mode:
-        """Return what a program depends on besides its arguments."""
+    def mode(self, model: nn.Module, *, gradients: bool) -> Mode:
+        """Return what a program depends on besides its arguments; parameters that are new are taken over."""
         device = self.place.device.type
+        if not self.states.is_current():
+            taken = take_over(model, self.place)
+            self.taken_over |= taken
+            self.states.update(model, self.kind, is_new=bool(taken) and self.stored)
         return (
             gradients,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             torch.get_default_dtype(),
-            tuple(module.training for module in self.modules),
-            tuple(slot.read().requires_grad for slot in self.parameters),
+            self.states.current,
         )
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> RuntimeState:
+        """Return the state of a copy of `model`: the programs of its present state run on the copy's parameters."""
+        self.mode(model, gradients=True)
+        states = ModelStates(self.states.names, given_forward=copied.__dict__.get("forward"))
+        states.update(copied, self.kind)
+        programs = [
+            replace(
+                program,
+                mode=(*program.mode[:-1], states.current),
+                execution=bind(
+                    program.execution.program, program.execution.local, copied, self.place, self.groups.watch
+                ),
+            )
+            for program in self.programs
+            if program.mode[-1] == self.states.current
+        ]
+        return replace(self, states=states, programs=programs, by_key={}, suspects=(), taken_over={})
+
+    def layouts(self, model: nn.Module) -> dict[str, Layout] | None:
+        """Return the layouts of parameters that a program has laid out; None before there is one."""
+        if not self.stored:
+            return None
+        new = set(map(id, self.taken_over.values()))
+        return {
+            name: self.place.storage_of(parameter).layout
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if isinstance(parameter, DTensor) and id(parameter) not in new
+        }
 
 
 @dataclass(frozen=True)
@@ -153,11 +180,12 @@ class Found:
     program: Program | None
 
 
-def find_program(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+def find_program(model: nn.Module, state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Look for the program that runs a call. Raises InputError if the model's forward does not take the arguments."""
-    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
     gradients = torch.is_grad_enabled()
-    mode, key = state.mode(gradients=gradients), key_of(call, gradients=gradients)
+    mode = state.mode(model, gradients=gradients)
+    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
+    key = key_of(call, gradients=gradients)
     return Found(call, mode, key, state.by_key.get((mode, key)))
 
 
@@ -166,7 +194,7 @@ def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCa
     program = "to be made" if found.program is None else str(state.programs.index(found.program) + 1)
     described = format_call(found.call) if found.program is None else found.program.call
     words = f"{'training' if model.training else 'evaluation'}, {'with' if found.mode[0] else 'without'} gradients"
-    traits = (("program", program), *_flags(*found.mode[-2:]))
+    traits = (("program", program), *_flags(state.states.training, state.states.trained))
     return SharedCall(f"forward call {state.step + 1}", words, traits, described)
 
 
@@ -199,17 +227,33 @@ def _met(
     model: nn.Module, state: RuntimeState, mode: Mode, call: Call, as_written: Callable[[], nn.Module]
 ) -> Program:
     """Return the program of a call that was not made before; all ranks meet here."""
-    described = f"{_format_mode(model, mode)}, {format_call(call)}"
+    changes = state.states.changes(_state_of(state.programs[-1].mode)) if state.programs else ()
+    described = ", ".join([_format_mode(model, mode), format_call(call), *changes[:_SHOWN]])
     _check_same_call(state.groups, described)
+    if changes and state.states.current not in (_state_of(program.mode) for program in state.programs):
+        _tell(state, changes)
     program = _known(state, mode, call) or _made(model, state, mode, call, described, as_written)
     together(state.groups, "the first call", lambda: _check_first(state, program.execution, call))
     _agree_on_inputs(state, program.execution, call)
     return program
 
 
+def _state_of(mode: Mode) -> int:
+    number = mode[-1]
+    assert isinstance(number, int)
+    return number
+
+
+def _tell(state: RuntimeState, changes: tuple[str, ...]) -> None:
+    """Say on the first rank that the model changed."""
+    if state.groups.rank == state.groups.mesh.ranks[0]:
+        more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        _log.warning("the model changed, and is captured again: %s%s", "; ".join(changes[:_SHOWN]), more)
+
+
 def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call of the model's forward with these arguments. Raises InputError if it does not take them."""
-    signature = state.signature
+    signature = state.states.signature
     try:
         return bind_call(signature, args, kwargs)
     except TypeError as error:
@@ -243,10 +287,11 @@ def _made(
     args, kwargs = call.with_leaves(call.leaves)
 
     def plan(followed: Decided | None) -> LocalProgram:
-        return state.planner(FirstCall(as_written(), args, kwargs, bool(mode[0]), state.layouts), followed)
+        return state.planner(FirstCall(as_written(), args, kwargs, bool(mode[0]), state.layouts(model)), followed)
 
-    local = plan_together(state.groups, plan)
-    return install(model, state, mode, local, described, started=started)
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(bool(mode[0])):  # what is made outlives the mode
+        local = plan_together(state.groups, plan)
+        return install(model, state, mode, local, described, started=started)
 
 
 def install(
@@ -255,10 +300,12 @@ def install(
     """Compile a planned program, and store the parameters as it says if it is the first."""
     built = build_program(local, state.groups, mode=state.settings.compile)
     state.groups = built.groups
-    if state.layouts is None:
+    if not state.stored or state.taken_over:
         _agree_on_parameters(model, state)
         lay_out(model, state.place, local.parameters)
-        state.layouts = local.parameters
+        state.stored, state.taken_over = True, {}
+        state.states.settle(model, state.kind)
+    state.states.read(local.names)
     seconds = time.perf_counter() - started
     local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
     program = Program(mode, described, seconds, bind(built.program, local, model, state.place, state.groups.watch))
@@ -311,10 +358,11 @@ def _agree_on_parameters(model: nn.Module, state: RuntimeState) -> None:
     whole = replicated(state.place.mesh)
     given = [
         Given(f"parameter {name!r}", ONE_MODEL, whole, local_of_dtensor(parameter))
-        for name, parameter in model.named_parameters()
+        for name, parameter in (state.taken_over or dict(model.named_parameters())).items()
         if isinstance(parameter, DTensor) and not parameter.is_meta
     ]
-    given += [Given(f"buffer {name!r}", ONE_MODEL, whole, b) for name, b in model.named_buffers() if not b.is_meta]
+    buffers = [] if state.stored else [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
+    given += [Given(f"buffer {name!r}", ONE_MODEL, whole, buffer) for name, buffer in buffers]
     check_equal_values(state.groups, given)
 
 
@@ -325,7 +373,8 @@ def _check_first(state: RuntimeState, execution: Execution, call: Call) -> None:
     """Check what a call gives, and parameters that were unequal, on this rank."""
     execution.check_inputs(call)
     for suspect in state.suspects:
-        suspect.check(execution.parameters[suspect.name].slot.read())
+        if suspect.name in execution.parameters:
+            suspect.check(execution.parameters[suspect.name].slot.read())
 
 
 def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> None:

@@ -1,0 +1,270 @@
+"""Notice changes of a model that capture read: attributes, flags, hooks, submodules, parameters, a patched forward.
+
+A *state* of a model is a description of all that a capture may read, by path. As long as nothing was written to the
+dicts of the model's modules, the state is the same, which takes about 20 ns a module to see; otherwise the model is
+described again and compared with the states that it had before.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
+
+from autoshard.capture.signature import format_tensor, is_constant
+from autoshard.runtime.calls.alone import Alone
+from passes._torch import unchanged_since_now
+
+DEPTH_MAX = 4  # attributes of attributes that are described: `self.config.rope.theta` has 3
+ITEMS_MAX = 1000  # items of a container that are described; of a larger one, which is data, only its identity is
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_INTERNAL = (frozenset(nn.Module().__dict__) | {"_autoshard"}) - {"training"}
+_DYNAMIC = ("__dict__", "vars")  # code that reads one of these may read any attribute
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """A value that is compared by identity."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value that capture may read, and the attributes that lead to it, beginning at its module; none: always read."""
+
+    value: Any
+    names: tuple[str, ...] = ()
+
+    def is_read(self, names: frozenset[str] | None) -> bool:
+        """Return whether code that reads `names` may read this value (None: any)."""
+        return names is None or names.issuperset(self.names)
+
+
+Description = dict[str, Entry]
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@dataclass
+class ModelStates:
+    """The states that a model had when it was called, and which one it has."""
+
+    names: frozenset[str] | None = frozenset()  # what the code of the captured calls reads
+    known: list[Description] = field(default_factory=list)
+    current: int = 0
+    signature: inspect.Signature = field(default_factory=inspect.Signature)
+    given_forward: Any = None  # that the model's instance had when it was sharded, instead of its class's
+    training: tuple[bool, ...] = ()  # per module
+    trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
+    _parameters: tuple[nn.Parameter, ...] = ()
+    _unchanged: Callable[[], bool] = lambda: False
+    _handles: int = -1
+
+    def own_forward(self, model: nn.Module) -> Any:
+        """Return a forward that was set on the instance and is captured: a method of the model. None: its class's.
+
+        Another function, such as one that calls the forward that was there before, runs as it is instead.
+        """
+        patched = model.__dict__.get("forward")
+        is_own = patched is self.given_forward or (isinstance(patched, MethodType) and patched.__self__ is model)
+        return patched if is_own else None
+
+    def is_current(self) -> bool:
+        """Return whether the model surely is in the state in which it was described last."""
+        return (
+            self._handles == RemovableHandle.next_id
+            and self._unchanged()
+            and tuple(map(_REQUIRES_GRAD, self._parameters)) == self.trained
+        )
+
+    def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
+        """Describe the model, and set `current` to the number of its state: a new one, if it was never in it before, or
+        if it `is_new` for another reason.
+        """
+        found = self._described(model, kind)
+        numbers = () if is_new else reversed(range(len(self.known)))
+        self.current = next((one for one in numbers if not self._changes(self.known[one], found)), len(self.known))
+        if self.current == len(self.known):
+            self.known.append(found)
+
+    def settle(self, model: nn.Module, kind: type[nn.Module]) -> None:
+        """Describe the present state again, after its parameters were laid out."""
+        self.known[self.current] = self._described(model, kind)
+
+    def _described(self, model: nn.Module, kind: type[nn.Module]) -> Description:
+        forward = self.own_forward(model)
+        found = describe(model, kind, forward)
+        self.signature = inspect.signature(forward or kind.forward.__get__(model))
+        self._handles, self._unchanged = RemovableHandle.next_id, found.watch()
+        self._parameters = tuple(model.parameters())
+        self.trained = tuple(map(_REQUIRES_GRAD, self._parameters))
+        self.training = tuple(module.training for module in model.modules())
+        return found.entries
+
+    def forget(self) -> None:
+        """Describe the model again at the next call."""
+        self._unchanged = lambda: False
+
+    def read(self, names: frozenset[str] | None) -> None:
+        """Note what the code of a captured call reads (None: not known, so that it may be anything)."""
+        everything = names is None or self.names is None or any(name in names for name in _DYNAMIC)
+        self.names = None if everything else frozenset().union(self.names or (), names or ())
+
+    def changes(self, before: int) -> tuple[str, ...]:
+        """Return what differs between an earlier state and the present one, but for training flags: "dropout.p: 0.1 is
+        0.5 now".
+        """
+        found = self._changes(self.known[before], self.known[self.current])
+        return tuple(
+            f"{path}: {_format(old)} is {_format(new)} now"
+            for path, (old, new) in found.items()
+            if path.rpartition(".")[2] != "training"
+        )
+
+    def _changes(self, old: Description, new: Description) -> dict[str, tuple[Any, Any]]:
+        found = {}
+        for path in old.keys() | new.keys():
+            one, other = old.get(path, _MISSING), new.get(path, _MISSING)
+            if one.value != other.value and (one.is_read(self.names) and other.is_read(self.names)):
+                found[path] = (one.value, other.value)
+        return dict(sorted(found.items()))
+
+
+def _format(value: Any) -> str:
+    match value:
+        case (type(), given):
+            return given if isinstance(given, str) and value[0] is not str else repr(given)
+        case (str(), torch.Size() as shape, torch.dtype() as dtype, _, requires_grad, _):
+            return format_tensor(shape, dtype) + (", trained" if requires_grad else ", frozen")
+        case (Same(one), *others) if others:
+            return f"a {type(one).__name__}"
+        case tuple():
+            return f"{len(value)} hooks"
+        case _:
+            return repr(value)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = Entry(_Missing())
+
+
+def describe(model: nn.Module, kind: type[nn.Module], forward: Any) -> Describing:
+    """Return the description of a model of the class `kind`, with all in which a change of it would be seen.
+
+    `forward` is the one set on the model itself that counts, or None.
+    """
+    found = Describing()
+    for name in GLOBAL_HOOKS:
+        hooks = vars(global_hooks)[name]
+        found.dicts.append(hooks)
+        found.add(name, tuple(map(Same, hooks.values())), ())
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        found.module(prefix, module, kind if module is model else type(module))
+    if forward is None:
+        found.entries.pop("forward", None)
+    return found
+
+
+class Describing:
+    """The description of a model while it is made."""
+
+    def __init__(self) -> None:
+        self.entries: Description = {}
+        self.dicts: list[Mapping[Any, Any]] = []
+        self.lists: list[tuple[list[Any], list[Any]]] = []  # with a copy of each
+        self.forwards: dict[type[nn.Module], Any] = {}
+        self.seen: dict[int, str] = {}  # id of a tensor or object -> its first path
+
+    def watch(self) -> Callable[[], bool]:
+        """Return a function that says whether the model is still as it was described."""
+        unwritten, lists, forwards = unchanged_since_now(self.dicts), self.lists, tuple(self.forwards.items())
+
+        def check() -> bool:
+            return (
+                unwritten()
+                and all(kind.forward is forward for kind, forward in forwards)
+                and all(len(one) == len(copy) and all(map(is_, one, copy)) for one, copy in lists)
+            )
+
+        return check
+
+    def add(self, path: str, value: Any, names: tuple[str, ...]) -> None:
+        self.entries[path] = Entry(value, names)
+
+    def module(self, prefix: str, module: nn.Module, kind: type[nn.Module]) -> None:
+        """Describe a module, but for its children."""
+        dot = f"{prefix}." if prefix else ""
+        self.forwards[kind] = kind.forward
+        self.add(f"{prefix or 'the model'} itself", (Same(module), Same(kind), Same(kind.forward)), ())
+        self.dicts += [module.__dict__, *(part for part in (module._parameters, module._buffers, module._modules) if part)]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            self.add(dot + name, self._tensor(dot + name, tensor), ())
+        for name in HOOKS:
+            hooks = [hook for hook in module.__dict__[name].values() if not isinstance(hook, Alone)]
+            if hooks:
+                self.dicts.append(module.__dict__[name])
+                self.add(dot + name, tuple(map(Same, hooks)), ())
+        library = kind.__module__.startswith("torch.")
+        for name, value in module.__dict__.items():
+            if name not in _INTERNAL:
+                self.value(dot + name, value, () if library or name in ("training", "forward") else (name,), DEPTH_MAX)
+
+    def _tensor(self, path: str, tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        first = self.seen.setdefault(id(tensor), path)
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        return first, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, placements
+
+    def value(self, path: str, value: Any, names: tuple[str, ...], depth: int) -> None:
+        """Describe the value of an attribute: constants by value, containers and plain objects by what they hold."""
+        if is_constant(value):
+            self.add(path, (type(value), repr(value)) if isinstance(value, float | slice) else (type(value), value), names)
+            return
+        inside = _inside(value)
+        is_known = self.seen.setdefault(id(value), path) != path
+        self.add(path, type(value) if isinstance(value, list | tuple | dict | set | frozenset) else Same(value), names)
+        if inside is None or is_known or not depth:
+            return
+        if isinstance(inside, dict):
+            self.dicts.append(inside)
+        if isinstance(inside, list):
+            self.lists.append((inside, list(inside)))
+        is_object = isinstance(inside, dict) and inside is not value
+        for key, item in inside.items() if isinstance(inside, dict) else enumerate(inside):
+            self.value(f"{path}.{key}", item, (*names, str(key)) if is_object and names else names, depth - 1)
+
+
+def _inside(value: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
+    """Return what a value holds, if that is described too."""
+    if isinstance(value, enum.Enum | type | nn.Module | torch.Tensor) or callable(value):
+        return None
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if not isinstance(value, list | tuple | dict):
+        value = getattr(value, "__dict__", None)
+    return value if isinstance(value, list | tuple | dict) and len(value) <= ITEMS_MAX else None

@@ -1,0 +1,67 @@
+"""Take over parameters that were put into a sharded model: a replaced head, an adapter."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard.runtime.calls.alone import refuse_alone
+from autoshard.runtime.parameters import Place, distributed_parameter
+from passes.errors import UserError
+from passes.ir.layout import replicated
+
+_left: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # parameters as they were before they were taken over, by id
+
+
+def take_over(model: nn.Module, place: Place) -> dict[str, nn.Parameter]:
+    """Replace plain parameters of a sharded model by DTensors that are whole on every rank; return these by name.
+
+    An optimizer that holds one of the plain parameters would train it in vain: its next step is an error. Raises
+    UserError for a plain tensor in the place of a parameter.
+    """
+    made: dict[int, nn.Parameter] = {}
+    found: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if not isinstance(parameter, nn.Parameter):
+                raise UserError(
+                    f"parameter {fqn!r} was replaced by a plain tensor; give a DTensor that is laid out as the parameter, "
+                    "such as one made from model.named_parameters(), or an nn.Parameter, which is taken over"
+                )
+            if id(parameter) not in made:
+                made[id(parameter)] = distributed_parameter(parameter, place, replicated(place.mesh))
+                _leave(parameter, fqn)
+            module._parameters[name] = found[fqn] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != place.device:
+                module._buffers[name] = buffer.to(place.device)
+    if found:
+        refuse_alone(model)
+    return found
+
+
+def _leave(parameter: nn.Parameter, fqn: str) -> None:
+    if not _left:
+        register_optimizer_step_pre_hook(_check_optimizer)
+    _left[id(parameter)] = weakref.ref(parameter), fqn
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise UserError for an optimizer that holds a parameter that a model no longer has."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            reference, fqn = _left.get(id(parameter), (None, ""))
+            if reference is not None and reference() is parameter:
+                raise UserError(
+                    f"the optimizer holds parameter {fqn!r} as it was before the sharded model took it over, so that it "
+                    "would never be trained; call the model once after replacing a parameter, then build the optimizer"
+                )
