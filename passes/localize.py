@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,7 +91,7 @@ class Localize(Pass):
         for node in list(gm.graph.nodes):
             if node.op == "placeholder":
                 emitter.placeholder(node)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node not in emitter.replaced:
                 emitter.call(node)
         return emitter.changed
 
@@ -108,6 +108,7 @@ class _Emitter:
         self.inputs: dict[Input, Node] = {}
         self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
         self.randoms = 0
+        self.replaced: set[Node] = set()  # items of a call that was replaced by a node for each of them
         self.changed = False
 
     def placeholder(self, node: Node) -> None:
@@ -141,7 +142,29 @@ class _Emitter:
         if rule is None or rule.local is None or not (sharded or is_random(node)):
             self._refresh(node)
             return
-        self._replace(node, rule.local(_LocalCall(self, node)))
+        new = rule.local(_LocalCall(self, node))
+        if new is None:
+            self._refresh(node)
+        elif isinstance(new, Node):
+            self._replace(node, new)
+        else:
+            self._replace_items(node, new)
+
+    def _replace_items(self, node: Node, new: tuple[Node, ...]) -> None:
+        """Replace each item that is taken from the results of `node`."""
+        for item in list(node.users):
+            self.replaced.add(item)
+            number = item.args[1]
+            assert isinstance(number, int)
+            made = new[number]
+            if is_tensor(item):
+                self.shapes[item] = tuple(tensor_of(item).shape)
+                set_stands_for(item, (item.name,))
+                self._replace(item, made)
+            else:
+                item.replace_all_uses_with(made)
+                self.graph.erase_node(item)
+        self.graph.erase_node(node)
 
     def _refresh(self, node: Node) -> None:
         """Keep the call, on per-device operands."""
@@ -182,6 +205,10 @@ class _Emitter:
             args = (source, shape)
         return self._add(op, args, kwargs)
 
+    def item(self, results: Node, number: int) -> Node:
+        """Add the taking of one of a call's results."""
+        return self._add(operator.getitem, (results, number), {})
+
     def _unviewed(self, source: Node) -> Node:
         """Return what a view of a view is a view of; erase the view if it was made for nothing else."""
         if source.target is not aten.view.default or has_layout(source):
@@ -191,7 +218,7 @@ class _Emitter:
             self.graph.erase_node(source)
         return inner
 
-    def _add(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _add(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         with self.graph.inserting_before(self.at):
             new = add_call(self.graph, op, args, kwargs)
         copy_facts(self.at, new)
@@ -243,6 +270,9 @@ class _LocalCall(LocalCall):
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._emitter.emit(op, *args, **kwargs)
+
+    def item(self, results: Node, number: int) -> Node:
+        return self._emitter.item(results, number)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
         return local_shape(self.result_layout(result), self.call.results[result].shape, self.mesh)

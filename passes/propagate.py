@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.cost.kernel_time import kernel_flops
 from passes.ir.graph import (
     InputRole,
     Pin,
@@ -28,6 +29,8 @@ from passes.propagation.choice import Call, choose
 from passes.propagation.partial_sums import reduction
 from passes.propagation.placed import Placed
 from passes.propagation.returned import output_needs, output_of_tangent, output_placement, wanted_shardings
+from passes.rules.attention import is_attention
+from passes.rules.rule import Row, call_of
 
 
 @dataclass(frozen=True)
@@ -131,9 +134,18 @@ def _place_call(axis: Axis, node: Node, wanted: Placement | None) -> None:
     _place_tangents(axis, inputs)
     call = Call(node, inputs, tuple(axis.of(value) for value in inputs))
     row, why = choose(axis, call, wanted)
+    _remark_attention(axis, call, row)
     axis.give(node, row.operands, row.results)
     kept = (v for v, n in zip(inputs, row.operands, strict=True) if n != R and axis.of(v) == n)
     axis.log(node, next(kept, inputs[0] if inputs else None), why)
+
+
+def _remark_attention(axis: Axis, call: Call, row: Row) -> None:
+    """Say that ranks repeat the work of an attention whose operands they hold parts of."""
+    if is_attention(call.node.target) and all(p == R for p in row.operands) and any(p != R for p in call.have):
+        flops = kernel_flops(call_of(call.node))
+        each = f"each computes {flops:.3g} FLOP, and as a part {flops / axis.size:.3g}"
+        axis.remark(call.node, f"attention runs whole on all {axis.size} ranks: {each}")
 
 
 def _reduce(axis: Axis, node: Node) -> None:

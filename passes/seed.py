@@ -28,7 +28,7 @@ from passes.ir.graph import (
     set_origin,
     tensor_of,
 )
-from passes.ir.layout import Layout, Placement, R, Shard, is_storable, next_digit, replicated
+from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.recipes import Decision, Decisions, Site, recipe_named
 from passes.recipes.storage import reshard_for_use
 
@@ -176,8 +176,21 @@ class _Seeds:
                     self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
                     continue
             self.pin(node, axis, placement, decision.reason)
+        for node, decision in decisions.inputs.items():
+            self._pin_input(node, axis, decision)
         for node, decision in decisions.values.items():
             self._pin_value(node, axis, decision)
+
+    def _pin_input(self, node: Node, axis: int, decision: Decision) -> None:
+        """Pin an input, on the digit inside those of other axes if they shard its dim already."""
+        placement, shape = decision.placement, tensor_of(node).shape
+        if isinstance(placement, Shard) and not is_even(self.layouts[node].with_on(axis, placement), shape, self.mesh):
+            placement = next_digit(self.layouts[node], placement.dim, self.mesh)
+            if not is_even(self.layouts[node].with_on(axis, placement), shape, self.mesh):
+                text = f"{input_of(node).name}{list(shape)} is not sharded: dim {placement.dim} does not divide further"
+                self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
+                return
+        self.pin(node, axis, placement, decision.reason)
 
     def _is_storable(self, node: Node, axis: int, placement: Placement) -> bool:
         return is_storable(self.layouts[node].with_on(axis, placement), tensor_of(node).shape, self.mesh)

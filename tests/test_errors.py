@@ -231,14 +231,14 @@ def test_a_decorator_on_a_function() -> None:
 @pytest.mark.parametrize("recipe", ["fdsp", {"dp": "fdsp"}, "fdsp+megatron"], ids=str)
 def test_an_unknown_recipe(recipe: Any) -> None:
     assert message(planned, recipe=recipe) == (
-        "RecipeError: unknown recipe 'fdsp'; recipes are fsdp, zero2, ddp, hsdp, megatron, or two of them "
+        "RecipeError: unknown recipe 'fdsp'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, or two of them "
         "joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?"
     )
 
 
 def test_a_recipe_that_is_like_none() -> None:
     assert message(planned, recipe="alpa") == (
-        "RecipeError: unknown recipe 'alpa'; recipes are fsdp, zero2, ddp, hsdp, megatron, or two of them "
+        "RecipeError: unknown recipe 'alpa'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, or two of them "
         "joined, such as 'fsdp+megatron'."
     )
 

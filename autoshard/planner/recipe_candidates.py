@@ -101,8 +101,8 @@ def _promising(
 
 
 def expert_names() -> Iterator[str]:
-    """Yield every recipe alone, then each that splits the batch with each that does not: `fsdp+megatron`."""
-    recipes = registered_recipes()
+    """Yield every recipe that a search enters alone, then each that splits the batch with each that does not: `fsdp+megatron`."""
+    recipes = tuple(recipe for recipe in registered_recipes() if recipe.in_search)
     yield from (recipe.name for recipe in recipes)
     for inner in recipes:
         if not inner.carries_batch:

@@ -127,7 +127,7 @@ class PaddedCalls:
 
     def _factors(self, node: Node, space: Space, forced: Paddings) -> Paddings:
         found: Paddings = dict(forced)
-        fixed = space.blocked | self._counted_from_the_end(node, space)
+        fixed = space.unpadded | self._counted_from_the_end(node, space)
         for value, dims in zip(operands(node), space.operands, strict=True):
             for padding in self.values.of(value):
                 at = in_factor(space.sizes, dims, padding.dim, padding.digit)
@@ -212,7 +212,9 @@ class PaddedCalls:
             node.update_arg(position, shapes[0][dim])
         rule = rule_of(node.target)
         if rule is not None and rule.local is not None and node.target not in _SIZES:
-            made = rule.local(_LongerCall(self, node, shapes))
+            made = rule.local(_LongerCall(self, node, shapes)) or node
+            if not isinstance(made, Node):
+                raise _DeclinedError(node)
             if made.target is not node.target:
                 node.replace_all_uses_with(made)
                 self.graph.erase_node(node)
@@ -264,6 +266,9 @@ class _LongerCall(LocalCall):
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._at.call(op, *args, **kwargs)
+
+    def item(self, results: Node, number: int) -> Node:
+        raise _DeclinedError(self._at.node)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
         return self._shapes[result]

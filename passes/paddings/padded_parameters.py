@@ -191,7 +191,7 @@ def _finer(space: Space, operand: int, held: _Held) -> tuple[str, Digit, Digit] 
     before = 1
     for factor in space.operands[operand][held.dim]:
         length = space.sizes[factor]
-        after, is_free = before * length, factor not in space.blocked
+        after, is_free = before * length, factor not in space.unpadded
         if is_free and before >= held.digit.outer and held.digit.end % after == 0:
             inner = held.digit.length // after
             return factor, Digit(1, length, 1), Digit(before, length, inner)

@@ -48,6 +48,7 @@ class Decisions:
     parameters: Mapping[str, Decision] = field(default_factory=dict)  # by FQN: stored and used like this
     values: Mapping[Node, Decision] = field(default_factory=dict)  # by the call that makes the value
     remarks: tuple[tuple[Node, str], ...] = ()
+    inputs: Mapping[Node, Decision] = field(default_factory=dict)  # by placeholder: how the caller splits it
 
 
 Decide = Callable[[Site], Decisions]
@@ -71,6 +72,7 @@ class Recipe:
       and optimizer state are held like their parameter.
     - `frees_gathered`: gathered parameters are freed after the forward and gathered again for the backward.
     - `twin`: the name of the recipe that only differs in `frees_gathered`.
+    - `in_search`: `recipe="auto"` compares it with the plan that it searches for.
     - `spread(mesh, axes)`: for a recipe made of others, the recipe of each given axis. Raises RecipeError.
 
     Raises RecipeError for a name that cannot be written in `Options(recipe="a+b")`, or facts that contradict each other.
@@ -84,6 +86,7 @@ class Recipe:
     store: Store | None = None
     frees_gathered: bool = False
     twin: str = ""
+    in_search: bool = True
     spread: Spread | None = None
 
     @property

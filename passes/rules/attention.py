@@ -2,7 +2,8 @@
 
 All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions `s`, key
 positions `t`, and head dims `e` and `v`. Batch and heads are independent. Query positions are too, unless the mask is
-causal; the gradients of keys and values are sums over them.
+causal with another number of keys; the gradients of keys and values are sums over them. Sharded queries of causal
+attention have a local form (`causal`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from passes.rules.local_forms.causal import causal_backward, causal_forward
 from passes.rules.rule import Call, Dims, Linear, Space, Tensor, register
 
 aten = torch.ops.aten
@@ -25,6 +27,11 @@ _WEIGHTS: Dims = (("b",), ("k", "g"), ("s",), ("t",))
 _BLOCKED = frozenset({"t", "e", "v"})
 
 EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to it (kAlignLSE in kernel_forward.h)
+
+
+def is_attention(op: object) -> bool:
+    """Return whether `op` is the forward of an attention."""
+    return op in _FORWARD
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
     sizes = dict(zip(names, lengths, strict=True))
     named = {"query": _QUERY, "key": _KEY, "value": _VALUE, "out": _OUT, "grad_out": _OUT, "grad_out_": _OUT}
     blocked = set(_BLOCKED)
-    if call.arg("is_causal"):
+    if call.arg("is_causal") and (logsumexp is None or sizes["s"] != sizes["t"] or _is_masked(call)):
         blocked.add("s")  # query i sees keys up to i: the kernel counts from its first row
     if call.arg("dropout_p"):
         blocked |= set(names)  # the kernel draws by positions in its operands, which sharding would change
@@ -73,6 +80,11 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
     if logsumexp is not None:
         named["logsumexp"] = _logsumexp(factors, logsumexp)
     return factors
+
+
+def _is_masked(call: Call) -> bool:
+    names = {parameter.name for parameter in call.op._schema.arguments}
+    return any(call.arg(name) is not None for name in ("attn_mask", "attn_bias") if name in names)
 
 
 def _logsumexp(factors: _Factors, tensor: Tensor) -> Dims:
@@ -97,6 +109,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         operands,
         dims,
         frozenset(factors.blocked),
+        counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
     )
@@ -169,20 +182,25 @@ def _split_rows(dims: Dims) -> Dims:
     return tuple(("s", "row") if factors == ("s",) else factors for factors in dims)
 
 
-register(
+_FLASH = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
-    space=_forward,
 )
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_MATH = aten._scaled_dot_product_attention_math.default
+_FORWARD = (*_FLASH, _EFFICIENT, _MATH)
+
+register(*_FLASH, space=_forward, local=causal_forward)
 register(
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
     space=_backward,
+    local=causal_backward,
 )
-register(aten._scaled_dot_product_efficient_attention.default, space=_tiled(_forward))
-register(aten._scaled_dot_product_efficient_attention_backward.default, space=_tiled(_backward))
-register(aten._scaled_dot_product_attention_math.default, space=_math)
+register(_EFFICIENT, space=_tiled(_forward), local=causal_forward)
+register(aten._scaled_dot_product_efficient_attention_backward.default, space=_tiled(_backward), local=causal_backward)
+register(_MATH, space=_math)

@@ -127,11 +127,19 @@ class Space:
     linear: tuple[Linear, ...] = ()
     partial_operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ factor -> operands that must be partial when it is sharded (an accumulator that the op adds to)
+    counted: frozenset[str] = frozenset()
+    # ^ factors on which the op counts positions: they may be sharded, but not padded. A search leaves them whole, as it prices
+    # the op and not the calls that a rank makes instead
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
+
+    @property
+    def unpadded(self) -> frozenset[str]:
+        """Return the factors that cannot be padded."""
+        return self.blocked | self.counted
 
 
 @dataclass(frozen=True)
@@ -250,7 +258,8 @@ class LocalCall(abc.ABC):
     """The interface of local forms: a call that is to be made on per-device tensors.
 
     `args`, `kwargs` and `operands` hold per-device nodes. `emit` adds an op before the node that is replaced; a local
-    form returns the node that gives the result (or the tuple of results).
+    form returns the node that gives the result (or the tuple of results), a node for each
+    result, or None to keep the call.
     """
 
     call: Call  # global shapes
@@ -262,6 +271,10 @@ class LocalCall(abc.ABC):
     @abc.abstractmethod
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call on per-device values."""
+
+    @abc.abstractmethod
+    def item(self, results: Node, number: int) -> Node:
+        """Take one of the results of a call that gives several."""
 
     @abc.abstractmethod
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
@@ -300,7 +313,7 @@ def remade(call: LocalCall, **changes: Any) -> Node:
 
 
 SpaceOf = Callable[[Call], Space | None]
-LocalForm = Callable[[LocalCall], Node]
+LocalForm = Callable[[LocalCall], Node | tuple[Node, ...] | None]
 
 
 @dataclass(frozen=True)

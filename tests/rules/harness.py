@@ -7,6 +7,7 @@ local form, where the rule has one), put the results together as the row says, a
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,8 +130,10 @@ def _check_rows(
     parts: list[list[torch.Tensor]] = []
     for place, coordinate in enumerate(mesh.coordinates()):
         here = EagerCall(case, call, [parts[place] for parts in splits], layouts, outs, mesh, coordinate)
-        node = rule.local(here) if rule.local else here.emit(case.op, *here.args, **here.kwargs)
-        parts.append(_results(value_of(node)))
+        node = rule.local(here) if rule.local else None
+        node = node if node is not None else here.emit(case.op, *here.args, **here.kwargs)
+        found = value_of(node) if isinstance(node, Node) else tuple(map(value_of, node))
+        parts.append(_results(found))
     where = f"{case} on {mesh}: {' | '.join(map(str, chosen))}"
     for i, expected in enumerate(whole):
         local = [part[i] for part in parts]
@@ -243,6 +246,9 @@ class EagerCall(LocalCall):
         value = op(*_map_nodes(args), **_map_nodes(kwargs))
         set_value(node, tuple(value) if isinstance(value, list) else value)
         return node
+
+    def item(self, results: Node, number: int) -> Node:
+        return self.emit(operator.getitem, results, number)
 
     def local_shape(self, result: int = 0) -> tuple[int, ...]:
         return local_shape(self._outs[result], self.call.results[result].shape, self.mesh)

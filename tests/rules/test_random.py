@@ -162,7 +162,9 @@ def recorded(case: Case) -> Node:
     whole = case.op(*case.args, **case.kwargs)
     rule = rule_of(case.op)
     assert rule is not None and rule.local is not None
-    return rule.local(SeededCall(case, call_on(case, [whole]), [], [], [Layout((R,))], ONE, (0,)))
+    node = rule.local(SeededCall(case, call_on(case, [whole]), [], [], [Layout((R,))], ONE, (0,)))
+    assert isinstance(node, Node)
+    return node
 
 
 def test_no_product_of_the_hash_overflows() -> None:

@@ -206,7 +206,9 @@ class _RowTable:
             return
         self.added.add((node, factor, digit))
         space = self.spaces[node]
-        row = factor_row(space, factor, digit, self.size) if space is not None else None
+        if space is None or factor in space.counted:
+            return
+        row = factor_row(space, factor, digit, self.size)
         if row is not None:
             self._put(node, _AxisRow(row, factor, digit))
 

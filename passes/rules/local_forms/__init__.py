@@ -1,0 +1,1 @@
+"""Local forms of rules that are more than one call."""

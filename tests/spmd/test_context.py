@@ -1,0 +1,187 @@
+"""Context parallelism: the sequence is sharded, attention gathers keys and values, and the numbers are one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import Options, RecipeError, autoshard
+from tests.models import Case
+from tests.spawn import run_on_ranks
+from tests.spmd.decoders import DECODERS, decoder
+from tests.spmd.oracle import Reference, compare, plan_ranks, relative_error
+from tests.spmd.oracle import run_on_ranks as run_on_simulated
+
+TOLERANCE = 1e-12  # relative, float64
+
+
+class Attend(nn.Module):
+    """Grouped heads attend to a memory, or to the tokens themselves."""
+
+    def __init__(self, kv_heads: int = 2, *, causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(12, 24), nn.Linear(12, 12 * kv_heads)
+        self.kv_heads, self.causal, self.dropout = kv_heads, causal, dropout
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        source = x if memory is None else memory
+        q = self.q(x).unflatten(-1, (4, 6)).transpose(1, 2)
+        k, v = self.kv(source).unflatten(-1, (2, self.kv_heads, 6)).permute(2, 0, 3, 1, 4)
+        how = {"is_causal": self.causal, "dropout_p": self.dropout, "enable_gqa": self.kv_heads != 4}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **how).transpose(1, 2).flatten(2).square().mean()
+
+
+def attend(*shapes: tuple[int, ...], mask: tuple[int, ...] = (), **options: object) -> Case:
+    torch.manual_seed(0)
+    values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    values += [torch.rand(mask) > 0.3] if mask else []
+    return Case(Attend(**options).double(), tuple(values), {})
+
+
+class Fixed(nn.Module):
+    """Learned queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(1, 1, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = x.view(1, 1, 4, 6)
+        return F.scaled_dot_product_attention(self.q, keys, keys).sum()
+
+
+@cache
+def reference(name: str) -> Reference:
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], Case]] = {
+        "causal": lambda: decoder(layers=1, seq=16),
+        "grouped": lambda: attend((2, 16, 12), causal=True),
+        "full": lambda: attend((2, 8, 12)),
+        "cross": lambda: attend((2, 8, 12), (2, 6, 12)),
+        "rotary": lambda: DECODERS["complex_rotary"](),
+        "shifted": lambda: DECODERS["shifted_loss"](),
+    }
+    return Reference.of(made[name]())
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "recipe"),
+    [
+        ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": "context"}),
+        ("grouped", "cp=4", "context"),
+        ("cross", "cp=4", "context"),
+        pytest.param("full", "cp=2", "context", marks=pytest.mark.slow),
+        pytest.param("rotary", "cp=2", "context", marks=pytest.mark.slow),
+        pytest.param("shifted", "cp=2", "context", marks=pytest.mark.slow),
+        pytest.param("causal", "cp=2,tp=2", {"cp": "context", "tp": "megatron"}, marks=pytest.mark.slow),
+        pytest.param("causal", "a=2,b=2", "context", marks=pytest.mark.slow),
+        pytest.param("causal", "cp=8", "context", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str, recipe: str | Mapping[str, str | None]) -> None:
+    whole = reference(name)
+    ranks = whole.plan(mesh, Options(recipe=recipe))
+    assert not [remark for remark in ranks.planned.plan.remarks if "runs whole" in remark.text]
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
+def test_ranks_have_a_part_of_each_block_and_gradients_of_keys_are_scattered() -> None:
+    plan = reference("grouped").plan("cp=4", Options(recipe="context")).planned.plan
+    assert str(plan.inputs["x"].layout.on(0)) == "S(1/4)"
+    assert plan.count("reduce_scatter", backward=True) > 0
+
+
+def refusal(case: Case) -> str:
+    with pytest.raises(RecipeError) as caught:
+        plan_ranks(case, "cp=2", Options(recipe="context"))
+    return str(caught.value)
+
+
+BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': Shard(1)}})"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (attend((2, 9, 12)), "attention cannot be sharded: 9 positions do not divide by 2; pad them to a multiple of 2"),
+        (
+            attend((2, 8, 12), (2, 6, 12), causal=True),
+            "attention cannot be sharded: no rule shards the positions of this call; leave out dropout, a mask beside "
+            "is_causal, and is_causal where keys have another length",
+        ),
+        (
+            Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
+            "the model calls no kernel of attention (on CPU, one with dropout is written out as products); call "
+            "torch.nn.functional.scaled_dot_product_attention",
+        ),
+        (
+            Case(Fixed(), (torch.randn(2, 12),), {}),
+            "the positions of attention's queries are no dim of an input; use another recipe",
+        ),
+    ],
+    ids=["length", "causal_lengths", "no_attention", "no_input"],
+)
+def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
+    assert refusal(case) == f"recipe 'context' on axis 'cp': {why}{BY_HAND}"
+
+
+def test_a_remark_says_that_attention_runs_whole() -> None:
+    options = Options(recipe=None, inputs={"x": {"cp": "S(1)"}})
+    ranks = plan_ranks(attend((2, 8, 12), (2, 6, 12), causal=True), "cp=2", options)
+    found = [remark.text for remark in ranks.planned.plan.remarks if "runs whole" in remark.text]
+    assert found == [
+        "on cp: attention runs whole on all 2 ranks: each computes 6.34e+03 FLOP, and as a part 3.17e+03"
+    ]
+
+
+@pytest.mark.slow
+def test_dropout_inside_attention_is_the_same_on_shards() -> None:
+    case = attend((2, 8, 12), dropout=0.5)
+    whole = run_on_simulated(case, "cp=1", Options(recipe=None))
+    parts = run_on_simulated(case, "cp=2", Options(recipe=None, inputs={"x": {"cp": "S(1)"}}))
+    compare(parts, whole, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_halves_are_merged_in_float32(dtype: torch.dtype, tolerance: float) -> None:
+    case = attend((2, 16, 12), causal=True)
+    narrow = Case(case.model.to(dtype), tuple(value.to(dtype) for value in case.args), {})
+    whole = Reference.of(narrow)
+    compare(whole.plan("cp=4", Options(recipe="context")).run().step, whole.step, tolerance)
+
+
+@pytest.mark.slow
+def test_a_mask_is_sharded_with_the_queries() -> None:
+    whole = Reference.of(attend((2, 8, 12), (2, 6, 12), mask=(2, 1, 8, 6)))
+    ranks = whole.plan("cp=2", Options(recipe="context"))
+    assert str(ranks.planned.plan.inputs["mask"].layout.on(0)) == "S(2)"
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_two_real_ranks_give_the_numbers_of_one_device_and_one_text() -> None:
+    (first, text), (second, other) = run_on_ranks(_train, 2, timeout=200)
+    assert max(first, second) < 1e-10
+    assert text == other and "attention" in text
+
+
+def _train(rank: int) -> tuple[float, str]:
+    """The relative error of the worst gradient after one step, and the program."""
+    torch.manual_seed(0)
+    case = decoder(layers=1, seq=16)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = autoshard(case.model, mesh, case.args, options=Options(recipe="context", compile="eager"))
+    loss, want = model(*model.shard(*case.args)), case.model(*case.args)
+    loss.backward()
+    want.backward()
+    grads = {name: one.grad for name, one in case.model.named_parameters()}
+    errors = [relative_error(one.grad.full_tensor(), grads[name]) for name, one in model.named_parameters()]
+    return max(*errors, relative_error(loss.detach(), want.detach())), str(model.plan)
