@@ -63,8 +63,8 @@ def test_small_parameters_are_everywhere_and_the_batch_is_split() -> None:
 
 
 def test_less_memory_shards_parameters() -> None:
-    rich, mesh = solved(mlp("dp=4", 65536, 8192), goal=Goal(memory_limit=80e9))
-    poor, _ = solved(mlp("dp=4", 65536, 8192), goal=Goal(memory_limit=1.25e9))
+    rich, mesh = solved(mlp("dp=4", 16384, 8192), goal=Goal(memory_limit=80e9))
+    poor, _ = solved(mlp("dp=4", 16384, 8192), goal=Goal(memory_limit=0.36e9))
     assert set(stored(rich, mesh).values()) == {"{dp:R}"}
     assert "S" in "".join(stored(poor, mesh).values())
 
