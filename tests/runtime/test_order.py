@@ -148,7 +148,7 @@ def test_the_order_of_the_graph_is_that_of_the_code(ranks: None) -> None:
     gather, wait, scatter = "all_gather_into_tensor", "wait_tensor", "reduce_scatter_tensor"
     assert _in_code(forward) == _in_graph(split.forward) == [gather, gather, wait, "mm", wait, "mm"]
     assert _in_code(backward) == _in_graph(split.backward) == [
-        gather, "mm", gather, wait, "mm", scatter, "mm", scatter, wait, "mm", wait, wait,
+        gather, "mm", gather, wait, "mm", scatter, "mm", scatter, wait, wait, "mm", wait,
     ]  # fmt: skip
 
 

@@ -103,8 +103,10 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> Reference:
 
 
 def _check(name: str, mesh: str, recipe: Recipe) -> None:
-    ranks = reference(name).check(mesh, Options(recipe=recipe))
-    assert not name.startswith(("gpt", "llama")) or ranks.planned.plan.count("all_to_all") == 0, "no decoder needs one"
+    made = reference(name).check(mesh, Options(recipe=recipe)).planned.plan
+    is_padded = any(remark.pass_name == "pad" for remark in made.remarks)  # padded heads are stored in other parts
+    if name.startswith(("gpt", "llama")) and not is_padded:
+        assert made.count("all_to_all") == 0, "no decoder needs one"
 
 
 @lru_cache(maxsize=4)

@@ -155,7 +155,7 @@ def _alone(split: Split, one: Pass, mesh: Mesh) -> Split | None:
     ("name", "axes", "recipe", "changing"),
     [
         ("gpt", *FAST[2], "fuse_collectives decompose_matmuls bucket_collectives schedule_overlap"),
-        ("llama", *FAST[1], "fuse_collectives decompose_matmuls schedule_overlap"),
+        ("llama", *FAST[1], "fuse_collectives decompose_matmuls bucket_collectives schedule_overlap"),
         ("llama", *FAST[0], "bucket_collectives schedule_overlap"),
         ("moe", *FAST[3], "bucket_collectives schedule_overlap"),
         ("conv_net", *FAST[0], "bucket_collectives schedule_overlap"),
