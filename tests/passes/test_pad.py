@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 import autoshard
 from autoshard import Mesh, Options, ShardingPlan, plan
+from examples.gpt import GPT, Config
 from passes.ir.graph import results_of
 from passes.ir.text import parse_graph
 from passes.pad import Pad
@@ -123,6 +124,18 @@ def test_parameters_keep_their_sizes(planned: ShardingPlan) -> None:
 def test_numbers_are_those_of_one_device(mesh: str, recipe: str, heads: int, tied: bool) -> None:
     model, args = decoder(heads=heads, tied=tied)
     found = autoshard.check(model, mesh, args, options=Options(recipe=recipe))
+    assert found and found.tolerance <= 1e-9, str(found)
+
+
+@pytest.mark.slow
+def test_gpt2_has_its_real_vocabulary_and_no_full_logits() -> None:
+    torch.manual_seed(0)
+    model = GPT(Config(layers=1, dim=24, heads=6, vocab=50257, seq=8)).double()
+    args = torch.randint(50257, (BATCH, SEQ)), torch.randint(50257, (BATCH, SEQ))
+    made = plan(model, Mesh("tp=4", hardware="h100"), args, options=MEGATRON)
+    values = [result for node in local(made).graph.nodes if node.op != "output" for result in results_of(node)]
+    assert max(value.shape[-1] for value in values if value.dim() > 1 and value.shape[0] == BATCH * SEQ) <= 12565
+    found = autoshard.check(model, "tp=4", args, options=MEGATRON)
     assert found and found.tolerance <= 1e-9, str(found)
 
 
