@@ -49,7 +49,7 @@ MEGATRON_2019 = "megatron_2019"  # tensor parallelism without sequence paralleli
 
 @dataclass(frozen=True)
 class Stack:
-    """How a published stack runs a step, as far as autoshard would run it in another way."""
+    """The ways in which a published stack runs a step differently from autoshard."""
 
     options: Options
     hardware: str

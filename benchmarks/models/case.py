@@ -10,6 +10,16 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 128
+ENCODER_DECODER = {  # the configuration that BART and Whisper share
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+}
 LENGTH = 16
 BATCH = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from benchmarks.models.case import VOCABULARY, Case, padding, tokens
+from benchmarks.models.case import ENCODER_DECODER, VOCABULARY, Case, padding, tokens
 from benchmarks.models.language import SMALL
 
 
@@ -42,17 +42,7 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "max_position_embeddings": 64,
-}
+BART = ENCODER_DECODER | {"max_position_embeddings": 64}
 
 CASES = (
     Case("BERT", lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), _masked, is_fast=True),

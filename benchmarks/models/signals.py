@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from benchmarks.models.case import VOCABULARY, Case, padding, tokens
+from benchmarks.models.case import ENCODER_DECODER, VOCABULARY, Case, padding, tokens
 from benchmarks.models.language import GROUPED, SMALL
 
 PIXELS = 16
@@ -69,16 +69,8 @@ def _llava() -> hf.LlavaForConditionalGeneration:
 
 
 SWIN = IMAGES | CLASSES | {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2}
-WHISPER = {
-    "vocab_size": VOCABULARY,
+WHISPER = ENCODER_DECODER | {
     "num_mel_bins": 16,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
     "max_source_positions": FRAMES // 2,
     "max_target_positions": 64,
     "pad_token_id": 0,

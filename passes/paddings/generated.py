@@ -9,8 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from passes._torch import OpOverload
-from passes.ir.graph import item_of, operands
+from passes.ir.graph import is_random, item_of, operands
 from passes.ir.padding import Digit, in_dims, in_factor
 from passes.rules.rule import Space
 
@@ -22,11 +21,6 @@ _MADE_LONGER = (  # ops that take the size of a dim that no operand has
 )
 
 SpaceOf = Callable[[Node], Space | None]
-
-
-def is_random(node: Node) -> bool:
-    """Return whether a call draws random numbers, which depend on the shapes of its results."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def is_generated(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> bool:

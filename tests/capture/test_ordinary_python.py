@@ -1,4 +1,4 @@
-"""What models do beside computing tensors: messages, objects of their own, a first call that sets something up."""
+"""Capture models that do more than compute tensors: that print, keep their own objects, or set up hooks in a first call."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ROOT = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended; `what` is the same for cases of one cause, `detail` tells more."""
+    """The result of a case: its kind; `what`, equal for failures of one cause; and the `detail` of the failure."""
 
     kind: str
     what: str = ""

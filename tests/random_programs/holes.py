@@ -130,7 +130,7 @@ class State:
 
 
 class Holes(dict[str, Any]):
-    """What fills the holes of one production, each drawn when it is first met."""
+    """The values for the holes of one production, each drawn at its first use."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a program is sharded and run."""
+    """The mesh, options and mode that a program is run with."""
 
     mesh: str
     hardware: str | None = "auto"  # a preset, "auto", or None

@@ -89,7 +89,7 @@ def test_without_a_fault_all_is_well() -> None:
     ("fault", "other", "told"),
     [
         ("raise", "ValueError: the data loader", "it ended after backward call 3 of "),
-        ("die", "Exit: exit code 3", "it was last heard of "),
+        ("die", "Exit: exit code 3", "its last report was "),
     ],
 )
 def test_a_rank_that_stops_takes_the_others_with_it(fault: str, other: str, told: str) -> None:

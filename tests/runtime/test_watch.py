@@ -197,7 +197,7 @@ def _stops(rank: int, how: str) -> str:
     [
         (
             "killed",
-            "it was last heard of after backward call 1 of Net, and was then killed or stopped, or has lost its network",
+            "its last report was after backward call 1 of Net; since then it was killed or stopped, or it lost its network",
         ),
         ("destroyed", "it ended after backward call 1 of Net: it destroyed its process groups"),
         ("raised", "in forward call 2 of Net (training, with gradients): RuntimeError: out of memory"),

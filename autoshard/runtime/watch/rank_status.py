@@ -49,7 +49,7 @@ def describe(status: Status | None, *, silent: bool = False) -> str:
     if status.phase == "failed":
         return f"it failed in {status.call}: {status.cause}"
     if silent:
-        return f"it was last heard of {place}, and was then killed or stopped, or has lost its network"
+        return f"its last report was {place}; since then it was killed or stopped, or it lost its network"
     at = f"; it is at {status.where}" if status.where else ""
     since = format_seconds(status.seconds)
     if status.phase == "returned":
