@@ -202,9 +202,12 @@ def _message(failure: TraceFailure) -> str:
 def side_effect_error(effect: SideEffect) -> CaptureError:
     """Return the CaptureError for a Python object that the model changes."""
     name = user_name(effect.source)
-    if name.endswith("_buffers"):
-        what, change = "assigns a buffer", "update it in place instead, such as self.average.copy_(value)"
-    elif effect.source.startswith(("L['args']", "L['kwargs']")):
+    if effect.source.endswith(("_buffers", "['_buffers']")):
+        return CaptureError(
+            "the model gives a buffer another shape or dtype while it runs, but a graph has the same for all calls; register it "
+            "with the shape and dtype that it gets" + format_place(user_frame(effect.stack))
+        )
+    if effect.source.startswith(("L['args']", "L['kwargs']")):
         what, change = "changes an argument", "make a new one and return it"
     else:
         thing = f"{name}" if name else "its own attributes"

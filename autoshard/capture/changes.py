@@ -221,9 +221,10 @@ def _items_of(effect: SideEffect, path: Path, model: nn.Module) -> Change:
 
 def _numbers(effect: SideEffect) -> frozenset[str]:
     """Return the attributes that are numbers before and after a call that reads them."""
-    held = vars(effect.changed)
     return frozenset(
-        name for name in effect.read if _is_number(held.get(name)) and _is_number(effect.constants.get(name))
+        name
+        for name in effect.read
+        if _is_number(getattr(effect.changed, name, None)) and _is_number(effect.constants.get(name))
     )
 
 

@@ -47,16 +47,10 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
                 continue  # contexts of the call itself, such as torch.no_grad
             stored = tracked.store_attr_mutations.get(variable) or {}
             constants = {name: new.as_python_constant() for name, new in stored.items() if new.is_python_constant()}
-            effects.append(
-                SideEffect(
-                    source_name(variable.source),
-                    "".join(stacks[0].format()) if stacks else "",
-                    objects.get(id(variable)),
-                    tuple(stored),
-                    constants,
-                    frozenset(name for name in stored if _is_read(graph.guards, source_name(variable.source), name)),
-                )
-            )
+            changed, source = objects.get(id(variable)), source_name(variable.source)
+            read = (name for name in stored if _is_default(changed, name) or _is_read(graph.guards, source, name))
+            stack = "".join(stacks[0].format()) if stacks else ""
+            effects.append(SideEffect(source, stack, changed, tuple(stored), constants, frozenset(read)))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SIDE_EFFECTS)
@@ -69,6 +63,11 @@ def _objects(tracked: Any) -> dict[int, Any]:
     """Return the Python objects of variables, by the variable's id."""
     alive = {id(one): one for one in tracked.keepalive}
     return {id(variable): alive.get(number) for number, variable in tracked.id_to_variable.items()}
+
+
+def _is_default(changed: Any, name: str) -> bool:
+    """Return whether an attribute has the value of its class so far: dynamo's guard on it, if any, is the class's."""
+    return name not in vars(changed) and name in dir(type(changed))
 
 
 def _is_read(guards: Any, source: str, name: str) -> bool:

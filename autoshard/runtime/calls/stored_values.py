@@ -34,7 +34,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a captured call reads and stores, by path."""
+    """A captured call: the names that it reads, and its changes."""
 
     names: frozenset[str] | None
     changes: tuple[Change, ...]
