@@ -129,7 +129,8 @@ class ModelStates:
         """Note what the code of a captured call reads (None: not known, so that it may be anything), and what it changes.
         """
         self.stored = self.stored.with_call(names, changes)
-        self.forget()
+        if self.stored.changes:
+            self.forget()
         everything = names is None or self.names is None or any(name in names for name in _DYNAMIC)
         self.names = None if everything else frozenset().union(self.names or (), names or ())
 

@@ -62,17 +62,18 @@ class StoredValues:
         """
         parts = path.split(".")
         wholes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        stored = [one for one in wholes if any(one in change.paths for change in self._changes)]
+        stored = [one for one in wholes if any(one in change.paths for change in self.changes)]
         return any(not any(call.reads(one) for call in self.calls) for one in stored)
 
     @property
-    def _changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[Change, ...]:
+        """Return the changes of all programs."""
         return tuple(change for call in self.calls for change in call.changes)
 
     def holders(self, model: nn.Module) -> tuple[Holder, ...]:
         """Return the objects of `model` in which values are stored."""
         found: dict[int, Holder] = {}
-        for change in self._changes:
+        for change in self.changes:
             held = _held(model, change)
             inside = vars(held) if change.names and held is not None else held
             if inside is None:
