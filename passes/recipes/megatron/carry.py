@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
@@ -34,9 +36,8 @@ class Carry:
 
     def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
         self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
-        self.digits = {node: digits_of(linear, size) for node, linear in linears.items()}
+        self.ways = Ways.of(linears, size)
         self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
-        self.scattered = {node for node, one in linears.items() if one.is_convolution and one.column_count % size == 0}
         self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
         self._reset()
         while not self._walk():
@@ -50,8 +51,7 @@ class Carry:
         self.gathered: dict[Node, Node] = {}  # activation that is gathered -> the linear that it is for
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
         self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
-        self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
-        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
+        self.stored = StoredWeights(self.weights, self.size)
 
     def _walk(self) -> bool:
         """Carry shardings through the forward; return False if a linear had to change."""
@@ -61,7 +61,7 @@ class Carry:
         carried = self._of(linear.x)
         if isinstance(carried, Shard):
             return self._row(linear, carried)
-        if not self.digits[linear.node]:
+        if not self.ways.digits[linear.node]:
             self.stream[linear.node] = None
             return True
         return self._column(linear)
@@ -78,10 +78,10 @@ class Carry:
             del self.carried[linear.x]
             self.gathered[linear.x] = node
             return self._column(linear)
-        if not self._place(linear.w, need, node):
+        if not self.stored.place(linear.w, need, node):
             return self._blocked(node)
         self.rows[node] = need
-        if node in self.scattered:
+        if node in self.ways.scattered:
             self.carried[node], self.sources[node] = (Shard(linear.column_dim),), (node,)
             return True
         self.stream[node] = None
@@ -90,17 +90,17 @@ class Carry:
 
     def _is_by_columns(self, linear: Linear) -> bool:
         """Return whether an earlier product uses the same weight by columns."""
-        _, by = self.placed.get(self.weights[linear.w], (None, None))
-        return by in self.columns and linear.node not in self.scattered
+        _, by = self.stored.placed.get(self.weights[linear.w], (None, None))
+        return by in self.columns and linear.node not in self.ways.scattered
 
     def _column(self, linear: Linear) -> bool:
         """Shard a linear by columns, at the first digit that its weight can have."""
         node = linear.node
-        while self.digits[node]:
-            row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
-            if row is not None and self._place(linear.w, row.operands[linear.weight], node):
+        while self.ways.digits[node]:
+            row = factor_row(linear.space, linear.columns, self.ways.digits[node][0], self.size)
+            if row is not None and self.stored.place(linear.w, row.operands[linear.weight], node):
                 break
-            self._retry(node)
+            self.ways.drop(node, is_row=False)
         else:
             self.stream[node] = None
             return True
@@ -150,7 +150,7 @@ class Carry:
                 return False
             if have is not None or value in self.stream:
                 return self._blocked(node)
-            if value in self.weights and not self._place(value, need, node):
+            if value in self.weights and not self.stored.place(value, need, node):
                 return self._blocked(node)
         self.carried[node] = tuple(p if isinstance(p, Shard) else None for p in row.results)
         self.sources[node] = tuple(dict.fromkeys(s for v in inputs for s in self.sources.get(v, ())))
@@ -159,7 +159,60 @@ class Carry:
     def _of(self, value: Node) -> Placement | None:
         return self.carried.get(value, (None,))[0]
 
-    def _place(self, value: Node, placement: Placement, by: Node) -> bool:
+    def _blocked(self, node: Node) -> bool:
+        """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
+        sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
+        source = max(sources, key=lambda linear: self.ways.left(linear, is_row=linear in self.rows))
+        self.blockers.setdefault(source, node)
+        self.ways.drop(source, is_row=source in self.rows)
+        return False
+
+    def _is_adapted(self, value: Node, node: Node) -> bool:
+        """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
+        ranks = self.through.get(value, ())
+        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
+            return False
+        self.adapters[ranks[0]] = node
+        self.ways.digits[ranks[0]] = ()
+        return True
+
+
+@dataclass
+class Ways:
+    """The ways to shard that each linear has left, over all walks."""
+
+    digits: dict[Node, tuple[int, ...]]  # of its columns
+    scattered: set[Node]  # whose result is scattered over its columns if they are row-parallel
+
+    @staticmethod
+    def of(linears: dict[Node, Linear], size: int) -> Ways:
+        """Return all ways: only convolutions scatter their results."""
+        digits = {node: digits_of(linear, size) for node, linear in linears.items()}
+        scattered = {node for node, one in linears.items() if one.is_convolution and one.column_count % size == 0}
+        return Ways(digits, scattered)
+
+    def left(self, linear: Node, *, is_row: bool) -> int:
+        """Count the ways that a linear has left: the digits of its columns, or a result that is not scattered."""
+        return int(linear in self.scattered) if is_row else len(self.digits[linear])
+
+    def drop(self, linear: Node, *, is_row: bool) -> None:
+        """Leave out the result's scattering, or the digit, that failed."""
+        assert self.left(linear, is_row=is_row), f"{linear} is blocked, but carries no sharding"
+        if is_row:
+            self.scattered.remove(linear)
+        else:
+            self.digits[linear] = self.digits[linear][1:]
+
+
+class StoredWeights:
+    """How parameters are stored for the shardings of one walk."""
+
+    def __init__(self, weights: dict[Node, Node], size: int) -> None:
+        self.weights, self.size = weights, size
+        self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
+        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
+
+    def place(self, value: Node, placement: Placement, by: Node) -> bool:
         """Shard the parameter of which `value` is a form; return False if it cannot be, or already is otherwise."""
         parameter = self.weights[value]
         wanted = on_parameter(value, placement, self.weights, self.size)
@@ -182,32 +235,3 @@ class Carry:
         tries = (row.operands[0] for row in rows if row is not None)
         found = (on_parameter(source, at, self.weights, self.size) for at in tries)
         return next((at for at in found if at is not None), R)
-
-    def _blocked(self, node: Node) -> bool:
-        """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
-        sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
-        source = max(sources, key=self._tries)
-        assert self._tries(source), f"{node} blocks a sharding that nobody made"
-        self.blockers.setdefault(source, node)
-        return self._retry(source)
-
-    def _tries(self, linear: Node) -> int:
-        """Return how many ways a linear has left: the digits of its columns, or a result that is not scattered."""
-        return int(linear in self.scattered) if linear in self.rows else len(self.digits[linear])
-
-    def _is_adapted(self, value: Node, node: Node) -> bool:
-        """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
-        ranks = self.through.get(value, ())
-        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
-            return False
-        self.adapters[ranks[0]] = node
-        self.digits[ranks[0]] = ()
-        return True
-
-    def _retry(self, linear: Node) -> bool:
-        """Leave out the result's scattering, or the digit, that failed."""
-        if linear in self.rows:
-            self.scattered.remove(linear)
-        else:
-            self.digits[linear] = self.digits[linear][1:]
-        return False

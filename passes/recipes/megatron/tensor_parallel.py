@@ -37,10 +37,10 @@ def tensor_parallel(site: Site) -> Decisions:
     for node in forward:
         if node.target is aten.embedding.default:
             _shard_table(node, carry, parameters, remarks)
-    for value, placement in carry.moved.items():
+    for value, placement in carry.stored.moved.items():
         values[value] = Decision(placement, "megatron: parts of a padded parameter")
     for node in forward:
-        if node in carry.rows and node in carry.scattered:
+        if node in carry.rows and node in carry.ways.scattered:
             scattered = Shard(carry.linears[node].column_dim)
             values[node] = Decision(scattered, "megatron: row-parallel output, scattered over channels")
         elif node in carry.rows:
@@ -58,7 +58,7 @@ def tensor_parallel(site: Site) -> Decisions:
 
 
 def _linear_parameters(carry: Carry) -> Iterator[tuple[str, Decision]]:
-    for parameter, (placement, by) in carry.placed.items():
+    for parameter, (placement, by) in carry.stored.placed.items():
         role = "column" if by in carry.columns else "row" if by in carry.rows else "with its column"
         yield input_of(parameter).name, Decision(placement, f"megatron: {role}-parallel")
 
