@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -16,8 +16,16 @@ from passes.rules.rule import Row, factor_row, row_sharding, space_of
 aten = torch.ops.aten
 
 
+def carry_shardings(forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> Carry:
+    """Carry shardings through the forward, again with fewer ways until none is blocked."""
+    ways = Ways.of(linears, size)
+    while not (found := Carry(forward, linears, weights, size, ways)).is_complete:
+        pass
+    return found
+
+
 class Carry:
-    """The shardings carried through the forward, and the digits that each linear may still try.
+    """The shardings carried through the forward in one walk.
 
     Linears are visited in program order. If an op cannot carry a sharding on, one of the linears that it came from tries
     its next digit, or stays whole, and the forward is walked again. Each walk removes one digit, so this terminates.
@@ -34,16 +42,10 @@ class Carry:
     state of a recurrent network does, is used by columns again: the activation is gathered.
     """
 
-    def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
-        self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
-        self.ways = Ways.of(linears, size)
-        self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
-        self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
-        self._reset()
-        while not self._walk():
-            self._reset()
-
-    def _reset(self) -> None:
+    def __init__(
+        self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int, ways: Ways
+    ) -> None:
+        self.linears, self.weights, self.size, self.ways = linears, weights, size, ways
         self.carried: dict[Node, tuple[Placement | None, ...]] = {}
         self.sources: dict[Node, tuple[Node, ...]] = {}
         self.columns: dict[Node, Placement] = {}  # linear -> placement of its weight
@@ -51,11 +53,8 @@ class Carry:
         self.gathered: dict[Node, Node] = {}  # activation that is gathered -> the linear that it is for
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
         self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
-        self.stored = StoredWeights(self.weights, self.size)
-
-    def _walk(self) -> bool:
-        """Carry shardings through the forward; return False if a linear had to change."""
-        return all(self._linear(self.linears[node]) if node in self.linears else self._op(node) for node in self.forward)
+        self.stored = StoredWeights(weights, size)
+        self.is_complete = all(self._linear(linears[n]) if n in linears else self._op(n) for n in forward)
 
     def _linear(self, linear: Linear) -> bool:
         carried = self._of(linear.x)
@@ -163,7 +162,7 @@ class Carry:
         """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
         sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
         source = max(sources, key=lambda linear: self.ways.left(linear, is_row=linear in self.rows))
-        self.blockers.setdefault(source, node)
+        self.ways.blockers.setdefault(source, node)
         self.ways.drop(source, is_row=source in self.rows)
         return False
 
@@ -172,8 +171,7 @@ class Carry:
         ranks = self.through.get(value, ())
         if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
             return False
-        self.adapters[ranks[0]] = node
-        self.ways.digits[ranks[0]] = ()
+        self.ways.keep_whole(ranks[0], node)
         return True
 
 
@@ -183,6 +181,8 @@ class Ways:
 
     digits: dict[Node, tuple[int, ...]]  # of its columns
     scattered: set[Node]  # whose result is scattered over its columns if they are row-parallel
+    blockers: dict[Node, Node] = field(default_factory=dict)  # linear -> the first call that its columns do not pass
+    adapters: dict[Node, Node] = field(default_factory=dict)  # the `A` of an adapter -> the sum of the base and `B`
 
     @staticmethod
     def of(linears: dict[Node, Linear], size: int) -> Ways:
@@ -194,6 +194,11 @@ class Ways:
     def left(self, linear: Node, *, is_row: bool) -> int:
         """Count the ways that a linear has left: the digits of its columns, or a result that is not scattered."""
         return int(linear in self.scattered) if is_row else len(self.digits[linear])
+
+    def keep_whole(self, linear: Node, adapted: Node) -> None:
+        """Leave out all digits of the `A` of an adapter, which the sum `adapted` ends."""
+        self.adapters[linear] = adapted
+        self.digits[linear] = ()
 
     def drop(self, linear: Node, *, is_row: bool) -> None:
         """Leave out the result's scattering, or the digit, that failed."""
