@@ -210,7 +210,7 @@ class Ways:
 
 
 class StoredWeights:
-    """How parameters are stored for the shardings of one walk."""
+    """Decide how parameters are stored, for the shardings of one walk."""
 
     def __init__(self, weights: dict[Node, Node], size: int) -> None:
         self.weights, self.size = weights, size
