@@ -94,7 +94,7 @@ class MegatronAttention(gpt.Attention):
 
 
 class MegatronGPT(gpt.GPT):
-    """A GPT as in Megatron-LM of 2021: the loss of logits in float32. Its dropout in the residual, fused with the sum, is left out."""
+    """A GPT as in Megatron-LM of 2021: the loss of logits in float32. The fused dropout of its residual is left out."""
 
     def __init__(self, config: gpt.Config) -> None:
         super().__init__(config)

@@ -119,13 +119,7 @@ class Carry:
             self.carried[node] = (self.carried[source][position],)
             self.sources[node] = self.sources[source]
             return True
-        space = space_of(node)
-        if space is None:
-            return self._blocked(node)
-        first = next(i for i, value in enumerate(inputs) if isinstance(self._of(value), Shard))
-        placement = self._of(inputs[first])
-        assert placement is not None
-        row = row_sharding(space, first, placement, self.size)
+        row = _row_of(node, [self._of(value) for value in inputs], self.size)
         return self._carry_on(node, row) if row is not None else self._blocked(node)
 
     def _is_stream(self, node: Node, inputs: tuple[Node, ...]) -> bool:
@@ -173,6 +167,15 @@ class Carry:
             return False
         self.ways.keep_whole(ranks[0], node)
         return True
+
+
+def _row_of(node: Node, placements: list[Placement | None], size: int) -> Row | None:
+    """Return the row of a call whose first sharded operand stays as it is; None if it has none."""
+    space = space_of(node)
+    if space is None:
+        return None
+    first, placement = next((i, one) for i, one in enumerate(placements) if isinstance(one, Shard))
+    return row_sharding(space, first, placement, size)
 
 
 @dataclass
