@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.options import Options, options_given
+from autoshard.config.progress import shown as shown_on_terminal
 from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
@@ -52,7 +53,9 @@ def plan(
     check_call(args, kwargs)
     options, training = options_given(options), torch.is_grad_enabled()
     request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
-    return ShardingPlan.of(*plan_ahead(request))
+    title = f"planning {type(model).__name__} on {request.mesh}: capture, search, simulate"
+    with shown_on_terminal(title, enabled=options.progress) as progress:
+        return ShardingPlan.of(*plan_ahead(request, progress=progress))
 
 
 @overload
@@ -169,17 +172,20 @@ def _distribute_together(
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)
     planner = ProgramPlanner(device_mesh.device_type, place.mesh, options, given)
-    settings = CallSettings(options.compile, options.max_programs, options.buckets or {})
+    shows = options.progress and groups.rank == groups.mesh.ranks[0]
+    settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows)
     if args is None and kwargs is None:
         return shard_module(model, place, groups, planner, settings)
 
     def attempt(followed: Decided | None) -> LocalProgram:
-        axes = planner.batch_axes()
-        return planner.plan(model, args or (), kwargs or {}, gradients, batch_axes=axes, followed=followed)
+        axes, call = planner.batch_axes(), (model, args or (), kwargs or {}, gradients)
+        return planner.plan(*call, batch_axes=axes, followed=followed, progress=progress)
 
-    gradients = torch.is_grad_enabled()
-    planned = plan_together(groups, attempt)
-    return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
+    gradients, title = torch.is_grad_enabled(), f"sharding {type(model).__name__} on {place.mesh}: capture, plan, compile"
+    with shown_on_terminal(title, enabled=shows) as progress:
+        planned = plan_together(groups, attempt)
+        progress("compile")
+        return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
 
 
 def _decorator(

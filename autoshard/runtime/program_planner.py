@@ -14,6 +14,7 @@ from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
+from autoshard.config.progress import Progress, silent
 from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan
@@ -59,6 +60,7 @@ class ProgramPlanner:
             batch_axes=None if self.made else self.batch_axes(),
             layouts=layouts,
             followed=followed,
+            progress=call.progress,
         )
 
     def plan(
@@ -72,6 +74,7 @@ class ProgramPlanner:
         batch_axes: tuple[int, ...] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         followed: Decided | None,
+        progress: Progress = silent,
     ) -> LocalProgram:
         """Return the program for a call with global inputs.
 
@@ -94,7 +97,7 @@ class ProgramPlanner:
             is_later=layouts is not None,
             earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
         )
-        planned = make_plan(request, plan=followed or given)
+        planned = make_plan(request, plan=followed or given, progress=progress)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         self.made.append(planned.plan)
@@ -148,6 +151,7 @@ def _local_program(planned: Planned, options: Options) -> LocalProgram:
         dump=dump_of(options),
         overlap=OverlapPhase.of(options, plan.mesh),
         names=planned.captured.names,
+        new_values=planned.captured.call.new_values,
     )
 
 
