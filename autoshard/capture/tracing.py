@@ -15,7 +15,6 @@ from autoshard.capture.held_objects import Path, reach
 from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
 from passes.errors import CaptureError
 
-
 _log = logging.getLogger("autoshard.capture")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import random
 import re
-import traceback
 import threading
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Notice changes of a model that capture read: attributes, flags, hooks, submodules, parameters, a patched forward.
 
 A *state* of a model is a description of all that a capture may read, by path. As long as nothing was written to the
-dicts of the model's modules, the state is the same, which takes a fraction of a millisecond for thousands of modules; otherwise the model is
+dicts of the model's modules, the state is the same, which takes about 0.1 us a module to see; otherwise the model is
 described again and compared with the states that it had before.
 """
 
