@@ -113,7 +113,7 @@ class FuseCollectives(Pass):
         if not _sends(node) or not _is_read_narrow(node):
             return False
         parted = self._parted(node, ctx) if before.has_partial else before
-        if parted is None:
+        if parted is None or not _can_cast_in(parted, node):
             return False
         first = min(node.users)
         for cast in list(node.users):
@@ -156,6 +156,8 @@ class FuseCollectives(Pass):
         cast = operands(node)[0]
         if cast.target is not _convert or len(cast.users) > 1 or not _sends(node):
             return False
+        if not _can_cast_in(layout_of(node), node):
+            return False
         source = operands(cast)[0]
         is_sum = needs_of(node)[0].has_partial
         if not _is_narrower(tensor_of(source), tensor_of(cast)) or (is_sum and note_of(cast)):
@@ -178,6 +180,11 @@ def _is_read_narrow(node: Node) -> bool:
     """Return whether all readers of a value cast it to one narrower dtype."""
     casts = [user for user in node.users if user.target is _convert and _is_narrower(tensor_of(user), tensor_of(node))]
     return len(casts) == len(node.users) and len({tensor_of(cast).dtype for cast in casts}) == 1
+
+
+def _can_cast_in(layout: Layout, node: Node) -> bool:
+    """Return whether the rule of a cast shards `node`'s value so: it has no factor for a dim of one element."""
+    return not any(layout.axes_on(dim) for dim, size in enumerate(tensor_of(node).shape) if size == 1)
 
 
 def _sends(node: Node) -> bool:

@@ -394,6 +394,18 @@ def test_what_does_not_divide_is_cast_where_it_is_stored(reduce: torch.dtype | N
     assert gathers and not wide
 
 
+@pytest.mark.parametrize("reduce", [None, torch.float64])
+def test_parameters_of_one_element_are_computed_in_the_lower_dtype(reduce: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 1), nn.BatchNorm1d(1)).double()
+    case, policy = Case(model, (torch.randn(8, 6).double(),), {}), MixedPrecisionPolicy(torch.float32, reduce)
+    got = plan_ranks(case, "dp=2", Options(recipe="fsdp", mixed_precision=policy)).run().step
+    want = run_on_one_device(_cast(case, torch.float32))
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, gradient in want.gradients.items():
+        assert relative_error(got.gradients[name], gradient.double(), 1e-3) < 1e-4, name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
 def test_bfloat16_is_near_and_moves_half_the_bytes(reduce: torch.dtype | None) -> None:
