@@ -69,6 +69,7 @@ def test_a_reduction_on_two_links_one_after_the_other_is_one() -> None:
     assert exposed_bound(program(*path, *tasks, gather("s", 8, "r", stream=ACROSS))) == 5 + 8
 
 
+@pytest.mark.slow
 @LAW
 @given(programs())
 def test_no_schedule_is_below_the_bound(given: Program) -> None:

@@ -98,6 +98,7 @@ def test_a_searched_plan_saves_and_loads() -> None:
     assert ShardingPlan.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_many_equal_layers_are_all_in_the_plan() -> None:
     found = searched(1024, 64, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp"), layers=12)
     assert set(found.parameters) == {f"layers.{i}.{j}.{k}" for i in range(12) for j in (0, 2) for k in ("weight", "bias")}
@@ -105,6 +106,7 @@ def test_many_equal_layers_are_all_in_the_plan() -> None:
     assert {f"layers.{i}.0" for i in range(12)} <= gathered
 
 
+@pytest.mark.slow
 def test_equal_layers_that_a_recipe_lays_out_by_turns_are_all_planned() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -208,7 +210,7 @@ def test_depth_is_planned_as_a_few_layers() -> None:
 @pytest.mark.slow
 def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> None:
     """All state is split from the start, as that costs nothing; then gathered parameters are not kept any more."""
-    config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
+    config = replace(TINY, layers=5, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
     found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(recompute="none"))
@@ -218,7 +220,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
             assert found.cost is not None
             costs.append(found.cost)
             gathered_again.append(sum(one.recomputed for one in found.collectives))
-            limit = int(found.cost.peak_memory * 0.85)
+            limit = int(found.cost.peak_memory * 0.8)
             found = found.replan(memory_limit=limit, prove=True)
             assert found.cost is not None and found.cost.peak_memory <= limit
     except MemoryLimitError as error:
@@ -251,7 +253,7 @@ def test_a_parameter_that_no_axis_divides_is_padded_where_memory_asks_for_it() -
 @pytest.mark.slow
 def test_what_the_solver_predicts_is_what_is_simulated() -> None:
     """On a Llama, whose layers are tied: what is kept of one layer's gathered parameters is kept of all."""
-    config = replace(TINY, layers=8, dim=2048, heads=16, kv_heads=4, hidden=5632, vocab=32000, seq=2048)
+    config = replace(TINY, layers=5, dim=2048, heads=16, kv_heads=4, hidden=5632, vocab=32000, seq=2048)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(32, 2048, dtype=torch.long)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -281,6 +283,7 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
         assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
 
 
+@pytest.mark.slow
 def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
     """A search propagates `fsdp` and `zero2` once; what gathers again takes longer by its model."""
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options()
