@@ -57,7 +57,7 @@ def sources() -> dict[str, ast.Module]:
 
 @cache
 def compared() -> str:
-    """All text in tests, without what regular expressions add to it."""
+    """Return all text in tests, without what regular expressions add to it."""
     found: list[str] = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant | ast.JoinedStr))
@@ -66,7 +66,7 @@ def compared() -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A string's own text; a gap where something is filled in."""
+    """Return a string's own text; a gap where something is filled in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -78,13 +78,13 @@ def _plain(text: str) -> str:
 
 @cache
 def _definitions(module: ast.Module) -> tuple[dict[str, ast.FunctionDef], dict[str, ast.expr]]:
-    """The functions and the constants of a module, by name."""
+    """Return the functions and the constants of a module, by name."""
     functions = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
     return functions, {ast.unparse(one.targets[0]): one.value for one in module.body if isinstance(one, ast.Assign)}
 
 
 def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
-    """The texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
+    """Return the texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
     functions, constants = _definitions(module)
     patterns = {id(one.args[0]) for one in ast.walk(node) if isinstance(one, ast.Call) and ast.unparse(one.func) == "re.search"}
     patterns |= {id(one.left) for one in ast.walk(node) if isinstance(one, ast.Compare)}
@@ -100,7 +100,7 @@ def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
 
 @cache
 def _makers() -> set[str]:
-    """Functions that give or raise an error with a text that they are given."""
+    """Return functions that give or raise an error with a text that they are given."""
     functions = (one for module in sources().values() for one in ast.walk(module) if isinstance(one, ast.FunctionDef))
     return {one.name for one in functions if one.returns is not None and ast.unparse(one.returns) in ERRORS | {"NoReturn"}}
 
@@ -110,7 +110,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _raised() -> Iterator[tuple[str, str]]:
-    """Where an error is made, and each text of its message between what is filled in; of short ones the longest."""
+    """Return where an error is made, and each text of its message between what is filled in; of short ones the longest."""
     for path, module in sources().items():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and node.args and _called(node) in ERRORS | _makers():
@@ -141,7 +141,7 @@ def node(op: str = "call_function", target: Any = torch.neg, value: Any = None) 
 
 
 def broken() -> GraphModule:
-    """A graph that reads a value before it is made."""
+    """Return a graph that reads a value before it is made."""
     graph = Graph()
     first = graph.call_function(torch.neg, (graph.placeholder("x"),))
     second = graph.call_function(torch.neg, (first,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoshard import Options, check
 from autoshard.debug.bisection import bisect
-from autoshard.phases import Phases, inserted
+from autoshard.phases import Phases, default_passes, inserted, replaced
 from passes.base import Pass, PassContext
 from passes.ir.graph import (
     InputRole,
@@ -92,14 +92,14 @@ def attention_is_doubled(graph: Graph) -> None:
 
 
 def a_bias_gradient_is_dropped(graph: Graph) -> None:
-    """That of the projection."""
+    """Drop the gradient of the projection's bias."""
     results = list(output_node(graph).args[0])
     at = next(i for i, output in enumerate(outputs_of(graph)) if output.name == "proj.bias")
     scale_argument(source(results[at], aten.sum.dim_IntList), 0, 0.0)
 
 
 def a_division_is_missing(graph: Graph) -> None:
-    """That of the mean."""
+    """Leave out the division of the mean."""
     result = output_node(graph).args[0][0]  # type: ignore[index]
     div = source(result, aten.div.Tensor)
     div.args = (div.args[0], 1)
@@ -115,7 +115,7 @@ def a_buffer_is_stale(graph: Graph) -> None:
 
 
 def dropout_is_scaled_wrongly(graph: Graph) -> None:
-    """As if a value were kept with 0.8, not 0.75; in the forward."""
+    """Scale as if a value were kept with 0.8, not 0.75; in the forward."""
     mul = next(node for node in graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 1 / 0.75)
     mul.args = (mul.args[0], 1 / 0.8)
 
@@ -143,7 +143,7 @@ def first(graph: Graph, target: Any) -> Node:
 
 
 def source(node: Node, target: Any) -> Node:
-    """The first call of `target` that a value is made of, by first operands."""
+    """Return the first call of `target` that a value is made of, by first operands."""
     while node.target is not target:
         node = node.all_input_nodes[0]
     return node
@@ -201,7 +201,7 @@ def test_a_stale_buffer_is_found(local: bool) -> None:
 
 
 def a_slice_is_off_by_one(graph: Graph) -> None:
-    """That of the vocabulary: its part of 6 begins one row too early."""
+    """Shift the slice of the vocabulary: its part of 6 begins one row too early."""
     mul = next(
         n for n in graph.nodes if n.target is aten.mul.Tensor and "coordinate_tp" in str(n.args[0]) and n.args[1] == 6
     )
@@ -209,7 +209,7 @@ def a_slice_is_off_by_one(graph: Graph) -> None:
 
 
 def ranks_are_off_by_their_place(graph: Graph) -> None:
-    """What all ranks hold a copy of is right on those that are first on `tp`, and on no others."""
+    """Change what all ranks hold a copy of: it is right on those that are first on `tp`, and on no others."""
     place = next(n for n in placeholders(graph, InputRole.COORDINATE) if input_of(n).name == "tp")
     rsqrt = first(graph, aten.rsqrt.default)
     argument = rsqrt.args[0]
@@ -245,3 +245,78 @@ def test_a_fault_between_ranks_is_found(edit: Edit, op: str) -> None:
     assert found.first is not None and found.first.pass_name == "plant_local"
     assert found.check is not None and found.check.first is not None
     assert found.check.first.op.startswith(op), str(found.check)
+
+
+# --- a fault of each kind of collective
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x * 2.0))
+
+
+FUNCTIONAL = torch.ops._c10d_functional
+GATHERED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "R"}})
+EXCHANGED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "S(1)"}})
+SUMMED = Options(recipe=None, inputs={"x": {"tp": "S(1)"}}, outputs={"output": {"tp": "R"}})
+SCATTERED = Options(recipe=None, inputs={"x": {"tp": "S(1)"}}, outputs={"output": {"tp": "S(0)"}})
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        (FUNCTIONAL.all_gather_into_tensor.default, GATHERED),
+        (FUNCTIONAL.all_to_all_single.default, EXCHANGED),
+        (FUNCTIONAL.all_reduce.default, SUMMED),
+        (FUNCTIONAL.reduce_scatter_tensor.default, SCATTERED),
+    ],
+)
+def test_a_collective_of_wrong_values_is_found(target: Any, options: Options) -> None:
+    torch.manual_seed(0)
+    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    fault = PlantLocal(lambda graph: scale_argument(first(graph, target), 0, 2.0))
+    passes = inserted(default_passes(), fault, before="decompose")
+    found = bisect(model, "tp=2", args, options=replace(options, passes=passes))
+    assert found.first is not None and found.first.pass_name == "plant_local"
+    assert found.check is not None and found.check.first is not None and not found.check
+
+
+# --- a fault of each pass
+
+
+@dataclass(frozen=True)
+class Broken(Pass):
+    """Run a pass, then change a constant."""
+
+    inner: Pass
+    name: ClassVar[str] = "broken"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        self.inner.run(gm, ctx)
+        node = next(node for node in gm.graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 2.0)
+        node.update_arg(1, 3.0)
+        return True
+
+
+def broken(inner: Pass) -> Pass:
+    """Return a pass of the same name and stages with a fault."""
+    stands_for = {"name": inner.name, "takes": inner.takes, "gives": inner.gives}
+    made: Pass = type("Broken", (Broken,), stands_for)(inner)
+    return made
+
+
+PASSES = Phases(Seed(("megatron",))).passes
+
+
+@pytest.mark.parametrize("name", [one.name for one in PASSES])
+def test_a_fault_of_a_pass_is_found_in_that_pass(name: str) -> None:
+    torch.manual_seed(0)
+    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    passes = replaced(PASSES, name, broken(next(one for one in PASSES if one.name == name)))
+    found = bisect(model, "tp=2", args, options=Options(passes=passes))
+    assert found.first is not None and found.first.pass_name == name
+    assert found.check is not None and not found.check

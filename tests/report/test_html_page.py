@@ -9,6 +9,8 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoshard import ShardingPlan
 from autoshard.inspection.report.html_page import format_page, page_data
 from passes.base import Remark

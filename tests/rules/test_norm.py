@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def small(*shape: int) -> torch.Tensor:
-    """Numbers in [-1, 1]."""
+    """Return numbers in [-1, 1]."""
     return floats(*shape) * (8 / torch.Size(shape).numel())
 
 
@@ -118,7 +118,7 @@ GROUPS = (
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:
-    """Running mean and variance."""
+    """Return running mean and variance."""
     return small(12), small(12).abs() + 0.5
 
 
@@ -184,12 +184,25 @@ BATCHES = (
         ),
     ),
 )
-CASES = (*LAST, *GROUPS, *BATCHES)
+WEIGHTS = (
+    Case(
+        aten._weight_norm_interface_backward.default,
+        (floats(6, 4, 3), floats(6, 4, 3), floats(6, 1, 1), floats(6, 1, 1).abs() + 1, 0),
+        rows="S(0), S(0), S(0), S(0) -> S(0), S(0); P(sum), R, R, R -> P(sum), P(sum)",
+    ),
+    Case(
+        aten._weight_norm_interface_backward.default,
+        (floats(4, 3, 6), floats(4, 3, 6), floats(1, 1, 6), floats(1, 1, 6).abs() + 1, 2),
+        note="last_dim",
+        rows="S(2), S(2), S(2), S(2) -> S(2), S(2); P(sum), R, R, R -> P(sum), P(sum)",
+    ),
+)
+CASES = (*LAST, *GROUPS, *BATCHES, *WEIGHTS)
 
 
 @pytest.fixture(autouse=True)
 def _rms_norm_backward_on_cpu() -> Iterator[None]:
-    """The kernel is an accelerator's: here it is computed by its formula."""
+    """Compute by its formula what only an accelerator has a kernel for."""
     untyped: Any = torch.library
     library = untyped.Library("aten", "IMPL", "CPU")
     library.impl("_fused_rms_norm_backward", rms_norm_backward)

@@ -174,7 +174,7 @@ def test_two_real_ranks_give_the_numbers_of_one_device_and_one_text() -> None:
 
 
 def _train(rank: int) -> tuple[float, str]:
-    """The relative error of the worst gradient after one step, and the program."""
+    """Return the relative error of the worst gradient after one step, and the program."""
     torch.manual_seed(0)
     case = decoder(layers=1, seq=16)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
