@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,13 +20,16 @@ from passes.ir.graph import (
     add_reshard,
     input_of,
     is_reshard,
+    operands,
     origin_of,
     output_node,
     outputs_of,
     pins_of,
     placeholders,
     returned,
+    set_operands,
     set_origin,
+    set_recompute,
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
@@ -158,10 +162,18 @@ class _Seeds:
 
     def decide(self) -> None:
         batch_parts = math.prod(self.mesh.sizes[axis] for axis, recipe in self.recipes.items() if recipe.carries_batch)
+        decided: list[tuple[int, Decisions]] = []  # of all axes, before one changes the graph
         for axis, recipe in self.recipes.items():
-            self._apply(recipe.decide(Site(self.gm, self.mesh, axis, batch_parts)), axis)
-            if not recipe.carries_batch:
+            decided.append((axis, recipe.decide(Site(self.gm, self.mesh, axis, batch_parts, self._feature_parts(axis)))))
+            if not recipe.carries_batch and not recipe.carries_sequence:
                 batch_parts *= self.mesh.sizes[axis]  # values between blocks may be sharded on the batch
+        for axis, decisions in decided:
+            self._apply(decisions, axis)
+
+    def _feature_parts(self, axis: int) -> int:
+        """Return how many parts axes other than `axis` cut heads and channels into."""
+        others = (other for other, recipe in self.recipes.items() if other != axis and recipe.shards_compute)
+        return math.prod(self.mesh.sizes[other] for other in others)
 
     def _apply(self, decisions: Decisions, axis: int) -> None:
         nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, InputRole.PARAMETER)}
@@ -180,6 +192,7 @@ class _Seeds:
             self._pin_input(node, axis, decision)
         for node, decision in decisions.values.items():
             self._pin_value(node, axis, decision)
+        self._pin_operands(decisions.operands, axis)
 
     def _pin_input(self, node: Node, axis: int, decision: Decision) -> None:
         """Pin an input, on the digit inside those of other axes if they shard its dim already."""
@@ -201,6 +214,20 @@ class _Seeds:
         new = users[0] if is_pinned else add_reshard(node, f"seed: {decision.reason}")
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.pin(new, axis, decision.placement, decision.reason)
+
+    def _pin_operands(self, uses: Mapping[tuple[Node, int], Decision], axis: int) -> None:
+        """Let calls take operands through reshards; those that need the same of a value share one."""
+        made: dict[tuple[Node, Decision], Node] = {}
+        for (user, number), decision in uses.items():
+            value = operands(user)[number]
+            if (value, decision) not in made:
+                made[value, decision] = new = add_reshard(value, f"seed: {decision.reason}")
+                set_recompute(new, decision.again)
+                set_origin(new, origin_of(user))
+                self.pin(new, axis, decision.placement, decision.reason)
+            changed = list(operands(user))
+            changed[number] = made[value, decision]
+            set_operands(user, changed)
 
     # --- 3: the batch
 
