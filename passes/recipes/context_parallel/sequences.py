@@ -48,7 +48,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
             refused.append((one.node, why))
             continue
         chosen = way or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)
-        for value, reached in _inputs_of(one):
+        for value, reached in _inputs_of(one, chosen):
             found.setdefault(value, reached)
         uses |= one.uses(chosen)
     if not found:
@@ -91,10 +91,10 @@ def _why_not(one: Attention, way: str | None) -> str:
     return refusals[0] if all(refusals) else ""
 
 
-def _inputs_of(one: Attention) -> Iterator[tuple[Node, Shard]]:
-    """Yield the inputs that become the positions of a call's queries, by the rules, and how they are sharded."""
+def _inputs_of(one: Attention, way: str) -> Iterator[tuple[Node, Shard]]:
+    """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded."""
     size, seen = one.site.size, set[object]()
-    queue = [(operands(one.node)[0], 0, one.positions)]
+    queue = [(operand, 0, placement) for operand, placement in one.before(way)]
     while queue:
         entry = node, number, placement = queue.pop()
         if entry in seen:

@@ -16,7 +16,7 @@ from passes.ir.graph import item_of, operands, tensor_of
 from passes.ir.layout import Placement, Shard
 from passes.recipes.context_parallel.way_costs import SECONDS, Attending, resized
 from passes.recipes.recipe import Decision, Site
-from passes.rules.attention import is_attention_backward, operand_names
+from passes.rules.attention import operand_names
 from passes.rules.rule import Call, Row, call_of, row_sharding, space_of
 
 WAYS = tuple(SECONDS)  # in the order in which equally fast ones are chosen
@@ -97,6 +97,18 @@ class Attention:
             batch_parts=self.site.batch_parts,
             parts=self.site.feature_parts,
         )
+
+    def before(self, way: str) -> Iterator[tuple[Node, Shard]]:
+        """Yield the operands whose positions are sharded where they come from, and how."""
+        values = operands(self.node)
+        if way == "all_to_all":
+            for value in values[:3]:  # queries, keys and values
+                if tensor_of(value).shape[POSITIONS] % (self.positions.outer * self.site.size) == 0:
+                    yield value, self.positions
+            return
+        (row, *_) = self.rows(way)
+        assert row is not None
+        yield from ((value, at) for value, at in zip(values, row.operands, strict=True) if isinstance(at, Shard))
 
     def uses(self, way: str) -> Uses:
         """Return how the calls take their operands, and how others take their results."""
