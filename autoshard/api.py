@@ -17,6 +17,8 @@ from autoshard.config.axis_names import batch_axes_of
 from autoshard.config.axis_recipes import AUTO, recipes_of
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
+from autoshard.config.progress import Progress, silent
+from autoshard.config.progress import shown as shown_on_terminal
 from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
@@ -63,7 +65,9 @@ def plan(
     check_call(args, kwargs)
     options, training = options_given(options), torch.is_grad_enabled()
     request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
-    return ShardingPlan.of(*plan_ahead(request))
+    title = f"planning {type(model).__name__} on {request.mesh}: capture, search, simulate"
+    with shown_on_terminal(title, enabled=options.progress) as progress:
+        return ShardingPlan.of(*plan_ahead(request, progress=progress))
 
 
 @overload
@@ -180,17 +184,20 @@ def _distribute_together(
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)
     planner = _Planner(device_mesh.device_type, place.mesh, options, given)
-    settings = CallSettings(options.compile, options.max_programs, options.buckets or {})
+    shows = options.progress and groups.rank == groups.mesh.ranks[0]
+    settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows)
     if args is None and kwargs is None:
         return shard_module(model, place, groups, planner, settings)
 
     def attempt(followed: Decided | None) -> LocalProgram:
-        axes = planner.batch_axes()
-        return planner.plan(model, args or (), kwargs or {}, gradients, batch_axes=axes, followed=followed)
+        axes, call = planner.batch_axes(), (model, args or (), kwargs or {}, gradients)
+        return planner.plan(*call, batch_axes=axes, followed=followed, progress=progress)
 
-    gradients = torch.is_grad_enabled()
-    planned = plan_together(groups, attempt)
-    return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
+    gradients, title = torch.is_grad_enabled(), f"sharding {type(model).__name__} on {place.mesh}: capture, plan, compile"
+    with shown_on_terminal(title, enabled=shows) as progress:
+        planned = plan_together(groups, attempt)
+        progress("compile")
+        return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
 
 
 class _Planner:
@@ -223,6 +230,7 @@ class _Planner:
             batch_axes=None if self.made else self.batch_axes(),
             layouts=layouts,
             followed=followed,
+            progress=call.progress,
         )
 
     def plan(
@@ -236,6 +244,7 @@ class _Planner:
         batch_axes: tuple[int, ...] | None = None,
         layouts: Mapping[str, Layout] | None = None,
         followed: Decided | None,
+        progress: Progress = silent,
     ) -> LocalProgram:
         """Return the program for a call with global inputs.
 
@@ -258,7 +267,7 @@ class _Planner:
             is_later=layouts is not None,
             earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
         )
-        planned = make_plan(request, plan=followed or given)
+        planned = make_plan(request, plan=followed or given, progress=progress)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         self.made.append(planned.plan)
@@ -310,6 +319,7 @@ class _Planner:
             dump=dump_of(self.options),
             overlap=OverlapPhase.of(self.options, plan.mesh),
             names=planned.captured.names,
+            new_values=planned.captured.call.new_values,
         )
 
     def _scale(self, layout: Layout) -> float:

@@ -31,7 +31,8 @@ class Normalize(Pass):
     6. `var_mean` over dim 0 (batch statistics) becomes sums, so that the batch can be sharded.
     7. The sum of a row with one nonzero entry becomes that entry, so that the gradient of a cross-entropy never needs
        a whole row of the vocabulary.
-    8. Equal calls without side effects and random numbers are merged; unused calls are removed.
+    8. `_embedding_bag` over bags of one length becomes `embedding` and a sum, so that the batch can be sharded.
+    9. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -75,7 +76,7 @@ class Normalize(Pass):
         return changed
 
 
-# --- 8: merge equal calls, remove unused ones
+# --- 9: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:

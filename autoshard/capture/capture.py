@@ -18,20 +18,18 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autoshard.capture.capture_errors import capture_error, marks_leaf, side_effect_error, takes_lock
+from autoshard.capture.capture_errors import capture_error
 from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.joint_graph import finish_graph
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
+from autoshard.capture.tracing import trace
 from passes._torch import (
-    TracedModule,
     fake_mode,
     lazy_code,
-    rehearsed,
     select_decompositions,
     trace_joint,
-    trace_module,
 )
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole
@@ -167,68 +165,10 @@ def capture_call(
         for path, leaf in call.leaves.items()
     }
     with _tracing(training=training):
-        traced = _trace(_Call(fake.module), *call.with_leaves(leaves), mode)
+        traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
-    return Captured(flat, modules, fake.tied, training, traced.names)
-
-
-def _trace(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
-    """Return the trace of a call that changes no Python object.
-
-    Some modules set a flag on an object outside of them (a config, say) in their first call; the fake module has a
-    copy of it. If a second call changes nothing more, these constants are set here as the first call would set them.
-    """
-    traced = _traced(call, args, kwargs, mode)
-    for effect in traced.side_effects:
-        if not effect.constants or isinstance(effect.changed, nn.Module):
-            raise side_effect_error(effect)
-    if not traced.side_effects:
-        return traced
-    before = [(vars(effect.changed), dict(vars(effect.changed))) for effect in traced.side_effects]
-    for effect in traced.side_effects:
-        for name, value in effect.constants.items():
-            setattr(effect.changed, name, value)
-    again = _traced(call, args, kwargs, mode)
-    for effect in again.side_effects:
-        for attributes, held in before:
-            attributes.clear()
-            attributes.update(held)
-        raise side_effect_error(effect)
-    return again
-
-
-def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
-    """Return the trace of a call.
-
-    A module that holds a lock while it sets itself up in its first call (hooks, say) is called once before, on tensors
-    without data. Where `requires_grad_()` on a value stops the trace, it is left out.
-    """
-    marks_leaves, is_set_up = True, False
-    while True:
-        try:
-            return trace_module(call, args, kwargs, marks_leaves=marks_leaves)
-        except RuntimeError as error:
-            if takes_lock(error) and not is_set_up:
-                with rehearsed(mode):
-                    call(*args, **kwargs)
-                is_set_up = True
-            elif marks_leaf(error) and marks_leaves:
-                marks_leaves = False
-            else:
-                raise
-
-
-class _Call(nn.Module):
-    """Module that calls the traced module under a name that cannot clash with those of its children."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.autoshard_module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo returns no graph if nothing is computed; the second result makes sure that something is.
-        return self.autoshard_module(*args, **kwargs), torch.zeros(())
+    return Captured(flat, modules, fake.tied, training, traced.module.names)
 
 
 def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -158,6 +158,20 @@ def check_recurrent_dropout(graph: Graph) -> None:
             )
 
 
+def check_sparse_gradients(graph: Graph) -> None:
+    """Raise CaptureError for an embedding that asks for a sparse gradient: that of a DTensor is dense."""
+    for node in graph.nodes:
+        place = {"embedding": 6, "embedding_bag": 7}.get(getattr(node.target, "__name__", ""))
+        if node.op != "call_function" or place is None or not torch.is_grad_enabled():
+            continue
+        if node.kwargs.get("sparse") or True in node.args[place : place + 1]:
+            raise CaptureError(
+                "the model asks for the sparse gradient of an embedding, but gradients of a sharded model are dense; make it "
+                "with sparse=False, and train it with the optimizer of the other parameters"
+                + format_place(user_frame(node.meta.get("stack_trace")))
+            )
+
+
 def check_messages(gm: GraphModule) -> None:
     """Raise CaptureError if the model calls collectives itself, such as `all_reduce` over a group of its own.
 
@@ -188,9 +202,12 @@ def _message(failure: TraceFailure) -> str:
 def side_effect_error(effect: SideEffect) -> CaptureError:
     """Return the CaptureError for a Python object that the model changes."""
     name = user_name(effect.source)
-    if name.endswith("_buffers"):
-        what, change = "assigns a buffer", "update it in place instead, such as self.average.copy_(value)"
-    elif effect.source.startswith(("L['args']", "L['kwargs']")):
+    if effect.source.endswith(("_buffers", "['_buffers']")):
+        return CaptureError(
+            "the model gives a buffer another shape or dtype while it runs, but a graph has the same for all calls; register it "
+            "with the shape and dtype that it gets" + format_place(user_frame(effect.stack))
+        )
+    if effect.source.startswith(("L['args']", "L['kwargs']")):
         what, change = "changes an argument", "make a new one and return it"
     else:
         thing = f"{name}" if name else "its own attributes"
@@ -198,6 +215,14 @@ def side_effect_error(effect: SideEffect) -> CaptureError:
     return CaptureError(
         f"the model {what} while it runs, but a graph computes tensors and changes nothing else; {change}"
         + format_place(user_frame(effect.stack))
+    )
+
+
+def read_and_changed_error(path: str, effect: SideEffect) -> CaptureError:
+    """Return the CaptureError for a number, or a list, that the model adds to and reads."""
+    return CaptureError(
+        f"the model changes {path} and computes with it, but a graph has one value for all calls; keep it in a buffer that is "
+        "updated in place, or pass it as an argument" + format_place(user_frame(effect.stack))
     )
 
 

@@ -7,7 +7,6 @@ for tensors, whatever the size of the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from autoshard.capture.held_objects import held_tensors
 from passes._torch import is_fake
 from passes.errors import CaptureError
 from passes.ir.graph import Input, InputRole
@@ -56,7 +56,7 @@ def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch
     for fqn, buffer in module.named_buffers():
         tensors[Input(InputRole.BUFFER, fqn)] = memo[id(buffer)] = fake_tensor(buffer, mode, device)
     attributes: dict[str, torch.Tensor] = {}
-    for fqn, tensor in _tensor_attributes(module):
+    for fqn, tensor in held_tensors(module):
         if id(tensor) not in memo:
             tensors[Input(InputRole.BUFFER, fqn)] = memo[id(tensor)] = fake_tensor(tensor, mode, device)
             attributes[fqn] = tensor
@@ -88,26 +88,6 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
             f"parameter {fqn} is a {type(parameter.data).__name__}; give the module as it is on one device, "
             f"with plain tensors as parameters"
         )
-
-
-def _tensor_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that modules hold as plain attributes, also inside lists, tuples and dicts."""
-    internal = set(nn.Module().__dict__)
-    for prefix, child in module.named_modules():
-        for name, value in child.__dict__.items():
-            if name not in internal:
-                yield from _tensors_in(f"{prefix}.{name}" if prefix else name, value)
-
-
-def _tensors_in(path: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors_in(f"{path}.{index}", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors_in(f"{path}.{key}", item)
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

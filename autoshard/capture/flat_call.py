@@ -19,13 +19,16 @@ from autoshard.capture.capture_errors import (
     check_messages,
     check_recurrent_dropout,
     check_shapes,
+    check_sparse_gradients,
     format_place,
     user_name,
 )
+from autoshard.capture.changes import NOTHING_NEW, NewValues, name_of_new
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.origins import user_frame
-from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature, describe_output
-from passes._torch import LeftOut, TracedModule
+from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature, describe_output, is_constant
+from autoshard.capture.tracing import TracedCall
+from passes._torch import LeftOut, flatten_pytree
 from passes.base import Remark
 from passes.errors import CaptureError
 from passes.ir.graph import Input, InputRole, Origin
@@ -43,19 +46,19 @@ class FlatCall:
     tensors: dict[Input, torch.Tensor]
     constants: dict[str, torch.Tensor]
     signature: Signature
+    new_values: NewValues = NOTHING_NEW
     remarks: tuple[Remark, ...] = ()
 
 
 def flatten_call(
-    traced: TracedModule,
+    traced_call: TracedCall,
     fake: FakeModule,
     call: Call,
     leaves: dict[str, Any],
     fake_constant: Callable[[torch.Tensor], torch.Tensor],
 ) -> FlatCall:
-    """Flatten `traced`, a call of `fake` with `leaves`; `fake_constant` makes fakes of any other tensors that it
-    reads.
-    """
+    """Flatten a traced call of `fake` with `leaves`; `fake_constant` makes fakes of any other tensors that it reads."""
+    traced = traced_call.module
     arguments = {Input(InputRole.INPUT, path): leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     key_of = {id(tensor): key for key, tensor in {**fake.tensors, **arguments}.items()}
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
@@ -64,6 +67,7 @@ def flatten_call(
     check_shapes(graph)
     check_messages(traced.graph_module)
     check_recurrent_dropout(graph)
+    check_sparse_gradients(graph)
     old = graph.find_nodes(op="placeholder")
     for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
         _check_read(node, tensor, key_of, user_name(source))
@@ -77,10 +81,10 @@ def flatten_call(
         node.replace_all_uses_with(new[key_of[id(tensor)]])
         graph.erase_node(node)
     nodes = {number: new[key] for number, key in key_of.items()}
-    signature, left_out = _flatten_output(graph, traced, call, leaves, nodes)
+    signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes)
     graph.set_codegen(CodeGen())
     remarks = (*(_unsaid(one) for one in traced.left_out), *(_unreturned(one) for one in left_out))
-    return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, remarks)
+    return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
 
 
 def _unsaid(call: LeftOut) -> Remark:
@@ -117,7 +121,7 @@ def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name
             f"pass it as an argument{place}"
         )
     key = key_of.get(id(value))
-    if value.requires_grad and (key is None or key.role is InputRole.BUFFER):
+    if torch.is_grad_enabled() and value.requires_grad and (key is None or key.role is InputRole.BUFFER):
         raise CaptureError(
             f"the model reads {name}, a tensor that needs a gradient and is no parameter of it; "
             f"register it with nn.Parameter, and modules in lists with nn.ModuleList{place}"
@@ -131,23 +135,24 @@ def _free_name(name: str, taken: dict[Input, torch.Tensor]) -> str:
 
 
 def _flatten_output(
-    graph: Graph, traced: TracedModule, call: Call, leaves: dict[str, Any], placeholder_of: dict[int, Node]
-) -> tuple[Signature, tuple[NotReturned, ...]]:
+    graph: Graph, traced: TracedCall, call: Call, leaves: dict[str, Any], placeholder_of: dict[int, Node]
+) -> tuple[Signature, NewValues, tuple[NotReturned, ...]]:
     output = graph.output_node()
     nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
     values = [torch.empty(0) for _ in nodes]
-    result, _ = traced.rebuild(values)
+    result, _, changed = traced.module.rebuild(values)
     node_of = {**placeholder_of, **{id(value): node for value, node in zip(values, nodes, strict=True)}}
     described = describe_output(result)
+    new_values, new_tensors = _new_values(traced, changed, len(described.tensors))
     returned = []
-    for path, leaf in described.tensors:
+    for path, leaf in (*described.tensors, *new_tensors):
         if id(leaf) not in node_of:
             raise CaptureError(
                 f"the model returns at {path} a tensor that it neither computes nor is given; make it a buffer or an "
                 "argument, or do not return it"
             )
         returned.append(node_of[id(leaf)])
-    if not returned:
+    if not described.tensors:
         raise CaptureError("the model returns no tensor; return what the training step needs, such as the loss")
     with graph.inserting_before(output):
         output.args = (tuple(_clone(graph, node) for node in returned),)
@@ -159,11 +164,34 @@ def _flatten_output(
             if isinstance(leaf, torch.Tensor)
         ),
         tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
-        tuple(path for path, _ in described.tensors),
+        tuple(path for path, _ in (*described.tensors, *new_tensors)),
         described.results,
         described.spec,
     )
-    return signature, described.left_out
+    return signature, new_values, described.left_out
+
+
+def _new_values(
+    traced: TracedCall, changed: list[Any], outputs: int
+) -> tuple[NewValues, tuple[tuple[str, torch.Tensor], ...]]:
+    """Return the changes of a call, and the tensors that it stores, with their names; they come after `outputs`."""
+    if not traced.changes:
+        return NOTHING_NEW, ()
+    tensors: list[tuple[str, torch.Tensor]] = []
+    results: list[tuple[int | None, Any]] = []
+    pairs, spec = flatten_pytree(changed)
+    for path, leaf in pairs:
+        if isinstance(leaf, torch.Tensor):
+            results.append((outputs + len(tensors), None))
+            tensors.append((name_of_new(traced.changes, path), leaf))
+        elif is_constant(leaf):
+            results.append((None, leaf))
+        else:
+            raise CaptureError(
+                f"the model stores a {type(leaf).__name__} in {name_of_new(traced.changes, path)} while it runs, but a graph "
+                "computes tensors and numbers only; store those, or make the object in __init__"
+            )
+    return NewValues(traced.changes, tuple(name for name, _ in tensors), tuple(results), spec), tuple(tensors)
 
 
 def _clone(graph: Graph, node: Node) -> Node:

@@ -12,9 +12,7 @@ from passes.hardware.hardware import hardware_named
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
-    crossover = commands.add_parser(
-        "crossover", help="from which size on a sharded product is faster", description=_crossover.__doc__
-    )
+    crossover = commands.add_parser("crossover", description=_crossover.__doc__)
     _add_hardware(crossover)
     crossover.add_argument("--devices", type=int, required=True, metavar="N")
     crossover.add_argument("--tokens", type=int, metavar="T", help="batch x sequence; the hidden size is asked for")
@@ -23,7 +21,7 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     crossover.add_argument("--link", choices=("inside", "across"), help="all on a node, or one on each (nodes filled)")
     crossover.add_argument("--training", action="store_true", help="a step with both gradients, nothing gathered")
     crossover.set_defaults(run=_crossover)
-    hsdp = commands.add_parser("hsdp", help="what HSDP saves on the network, and costs", description=_hsdp.__doc__)
+    hsdp = commands.add_parser("hsdp", description=_hsdp.__doc__)
     _add_hardware(hsdp)
     hsdp.add_argument("--nodes", type=int, default=100, metavar="N", help="full ones (100)")
     hsdp.add_argument("--per-node", type=int, metavar="P", help="devices on a node (the hardware's)")

@@ -12,7 +12,7 @@ from autoshard.measure.calibrate import calibrate, format_calibration
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
-    parser = commands.add_parser("calibrate", help="measure this machine", description=_calibrate.__doc__)
+    parser = commands.add_parser("calibrate", description=_calibrate.__doc__)
     parser.add_argument("--mesh", help="axes to send over, under torchrun: dp=2,tp=4 (one of all ranks)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
     parser.add_argument("--quick", action="store_true", help="a few small sizes: seconds, and rough")

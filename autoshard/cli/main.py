@@ -7,14 +7,27 @@ by the user. Anything else is a bug of autoshard, with its traceback.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autoshard.cli import asking, calibrating, plan_command, questioning, showing
 from passes.errors import UserError
 
 DONE, USERS_FAULT, STOPPED = 0, 2, 130
+
+_COMMANDS = {  # the module of each, which is imported when it is called, and what it does
+    "plan": ("plan_command", "find a plan, print it, save it"),
+    "recipes": ("plan_command", "compare the recipes and the solved plan"),
+    "show": ("showing", "print a saved plan"),
+    "diff": ("questioning", "what is different between two saved plans"),
+    "explain": ("questioning", "why something is as it is"),
+    "replay": ("questioning", "run the passes after a dump again"),
+    "bisect": ("questioning", "the first pass that changes the numbers"),
+    "calibrate": ("calibrating", "measure this machine"),
+    "crossover": ("asking", "from which size on a sharded product is faster"),
+    "hsdp": ("asking", "what HSDP saves on the network, and costs"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,7 +40,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, given as words (by default the process's arguments), and return its exit code."""
     try:
-        given = _parser().parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        given = _parser(next(iter(words), "")).parse_args(words)
         given.run(given)
     except UserError as error:
         print(f"autoshard: {error}", file=sys.stderr)
@@ -38,13 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command; of any other word, one that lists the commands."""
     parser = _Parser(
         prog="python -m autoshard",
         description="Plan the training of a PyTorch model on a mesh of devices: here, without any of them.",
         epilog="exit codes: 0 done, 2 what was asked cannot be done, 130 stopped",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="command", parser_class=_Parser)
-    for module in (plan_command, showing, questioning, calibrating, asking):
-        module.add_commands(commands)
+    if command in _COMMANDS:
+        importlib.import_module(f"autoshard.cli.{_COMMANDS[command][0]}").add_commands(commands)
+    else:
+        for name, (_, text) in _COMMANDS.items():
+            commands.add_parser(name, help=text)
     return parser

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard.cli.display import Display
 from autoshard.cli.output import add_reports, check_output, write_reports
 from autoshard.cli.target import load_target
+from autoshard.config.display import Display
 from autoshard.config.options import Options
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined
 from autoshard.inspection.sharding_plan import ShardingPlan
@@ -23,13 +23,13 @@ from passes.ir.mesh import Mesh
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
-    plan = commands.add_parser("plan", help="find a plan, print it, save it", description=_plan.__doc__)
+    plan = commands.add_parser("plan", description=_plan.__doc__)
     add_problem(plan)
     plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     add_reports(plan)
     plan.set_defaults(run=_plan)
-    recipes = commands.add_parser("recipes", help="compare the recipes and the solved plan", description=_recipes.__doc__)
+    recipes = commands.add_parser("recipes", description=_recipes.__doc__)
     add_problem(recipes)
     recipes.set_defaults(run=_recipes, recipe="auto")
 

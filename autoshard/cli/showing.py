@@ -10,7 +10,7 @@ from autoshard.inspection.sharding_plan import ShardingPlan
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
-    show = commands.add_parser("show", help="print a saved plan", description=_show.__doc__)
+    show = commands.add_parser("show", description=_show.__doc__)
     show.add_argument("plan", help="a file that `plan -o` wrote")
     add_reports(show)
     show.set_defaults(run=_show)

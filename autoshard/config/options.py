@@ -211,6 +211,11 @@ class Options:
     `{"tokens": Bucket(1, (64, 128), fill=0), "labels": Bucket(1, (64, 128), fill=-100)}`. Outputs keep the padding.
     """
 
+    progress: bool = True
+    """Show on a terminal, on the first rank, what is being planned, made and compiled, and for how long. Logs and notebooks
+    stay quiet.
+    """
+
     dump: str | PathLike[str] | Dump | Literal[False] | None = None
     """A folder, or a `Dump`, for the graph after every pass that changed it and for the compiled graphs. `None`: use
     the environment (`AUTOSHARD_DUMP`, `AUTOSHARD_DUMP_MODE`, `AUTOSHARD_DUMP_RANKS`). `False`: no dump.
@@ -224,6 +229,7 @@ class Options:
             ("optimizer", self.optimizer, ("adamw", "sgd", None)),
             ("unknown_ops", self.unknown_ops, ("replicate", "error")),
             ("compile", self.compile, ("inductor", "eager")),
+            ("progress", self.progress, (True, False)),
         ):
             check_choice("Options", name, value, known)
         self._check_recipe()

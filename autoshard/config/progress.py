@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Progress = Callable[[str], None]
 """Called with the name of each phase as it begins: "capture", "fold", "fsdp+megatron", "solve"."""
@@ -10,3 +13,17 @@ Progress = Callable[[str], None]
 
 def silent(phase: str) -> None:
     """Report nothing."""
+
+
+@contextmanager
+def shown(title: str, *, enabled: bool) -> Iterator[Progress]:
+    """Show `title`, and below it each phase with a clock, while the block runs.
+
+    Only a terminal shows them: a log, a pipe and a notebook stay quiet, and do not import `rich`.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield silent
+        return
+    display = importlib.import_module("autoshard.config.display")
+    with display.Display(display.Console(stderr=True), title) as progress:
+        yield progress

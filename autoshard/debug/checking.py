@@ -180,6 +180,7 @@ def check(
 
 def comparison(explicit: GraphModule, planned: Planned, call: Call, *, is_exact: bool = True) -> Check:
     """Check as `check` does, for a program that was planned; `explicit` is it with global shapes and collectives."""
+    call = call._replace(new_values=planned.captured.call.new_values)
     precision = precision_of(explicit)
     ranks, training, tolerance = Ranks.of(call, planned), torch.is_grad_enabled(), TOLERANCE[precision]
     watch = _Comparison(explicit, ranks, tolerance)

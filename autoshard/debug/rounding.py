@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from autoshard.capture.held_objects import copies_of_computed
 from autoshard.debug.random_draws import Draws
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, run_on_one_device
 from passes._torch import OpOverload, flatten_pytree, intercepted, unflatten_pytree
@@ -117,10 +118,10 @@ def nudged(value: Tensor, precision: torch.dtype, generator: torch.Generator) ->
 
 def _nudged(call: Call, precision: torch.dtype, seed: int) -> Call:
     """Return a copy in which the numbers of parameters, buffers and arguments are nudged."""
-    model, args, kwargs = copy.deepcopy(call)
+    model, args, kwargs = copy.deepcopy(call[:3], dict(copies_of_computed(call.model)))
     generator = torch.Generator("cpu").manual_seed(seed)
     leaves, _ = flatten_pytree((args, dict(kwargs)))
     for tensor in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves)):
         if _has_digits(tensor):
             tensor.data = nudged(tensor.data, precision, generator)
-    return Call(model, args, kwargs)
+    return Call(model, args, kwargs, call.new_values)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from autoshard.capture.changes import NOTHING_NEW, NewValues
+from autoshard.capture.held_objects import copies_of_computed
 from autoshard.capture.signature import bind_call
 from autoshard.compile.compiled import Split, strided_like
 from autoshard.debug.rank_interpreter import run_ranks
@@ -46,6 +48,7 @@ class Call(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    new_values: NewValues = NOTHING_NEW  # that the call stores in objects of the model
 
 
 @dataclass(frozen=True)
@@ -239,10 +242,10 @@ def run_on_one_device(call: Call, *, training: bool = True, inside: AbstractCont
 
     The step runs inside of `inside`.
     """
-    model, args, kwargs = copy.deepcopy(call)
+    model, args, kwargs = copy.deepcopy(call[:3], dict(copies_of_computed(call.model)))
     with inside or nullcontext():
         with torch.set_grad_enabled(training):
-            outputs = _tensors(model(*args, **kwargs))
+            outputs = _tensors(model(*args, **kwargs)) | call.new_values.tensors(model)
         differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
         if training and differentiable:
             tangents = [tangent(name, value.shape, value.dtype) for name, value in differentiable.items()]

@@ -21,10 +21,10 @@ from passes.base import Remark
 from passes.cost.forward_backward import unchanged
 from passes.cost.program import Buffer, Program, Task
 from passes.cost.simulate import Timeline
-from passes.decompose_matmuls import exposed_by_form
 from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, input_of, made_for, origin_of, placeholders, set_origin, set_repeats
 from passes.ir.matmul_chunks.sites import sites_in
+from passes.matmul_ways.exposure import exposed_by_form
 
 
 @dataclass(frozen=True)

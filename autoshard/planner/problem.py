@@ -69,11 +69,13 @@ class Problem:
             for value, output in zip(returned(gm.graph), outputs_of(gm.graph), strict=True)
             if output.role is OutputRole.OUTPUT and isinstance(value, Node)
         }
+        stored = [name for name in self.captured.call.new_values.names if outputs.pop(name, None) is not None]
+        whole = [Constraint(name, axis, R) for name in stored for axis in self.mesh.names]
         return Seed(
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             (*constraints_on(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
-            constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh),
+            (*constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh), *whole),
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
 

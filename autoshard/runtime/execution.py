@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from autoshard.capture.changes import NOTHING_NEW, NewValues
+from autoshard.capture.held_objects import Path, format_path, held_objects, reach
 from autoshard.capture.signature import Call, Signature
 from autoshard.compile.compiled import Program, Split, strided_like
 from autoshard.compile.overlap import OverlapPhase
@@ -33,7 +35,8 @@ class LocalProgram:
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
     module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
-    where they are issued. `names` are those that the captured code reads (None: not known).
+    where they are issued. `names` are those that the captured code reads (None: not known). Each call
+    stores `new_values` in the module's objects.
     """
 
     graph: GraphModule
@@ -47,6 +50,7 @@ class LocalProgram:
     dump: GraphDump | None = None
     overlap: OverlapPhase | None = None
     names: frozenset[str] | None = None
+    new_values: NewValues = NOTHING_NEW
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,19 @@ class Slot:
         if tensor is None:
             raise CompilerError(f"the module has lost its tensor {self.name!r}")
         return tensor
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A tensor that a module holds as a plain attribute, whole on every rank; the object may change."""
+
+    module: nn.Module
+    path: Path
+    device: torch.device
+
+    def read(self) -> torch.Tensor:
+        tensor: torch.Tensor = reach(self.module, self.path)
+        return tensor.detach().to(self.device)
 
 
 @dataclass(frozen=True)
@@ -104,13 +121,14 @@ class Execution:
     place: Place
     inputs: tuple[LocalInput, ...]  # in the order of the signature
     parameters: Mapping[str, StoredParameter]  # by FQN
-    buffers: Mapping[str, Slot | torch.Tensor]  # by FQN; constants as they are
+    buffers: Mapping[str, Slot | Attribute | torch.Tensor]  # by FQN; constants as they are
     coordinates: Mapping[str, torch.Tensor]  # by axis
     parameter_names: tuple[str, ...]  # PARAMETER inputs in order
     gradient_of: Mapping[str, int]  # name of a GRADIENT -> its number among the gradients
     tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
     saved_parameters: frozenset[str]  # those that the backward reads
     watch: Watch
+    module: nn.Module
 
     def run(self, call: Call, seed: torch.Tensor, number: int = 0) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
@@ -120,6 +138,7 @@ class Execution:
         inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
         outputs = _Step.apply(self, number, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        self.local.new_values.store(self.module, outputs)
         return self.local.signature.unflatten(outputs)
 
     def take_inputs(self, call: Call) -> list[torch.Tensor]:
@@ -143,7 +162,7 @@ class Execution:
                 name: self.parameters[name].local(tensor)
                 for name, tensor in zip(self.parameter_names, parameters, strict=True)
             },
-            InputRole.BUFFER: {n: s.read() if isinstance(s, Slot) else s for n, s in self.buffers.items()},
+            InputRole.BUFFER: {n: s if isinstance(s, torch.Tensor) else s.read() for n, s in self.buffers.items()},
             InputRole.COORDINATE: self.coordinates,
             InputRole.SEED: {"step": seed},
         }
@@ -258,10 +277,16 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place,
         placements = dtensor_placements(storage.layout, place.mesh)
         spec = dtensor_spec(place.device_mesh, placements, storage.shape, held.dtype)
         parameters[name] = StoredParameter(slots[name], storage, spec, held.dtype)
-    buffers: dict[str, Slot | torch.Tensor] = {}
+    buffers: dict[str, Slot | Attribute | torch.Tensor] = {}
+    attributes = {format_path(path): path for path, held in held_objects(module) if isinstance(held, torch.Tensor)}
     for name in (given.name for given in split.inputs if given.role is InputRole.BUFFER):
         constant = local.constants.get(name)
-        buffers[name] = slots[name] if constant is None else constant.to(place.device)
+        if constant is None:
+            buffers[name] = slots[name]
+        elif name in attributes:
+            buffers[name] = Attribute(module, attributes[name], place.device)
+        else:
+            buffers[name] = constant.to(place.device)
     outputs = [output.name for output in split.outputs]
     return Execution(
         program,
@@ -279,6 +304,7 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place,
         tuple(outputs.index(tangent.name) for tangent in split.tangents),
         _saved_parameters(split),
         watch,
+        module,
     )
 
 

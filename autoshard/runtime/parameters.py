@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.capture.held_objects import copies_of_computed, held_tensors
 from autoshard.config.topology import mesh_of
 from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
 from passes._torch import (
@@ -67,7 +68,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
     Parameters are copied one at a time, and only this rank's part of each is kept. Parameters on meta stay on meta.
     Raises CaptureError if a module holds an object that cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**copies_of_computed(module)}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             layout = replicated(place.mesh) if layouts is None else layouts[fqn]
@@ -112,7 +113,8 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
     Buffers and all attributes that are not modules are shared with `module`: the copy can be read, but not run.
     """
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+    shared = (*module.buffers(), *(tensor for _, tensor in held_tensors(module)))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for parameter in module.parameters():
         if id(parameter) not in memo:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

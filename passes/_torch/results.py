@@ -14,13 +14,16 @@ from torch.fx import GraphModule
 class SideEffect:
     """A Python object that a traced call changed, its source, and the stack of a change.
 
-    `constants` are the attributes that it was given, by name, if they are constants and there is no other change.
+    `names` are the attributes that it was given (none: items of a container changed), `constants` those whose new values
+    are constants, and `read` those whose old values the call depends on.
     """
 
     source: str
     stack: str
     changed: Any = field(compare=False)
+    names: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    read: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
@@ -34,7 +35,8 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
         while not isinstance(frame.f_locals.get("self"), OutputGraph):
             assert frame.f_back is not None
             frame = frame.f_back
-        tracked = frame.f_locals["self"].side_effects
+        graph = frame.f_locals["self"]
+        tracked, objects = graph.side_effects, _objects(graph.side_effects)
         for variable in tracked._get_modified_vars():
             if _is_restored(variable, tracked.store_attr_mutations.get(variable)):
                 continue
@@ -45,20 +47,39 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
                 continue  # contexts of the call itself, such as torch.no_grad
             stored = tracked.store_attr_mutations.get(variable) or {}
             constants = {name: new.as_python_constant() for name, new in stored.items() if new.is_python_constant()}
-            effects.append(
-                SideEffect(
-                    source_name(variable.source),
-                    "".join(stacks[0].format()) if stacks else "",
-                    vars(variable).get("value"),
-                    constants if len(constants) == len(stored) else {},
-                )
-            )
+            changed, source = objects.get(id(variable)), source_name(variable.source)
+            read = (name for name in stored if _is_default(changed, name) or _is_read(graph.guards, source, name))
+            stack = "".join(stacks[0].format()) if stacks else ""
+            effects.append(SideEffect(source, stack, changed, tuple(stored), constants, frozenset(read)))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SIDE_EFFECTS)
         report = warnings.showwarning
         with replaced(warnings, "showwarning", show):
             yield effects
+
+
+def _objects(tracked: Any) -> dict[int, Any]:
+    """Return the Python objects of variables, by the variable's id."""
+    alive = {id(one): one for one in tracked.keepalive}
+    return {id(variable): alive.get(number) for number, variable in tracked.id_to_variable.items()}
+
+
+def _is_default(changed: Any, name: str) -> bool:
+    """Return whether an attribute has the value of its class so far: dynamo's guard on it, if any, is the class's."""
+    return name not in vars(changed) and name in dir(type(changed))
+
+
+def _is_read(guards: Any, source: str, name: str) -> bool:
+    """Return whether the trace depends on the value that an attribute had before: dynamo guards all that it reads."""
+    paths = (f"{source}.{name}", f"{source}.__dict__['{name}']")
+    for guard in guards:
+        if guard.name in paths or guard.name.startswith(tuple(f"{path}{mark}" for path in paths for mark in ".[")):
+            return True
+        asked = isinstance(guard.create_fn, partial) and guard.create_fn.func.__name__ == "HASATTR"
+        if asked and guard.name == source and guard.create_fn.keywords.get("attr") == name:
+            return True
+    return False
 
 
 def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:

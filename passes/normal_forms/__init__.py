@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from passes.normal_forms import parts, reductions, strides, views
+from passes.normal_forms import bags, parts, reductions, strides, views
 from passes.normal_forms.rewriting import At
 
 REWRITES: Mapping[Any, Callable[[At], bool]] = {
@@ -13,6 +13,7 @@ REWRITES: Mapping[Any, Callable[[At], bool]] = {
     **strides.REWRITES,
     **reductions.REWRITES,
     **parts.REWRITES,
+    **bags.REWRITES,
 }
 
 __all__ = ["REWRITES", "At"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from passes.rules import attention as attention
+from passes.rules import batched as batched
 from passes.rules import conv as conv
 from passes.rules import experts as experts
 from passes.rules import factory as factory

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from passes.ir.graph import tensor_of
-from passes.rules.masked import unchanged
+from passes.rules.local_forms.masked import unchanged
 from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, register_named
 
 aten = torch.ops.aten

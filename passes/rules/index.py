@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from passes.ir.graph import tensor_of
-from passes.rules.masked import (
+from passes.rules.local_forms.masked import (
     is_split,
     masked_index,
     moved,
@@ -252,7 +252,19 @@ def _bucketize(call: Call) -> Space:
     return Space(sizes, (dims, (("boundary",),)), (dims,), frozenset({"boundary"}))
 
 
+def _searchsorted(call: Call) -> Space | None:
+    """Return a space in which each element is looked up separately, in its row's or in the only sorted sequence."""
+    shape, sequence = call.result.shape, call.arg("sorted_sequence").shape
+    if not isinstance(call.arg("self"), Tensor) or call.arg("sorter") is not None:
+        return None
+    dims = tuple((f"d{dim}",) for dim in range(len(shape)))
+    sizes = {f"d{dim}": size for dim, size in enumerate(shape)} | {"sorted": sequence[-1]}
+    rows = dims[:-1] if len(sequence) > 1 else ()
+    return Space(sizes, ((*rows, ("sorted",)), dims), (dims,), frozenset({"sorted"}))
+
+
 register(aten.bucketize.Tensor, space=_bucketize)
+register(aten.searchsorted.Tensor, space=_searchsorted)
 register(aten.index.Tensor, aten._unsafe_index.Tensor, space=_index, local=_index_local)
 register(aten._unsafe_masked_index.default, space=_masked_index, local=_masked_index_local)
 register(aten.index_select.default, space=_index_select, local=_index_select_local)

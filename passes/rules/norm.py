@@ -179,3 +179,26 @@ register(
     space=_batch_norm,
 )
 register(aten.native_batch_norm_backward.default, space=_batch_norm_backward)
+
+
+# Weight norm: over all dims of a weight but one
+
+
+def _weight_norm_backward(call: Call) -> Space:
+    """Return the space of the gradients of direction and length: the dim that has a length per element may be sharded."""
+    shape, kept = call.operands[0].shape, call.arg("dim")
+    factors = Factors()
+    whole = factors.dims(shape, blocked=[dim for dim in range(len(shape)) if dim != kept])
+    length = [factor if dim == kept else () for dim, factor in enumerate(whole)]
+    return factors.space([whole, whole, length, length], [whole, length], linear=(Linear((0,)),))
+
+
+def _weight_norm_backward_local(call: LocalCall) -> Node:
+    return call.emit(call.call.op, *(_contiguous(call, value) for value in call.args[:4]), call.args[4])
+
+
+register(
+    aten._weight_norm_interface_backward.default,
+    space=_weight_norm_backward,
+    local=_weight_norm_backward_local,
+)

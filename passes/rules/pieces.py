@@ -162,6 +162,16 @@ def _unbind(call: Call) -> Space:
     return factors.space([whole], [whole[:dim] + whole[dim + 1 :]] * len(call.results), linear=MOVES)
 
 
+def _glu(call: Call) -> Space:
+    """Return a space in which each half of `dim` is sharded by itself."""
+    shape, result = call.operands[0].shape, call.result.shape
+    dim = call.arg("dim") % len(shape)
+    factors = Factors()
+    piece = factors.one("piece", result[dim])
+    half = factors.one("parts", 2, blocked=True)
+    return factors.space([_with(factors, shape, dim, half + piece)], [_with(factors, result, dim, piece)])
+
+
 def _cat(call: Call) -> Space | None:
     shape, operands = call.result.shape, call.operands
     if any(operand.ndim != len(shape) for operand in operands):  # `cat` ignores empty tensors of another ndim
@@ -209,6 +219,7 @@ register(aten.select_backward.default, space=_select_backward, local=_local_sele
 register(aten.split.Tensor, space=_split, local=_local_split)
 register(aten.split_with_sizes.default, space=_split, local=_local_split_with_sizes)
 register(aten.unbind.int, space=_unbind)
+register(aten.glu.default, space=_glu)
 register(aten.cat.default, space=_cat)
 register(aten.stack.default, space=_stack)
 register(aten.constant_pad_nd.default, space=_pad)

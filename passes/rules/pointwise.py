@@ -91,6 +91,15 @@ def _positions(call: Call) -> dict[str, int]:
     return {name: i for i, name in enumerate(name for name, value in given if isinstance(value, Tensor))}
 
 
+def _per_channel(call: Call) -> Space:
+    """Return the space of an op whose operands after the first hold a number per element of `axis`."""
+    shape = call.operands[0].shape
+    factors = Factors()
+    whole = factors.dims(shape)
+    line = [whole[call.arg("axis") % len(shape)]]
+    return factors.space([whole, *([line] * (len(call.operands) - 1))], [whole] * len(call.results))
+
+
 @dataclass(frozen=True)
 class _Linear:
     """Ops that are linear in the same arguments."""
@@ -174,6 +183,7 @@ _NOT_LINEAR = (  # and not tagged as pointwise by torch
     aten.__or__.Scalar,
     aten.__or__.Tensor,
     aten._prelu_kernel.default,
+    aten.fake_quantize_per_tensor_affine_cachemask.default,
     aten.fill.Scalar,
     aten.floor_divide.default,
     aten.floor_divide.Scalar,
@@ -183,6 +193,7 @@ _NOT_LINEAR = (  # and not tagged as pointwise by torch
 )
 
 register_tag(torch.Tag.pointwise, space=pointwise_space)
+register(aten.fake_quantize_per_channel_affine_cachemask.default, space=_per_channel)
 register(*_NOT_LINEAR, space=pointwise_space)
 for _entry in _LINEAR:
     register(*_entry.ops, space=linear_in(_entry.groups, _entry.reductions))

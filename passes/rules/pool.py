@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, register, register_named
+from passes.rules.rule import Call, Linear, LocalCall, Space, Tensor, register, register_named
 
 aten = torch.ops.aten
 
@@ -37,6 +37,36 @@ def _dims(factors: Factors, shape: Sequence[int], positions: int, prefix: str) -
     return carried + factors.dims(shape[first:], blocked=range(positions), prefix=prefix)
 
 
+def _padded_dims(call: Call) -> int:
+    return len(call.arg("padding")) // 2
+
+
+def _sampler(call: Call) -> Space:
+    """Return the space of values picked from each image by a grid of positions, the same for all its channels."""
+    value, positions = call.operands
+    factors, image, grid, picked = _sampled(value, positions, call.result)
+    return factors.space([image, grid], [picked], linear=(Linear((0,)),))
+
+
+def _sampler_backward(call: Call) -> Space:
+    """Return the space of the requested gradients of `_sampler`; the grid's is a sum over channels."""
+    grad, value, positions = call.operands
+    factors, image, grid, picked = _sampled(value, positions, grad)
+    results = [dims for dims, asked in zip((image, grid), call.arg("output_mask"), strict=True) if asked]
+    return factors.space([picked, image, grid], results, linear=(Linear((0,)),))
+
+
+def _sampled(value: Tensor, grid: Tensor, picked: Tensor) -> tuple[Factors, list[Dim], list[Dim], list[Dim]]:
+    factors = Factors()
+    batch, channels = factors.dims(value.shape[:2], prefix="c")
+    first = {"image": ([batch, channels], value.shape[2:]), "grid": ([batch], grid.shape[1:])}
+    first["picked"] = ([batch, channels], picked.shape[2:])
+    image, places, found = (
+        [*carried, *factors.dims(rest, blocked=range(len(rest)), prefix=name)] for name, (carried, rest) in first.items()
+    )
+    return factors, image, places, found
+
+
 def _resize_backward_local(call: LocalCall) -> Node:
     """Pass the input size of this rank's part, which is an argument of the op."""
     place = [parameter.name for parameter in call.call.op._schema.arguments].index("input_size")
@@ -57,6 +87,8 @@ register(
     aten.avg_pool2d_backward.default,
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool2d_backward.default,
+    aten._upsample_bicubic2d_aa.default,
+    aten._upsample_bilinear2d_aa.default,
     aten.upsample_nearest2d.default,
     aten.upsample_nearest2d.vec,
     aten.upsample_bilinear2d.default,
@@ -79,6 +111,14 @@ register(
     aten.upsample_trilinear3d.default,
     space=_per_channel(3, linear=True),
 )
+register(
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+    space=lambda call: _per_channel(_padded_dims(call), linear=True)(call),
+)
+register(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default, space=_sampler_backward)
+register(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, space=_sampler)
 register(aten.upsample_nearest1d.default, aten.upsample_linear1d.default, space=_per_channel(1, linear=True))
 register(
     aten.upsample_nearest1d_backward.default,
@@ -87,6 +127,8 @@ register(
     local=_resize_backward_local,
 )
 register(
+    aten._upsample_bicubic2d_aa_backward.default,
+    aten._upsample_bilinear2d_aa_backward.default,
     aten.upsample_nearest2d_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,

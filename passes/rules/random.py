@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from passes.ir.graph import tensor_of
-from passes.rules.rule import Call, Dims, LocalCall, Space, Tensor, register
+from passes.rules.rule import Call, Dims, LocalCall, Space, Tensor, register, register_named
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -224,6 +224,7 @@ register(aten.rand.default, aten.rand_like.default, space=_elementwise, local=_r
 register(aten.randn.default, aten.randn_like.default, space=_elementwise, local=_randn)
 register(aten.uniform.default, space=_elementwise, local=_scaled_uniform)
 register(aten.normal_functional.default, space=_elementwise, local=_scaled_normal)
+register_named("prims.normal.default", space=_elementwise, local=_scaled_normal)
 register(aten.exponential.default, space=_elementwise, local=_exponential)
 register(
     aten.randint.default,

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from passes.ir.graph import tensor_of
-from passes.rules.masked import (
+from passes.rules.local_forms.masked import (
     is_split,
     masked_index,
     moved,
@@ -139,6 +139,18 @@ def _scatter_reduce(call: Call) -> Space | None:
     return Space(plain.sizes, plain.operands, plain.results, plain.blocked, linear=linear)
 
 
+def _index_reduce(call: Call) -> Space | None:
+    """Return the space of a reduction into the slices of `dim` that a list names; the other dims may be sharded."""
+    value, dim, _, source = call.args[:4]
+    if not value.ndim:
+        return None
+    dim %= value.ndim
+    sizes = {f"c{d}": size for d, size in enumerate(value.shape)} | {"i": source.shape[dim]}
+    target = tuple((f"c{d}",) for d in range(value.ndim))
+    added = (*target[:dim], ("i",), *target[dim + 1 :])
+    return Space(sizes, (target, (("i",),), added), (target,), frozenset({f"c{dim}", "i"}))
+
+
 def _scatter_local(call: LocalCall) -> Node:
     value, dim, index = call.args[:3]
     shape = call.call.args[0].shape
@@ -178,4 +190,5 @@ def _filled_where_indexed(call: LocalCall, dim: int) -> Node:
 register(aten.scatter.value, space=_scatter_value, local=_scatter_local)
 register(aten.scatter.src, space=_scatter_src, local=_scatter_local)
 register(aten.scatter_add.default, space=_scatter_add, local=_scatter_local)
+register(aten.index_reduce.default, space=_index_reduce)
 register(aten.scatter_reduce.two, space=_scatter_reduce, local=_scatter_local)

@@ -35,9 +35,9 @@ In reading order:
 5. The factor graph of a program: `model.tied_layers` and `model.step_structure` read the graph, `model.strategies`
    enumerates what nodes may do, `model.grouping` and `model.axis_groups` reduce that; `model.variables` and
    `model.value_edges` make a `model.skeleton` without costs.
-6. Costs: `model.node_costs` of strategies, `model.reshard_routes`, `model.unit_costs` and `model.transitions` of reshards,
-   `model.local_sizes` of one rank's parts, `model.memory_budget` of bytes over the limit, with what
-   `recomputation_savings` expects of `selective_recomputation`.
+6. Costs: `model.node_costs` and `model.node_bytes` of strategies, `model.reshard_routes`, `model.unit_costs` and
+   `model.transitions` of reshards, `model.local_sizes` of one rank's parts, `model.memory_budget` of bytes over the limit,
+   with what `recomputation_savings` expects of `selective_recomputation`.
 7. The way in and out: `prepared` keeps all of this for the next goal, `solution` names the layouts found, `recipe_costs`
    evaluates a recipe, and `alternatives` prices what was not chosen.
 """

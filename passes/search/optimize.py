@@ -38,21 +38,22 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
 
     Raises MemoryLimitError where no assignment was found that fits the limit.
     """
+    bounds = state.bounds
     state.ascend()
-    if state.incumbent is None and state.budget is not None and not fit_memory(state, state.budget):
+    if bounds.incumbent is None and state.budget is not None and not fit_memory(state, state.budget):
         raise _too_small(state)
     if not state.is_done:
         tune(state)
-    if state.incumbent is not None:
-        yield state.result(state.incumbent)
-    if state.is_proven:
+    if bounds.incumbent is not None:
+        yield bounds.result(bounds.incumbent)
+    if bounds.are_closed:
         return
     _widen(state)
-    if state.incumbent is None:
+    if bounds.incumbent is None:
         raise _too_small(state)
     if not state.is_done:
-        _probe(state, state.incumbent.objective * (1 - PROOF))
-    yield state.result(state.incumbent)
+        _probe(state, bounds.incumbent.objective * (1 - PROOF))
+    yield bounds.result(bounds.incumbent)
 
 
 def assignments(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> Iterator[tuple[Assignment, float]]:
@@ -72,7 +73,7 @@ def _widen(state: SearchState) -> None:
     for widening in WIDENINGS:
         if state.is_done:
             return
-        best = state.incumbent
+        best = state.bounds.incumbent
         is_last = best is not None and remaining(state.pruned(best.objective)).size <= PROVABLE
         threshold = float("inf") if is_last else state.dual_bound * (1 + widening)
         if not _solve_below(state, threshold) or is_last:  # the last has all that is better than the incumbent
@@ -81,34 +82,36 @@ def _widen(state: SearchState) -> None:
 
 def _fit(state: SearchState) -> bool:
     """Return False if no assignment was found that fits the memory: to look for short ones then takes most of the time."""
-    if state.incumbent is not None or state.budget is None:
+    if state.bounds.incumbent is not None or state.budget is None:
         return True
     everything = remaining(state.pruned(float("inf")))
     if everything.size > PROVABLE:
         return True
-    state.offer_solved(state.formulation(everything).fit(state.seconds_left))
-    return state.incumbent is not None
+    state.offer_solved(state.formulation(everything).fit(state.clock.for_program))
+    return state.bounds.incumbent is not None
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
     """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many."""
-    if state.incumbent is not None:
-        threshold = min(threshold, state.incumbent.objective)
+    bounds = state.bounds
+    if bounds.incumbent is not None:
+        threshold = min(threshold, bounds.incumbent.objective)
     restriction, proven = remaining(state.pruned(threshold)), threshold
     if restriction.is_possible:
-        if state.incumbent is not None and (restriction.size > PROVABLE or state.is_late):
+        if bounds.incumbent is not None and (restriction.size > PROVABLE or state.clock.is_late):
             return False
-        assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.seconds_left)
+        assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.clock.for_program)
         state.offer_solved(assignment)
         proven = min(threshold, bound)
-    state.raise_bound(proven)
+    bounds.raise_lower(proven)
     return True
 
 
 def _probe(state: SearchState, threshold: float) -> None:
-    is_near = state.bound < threshold <= (1 + PROBED_GAP) * state.bound
+    bounds = state.bounds
+    is_near = bounds.lower < threshold <= (1 + PROBED_GAP) * bounds.lower
     if is_near and is_empty(state.factor_graph, state.pruned(threshold)):
-        state.raise_bound(threshold)
+        bounds.raise_lower(threshold)
 
 
 def _too_small(state: SearchState) -> MemoryLimitError:

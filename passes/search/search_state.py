@@ -1,8 +1,9 @@
-"""The state of one search: the relaxation with its lower bound, and the incumbent with its upper bound."""
+"""The state of one search: its relaxation, the bounds on the shortest step, and the time that is left."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from passes.search.goal import Goal
 from passes.search.model.transitions import Transitions
@@ -19,18 +20,15 @@ PRUNING_SWEEPS = 3  # of dual ascent while pruning: each raises reduced costs, s
 
 
 class SearchState:
-    """Lower bound, incumbent and clock of a search; the steps of `optimize` change it until the bounds meet."""
+    """The relaxation of a search, its clock, and the bounds that the steps of `optimize` move until they meet."""
 
     def __init__(self, transitions: Transitions, goal: Goal) -> None:
-        self.started = time.perf_counter()
         self.transitions, self.factor_graph = transitions, transitions.factor_graph
         self.goal, self.budget = goal, goal.budget
+        self.clock, self.bounds = Clock(goal.time_limit), Bounds(goal.gap)
         self.relaxation = Relaxation(transitions)
-        self.bound = 0.0  # seconds that no assignment is better than
-        self.incumbent: Assignment | None = None  # the best that fits
+        self.dual.deadline = self.clock.deadline
         self.seen: list[Assignment] = []  # roundings of the relaxation, whether they fit or not
-        if goal.time_limit is not None:
-            self.dual.deadline = self.started + goal.time_limit
 
     @property
     def dual(self) -> Dual:
@@ -48,52 +46,33 @@ class SearchState:
         return min((assignment.memory for assignment in self.seen), default=float("inf"))
 
     @property
-    def is_proven(self) -> bool:
-        """Return whether the gap between incumbent and bound is closed."""
-        best = self.incumbent
-        return best is not None and best.objective - self.bound <= self.goal.gap * best.objective
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether the time limit has passed."""
-        return self.goal.time_limit is not None and time.perf_counter() - self.started > self.goal.time_limit
-
-    @property
     def is_done(self) -> bool:
         """Return whether the gap is closed or the time limit has passed."""
-        return self.is_proven or self.is_late
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Return the time limit for a program: the remaining time, but enough to find a solution."""
-        if self.goal.time_limit is None:
-            return None
-        return max(0.1, self.goal.time_limit - (time.perf_counter() - self.started))
+        return self.bounds.are_closed or self.clock.is_late
 
     def ascend(self, tolerance: float = 1e-5) -> None:
         """Raise the dual's bound, take it, and look at the assignments that the dual rounds to."""
         self.dual.ascend(SWEEPS, tolerance)
-        self._take_bound_and_rounding()
+        self.bounds.raise_lower(self.dual_bound)
+        strategies = rounded(self.dual, range(len(self.dual.unary)))
+        for keeps in dict.fromkeys((self.relaxation.multipliers.byte, 0.0, float("inf"))):
+            assignment = self._keeping(evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget))
+            if assignment is None:
+                return
+            self.seen.append(assignment)
+            if self._fits(assignment):
+                self.bounds.offer(assignment)
 
     def reweigh(self, multipliers: Multipliers, tolerance: float = 1e-4) -> None:
         """Change the multipliers and ascend under them."""
         self.relaxation.reweigh(multipliers)
         self.ascend(tolerance)
 
-    def raise_bound(self, seconds: float) -> None:
-        """Take a bound that was proven."""
-        self.bound = max(self.bound, seconds)
-
-    def offer(self, assignment: Assignment | None) -> None:
-        """Take an assignment that fits as the incumbent if it is better."""
-        if assignment is not None and (self.incumbent is None or assignment.objective < self.incumbent.objective):
-            self.incumbent = assignment
-
     def offer_solved(self, assignment: Assignment | None) -> None:
         """Offer the solution of a program, which may keep other values than the goal says."""
         kept = self._keeping(assignment)
         if kept is assignment or (kept is not None and self._fits(kept)):
-            self.offer(kept)
+            self.bounds.offer(kept)
 
     def pruned(self, threshold: float) -> Dual:
         """Return the dual without strategies and transitions that are in no assignment shorter than `threshold` seconds."""
@@ -105,22 +84,6 @@ class SearchState:
         """Return the program of a restriction within the memory budget."""
         return Formulation(self.transitions, restriction, self.budget)
 
-    def result(self, assignment: Assignment) -> tuple[Assignment, float]:
-        """Pair an assignment with the bound."""
-        return assignment, min(self.bound, assignment.objective)
-
-    def _take_bound_and_rounding(self) -> None:
-        byte = self.relaxation.multipliers.byte
-        self.raise_bound(self.dual_bound)
-        strategies = rounded(self.dual, range(len(self.dual.unary)))
-        for keeps in dict.fromkeys((byte, 0.0, float("inf"))):
-            assignment = self._keeping(evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget))
-            if assignment is None:
-                return
-            self.seen.append(assignment)
-            if self._fits(assignment):
-                self.offer(assignment)
-
     def _fits(self, assignment: Assignment) -> bool:
         return self.budget is None or self.budget.fits(assignment.memory)
 
@@ -130,3 +93,54 @@ class SearchState:
             return assignment
         keeps, byte = 0.0 if self.goal.keep_gathered else float("inf"), self.relaxation.multipliers.byte
         return evaluate(self.transitions, assignment.strategies, keeps=keeps, repeats=byte, budget=self.budget)
+
+
+@dataclass
+class Bounds:
+    """Hold the shortest step between a proven lower bound and the best assignment found."""
+
+    gap: float  # of the step: where lower bound and incumbent differ by no more, the search is done
+    lower: float = 0.0  # seconds that no assignment is better than
+    incumbent: Assignment | None = None  # the best that fits
+
+    @property
+    def are_closed(self) -> bool:
+        """Return whether the incumbent is proven to be as good as the gap demands."""
+        best = self.incumbent
+        return best is not None and best.objective - self.lower <= self.gap * best.objective
+
+    def raise_lower(self, seconds: float) -> None:
+        """Take a lower bound that was proven."""
+        self.lower = max(self.lower, seconds)
+
+    def offer(self, assignment: Assignment | None) -> None:
+        """Take an assignment that fits as the incumbent if it is better."""
+        if assignment is not None and (self.incumbent is None or assignment.objective < self.incumbent.objective):
+            self.incumbent = assignment
+
+    def result(self, assignment: Assignment) -> tuple[Assignment, float]:
+        """Pair an assignment with the lower bound."""
+        return assignment, min(self.lower, assignment.objective)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Measure the time since a search began against its limit, in seconds; None: no limit."""
+
+    limit: float | None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def deadline(self) -> float:
+        """Return when the limit has passed, by `time.perf_counter`."""
+        return float("inf") if self.limit is None else self.started + self.limit
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the limit has passed."""
+        return time.perf_counter() > self.deadline
+
+    @property
+    def for_program(self) -> float | None:
+        """Return the time limit for a program: the remaining time, but enough to find a solution."""
+        return None if self.limit is None else max(0.1, self.deadline - time.perf_counter())

@@ -35,7 +35,7 @@ def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
     multipliers = best_multipliers(state.seen, budget)
     for _ in range(CUTS):
         state.reweigh(multipliers, ROUGH)
-        if state.incumbent is not None and state.is_late:
+        if state.bounds.incumbent is not None and state.clock.is_late:
             break
         multipliers = best_multipliers(state.seen, budget).between(multipliers)
     return True
@@ -59,7 +59,7 @@ def tune(state: SearchState) -> None:
     best = state.dual_bound, state.relaxation.multipliers
     restriction, idle = _near_bound(state), 0
     for _ in range(ROUNDS):
-        multipliers = state.formulation(restriction).multipliers(state.seconds_left)
+        multipliers = state.formulation(restriction).multipliers(state.clock.for_program)
         if state.is_done or multipliers is None:
             break
         state.reweigh(multipliers.between(best[1]))
@@ -67,7 +67,7 @@ def tune(state: SearchState) -> None:
         idle = 0 if gain > GAIN * best[0] else idle + 1
         if gain > 0:
             best = best[0] + gain, state.relaxation.multipliers
-        if state.is_proven:
+        if state.bounds.are_closed:
             break
         before, restriction = restriction.size, restriction.joined(_near_bound(state))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
@@ -76,7 +76,7 @@ def tune(state: SearchState) -> None:
         state.reweigh(best[1])
     if not state.is_done:
         gap = max(state.goal.gap / 2, SMALL_GAP)
-        assignment, _ = state.formulation(restriction).solve(gap, state.seconds_left, nodes=1)
+        assignment, _ = state.formulation(restriction).solve(gap, state.clock.for_program, nodes=1)
         state.offer_solved(assignment)
 
 

@@ -185,33 +185,45 @@ class HasBackwardHook(Model):
 
 
 class AssignsBuffer(Model):
-    """the model assigns a buffer while it runs, but a graph computes tensors and changes nothing else; update it in
-    place instead, such as self.average.copy_(value) <line>"""
+    """the model gives a buffer another shape or dtype while it runs, but a graph has the same for all calls; register it
+    with the shape and dtype that it gets <line>"""
 
     average: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.average = 0.9 * self.average + 0.1 * x.mean(0)  # <line>
+        self.average = x.mean(0, keepdim=True)  # <line>
         return self.layer(x)
 
 
 class Counts(Model):
-    """the model changes its own attributes while it runs, but a graph computes tensors and changes nothing else; return
-    the value, or keep it in a buffer that is updated in place <line>"""
+    """the model changes calls and computes with it, but a graph has one value for all calls; keep it in a buffer that is
+    updated in place, or pass it as an argument <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1  # <line>
-        return self.layer(x)
+        return self.layer(x) * self.calls
 
 
 class Logs(Model):
-    """the model changes log while it runs, but a graph computes tensors and changes nothing else; return the value, or
-    keep it in a buffer that is updated in place <line>"""
+    """the model changes log and computes with it, but a graph has one value for all calls; keep it in a buffer that is
+    updated in place, or pass it as an argument <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
         self.log.append(y)  # <line>
-        return y
+        return y * len(self.log)
+
+
+class LooksUpSparsely(Model):
+    """the model asks for the sparse gradient of an embedding, but gradients of a sharded model are dense; make it with
+    sparse=False, and train it with the optimizer of the other parameters <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.long().clamp(0, 2))  # <line>
 
 
 class LogsGlobally(Model):

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from autoshard import ShardingPlan
-from autoshard.cli.display import Display
 from autoshard.cli.main import DONE, USERS_FAULT, main
 from autoshard.cli.target import load_target
+from autoshard.config.display import Display
 
 ROOT = Path(__file__).parents[2]
 

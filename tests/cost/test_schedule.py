@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from passes.cost.program import OPTIMIZER, Program, Task
 from passes.cost.scheduling.best_schedule import prefetch, schedule
-from passes.cost.scheduling.list_scheduling import LOOKAHEAD, FreeMemory, _Scheduler, list_schedule
+from passes.cost.scheduling.list_scheduling import Scheduler, list_schedule
 from passes.cost.scheduling.movable_tasks import MovableTasks
+from passes.cost.scheduling.task_queues import LOOKAHEAD
+from passes.cost.scheduling.window import FreeMemory, Window
 from passes.cost.simulate import simulate
 from tests.cost.programs import contended, gather, kernel, program, programs
 
@@ -252,10 +254,13 @@ def test_an_order_keeps_dependencies_and_is_never_worse(
 @given(marked(), st.sampled_from((0.0, 0.5)), st.sampled_from((0.25, 1.0)))
 def test_an_order_is_reckoned_with_the_times_that_it_takes(given: Program, contention: float, links: float) -> None:
     given = contended(given, contention, links)
-    scheduler = _Scheduler(MovableTasks.of(given), 100, fill=True, held_seconds=5.0)
+    scheduler = Scheduler(MovableTasks.of(given), Window(given.index, 100, None), fill=True, held_seconds=5.0)
     order = scheduler.run()
     timeline = simulate(given.reordered(order))
-    assert max(scheduler.clocks) == pytest.approx(timeline.step_time)
+    reckoned = max(scheduler.clocks)
+    assert timeline.step_time <= reckoned * (1 + 1e-9)  # a gather that waits for its link lets others run on the other link
+    if len({task.stream for task in given.tasks if task.is_collective}) < 2:
+        assert reckoned == pytest.approx(timeline.step_time)
 
 
 @LAW

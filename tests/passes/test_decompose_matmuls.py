@@ -16,11 +16,12 @@ from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.cost.build_program import program_of_graph
 from passes.cost.scheduling.best_schedule import schedule
-from passes.decompose_matmuls import WORTH, DecomposeMatmuls
+from passes.decompose_matmuls import DecomposeMatmuls
 from passes.ir.graph import note_of, origin_of, transfer_of
 from passes.ir.matmul_chunks.sites import sites_in, split
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
+from passes.matmul_ways.trials import WORTH
 from tests.models import build
 from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
 from tests.spmd.oracle import plan_ranks

@@ -840,3 +840,97 @@ return output("output") %convolution, output("w") %getitem, output("b") %getitem
     assert "convolution(%x, %w, None, " in after and "add.Tensor(%convolution_1, %view)" in after
     assert "[False, True, False])" in after and "sum.dim_IntList(%g, [0, 2])" in after
     assert_same_values(Normalize(), before)
+
+
+def test_bags_of_one_length_are_a_lookup_and_a_sum() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 8] = parameter("w")
+%x: i64[4, 3] = input("x")
+%grad: f32[4, 8] = tangent("output")
+%iota: i64[4] = prims.iota(4, start=0, step=3, dtype=i64, device=device(cpu), requires_grad=False)
+%view: i64[12] = view(%x, [12])
+%_embedding_bag: (f32[4, 8], i64[12], i64[4], i64[4]) = _embedding_bag(%w, %view, %iota, False, 1)
+%getitem: f32[4, 8] = getitem(%_embedding_bag, 0)
+%a: i64[12] = getitem(%_embedding_bag, 1)
+%b: i64[4] = getitem(%_embedding_bag, 2)
+%c: i64[4] = getitem(%_embedding_bag, 3)
+%g: f32[5, 8] = _embedding_bag_backward(%grad, %view, %iota, %a, %b, %c, 5, False, 1, False, None)
+return output("output") %getitem, gradient("w") %g
+"""
+    assert_expected_inline(rewrite(Normalize(), before), """\
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 8] = parameter("w")
+%x: i64[4, 3] = input("x")
+%grad: f32[4, 8] = tangent("output")
+%embedding: f32[4, 3, 8] = embedding(%w, %x)
+%sum_1: f32[4, 8] = sum.dim_IntList(%embedding, [1], False)
+%div: f32[4, 8] = div.Tensor(%sum_1, 3)
+%div_1: f32[4, 8] = div.Tensor(%grad, 3)
+%unsqueeze: f32[4, 1, 8] = unsqueeze(%div_1, 1)
+%expand: f32[4, 3, 8]<8, 0, 1> = expand(%unsqueeze, [4, 3, 8])
+%embedding_dense_backward: f32[5, 8] = embedding_dense_backward(%expand, %x, 5, -1, False)
+return output("output") %div, gradient("w") %embedding_dense_backward
+""")
+    assert_same_values(Normalize(), before)
+
+
+def test_weighted_bags_with_padding_are_a_lookup_and_a_sum() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 8] = parameter("w")
+%x: i64[12] = input("x")
+%weights: f32[12] = input("weights")
+%grad: f32[4, 8] = tangent("output")
+%iota: i64[4] = prims.iota(4, start=0, step=3, dtype=i64, device=device(cpu), requires_grad=False)
+%_embedding_bag: (f32[4, 8], i64[12], i64[4], i64[4]) = _embedding_bag(%w, %x, %iota, False, 0, False, %weights, False, 1)
+%getitem: f32[4, 8] = getitem(%_embedding_bag, 0)
+%a: i64[12] = getitem(%_embedding_bag, 1)
+%b: i64[4] = getitem(%_embedding_bag, 2)
+%c: i64[4] = getitem(%_embedding_bag, 3)
+%g: f32[5, 8] = _embedding_bag_backward(%grad, %x, %iota, %a, %b, %c, 5, False, 0, False, %weights, 1)
+%for_weights: f32[12] = _embedding_bag_per_sample_weights_backward(%grad, %w, %x, %iota, %a, 0, 1)
+return output("output") %getitem, gradient("w") %g, gradient("input:weights") %for_weights
+"""
+    assert "embedding_bag" not in rewrite(Normalize(), before)
+    assert_same_values(Normalize(), before)
+
+
+def test_averaged_bags_with_padding_divide_by_what_counts() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 8] = parameter("w")
+%x: i64[12] = input("x")
+%grad: f32[4, 8] = tangent("output")
+%iota: i64[4] = prims.iota(4, start=0, step=3, dtype=i64, device=device(cpu), requires_grad=False)
+%_embedding_bag: (f32[4, 8], i64[12], i64[4], i64[4]) = _embedding_bag(%w, %x, %iota, False, 1, False, None, False, 1)
+%getitem: f32[4, 8] = getitem(%_embedding_bag, 0)
+%a: i64[12] = getitem(%_embedding_bag, 1)
+%b: i64[4] = getitem(%_embedding_bag, 2)
+%c: i64[4] = getitem(%_embedding_bag, 3)
+%g: f32[5, 8] = _embedding_bag_backward(%grad, %x, %iota, %a, %b, %c, 5, False, 1, False, None, 1)
+return output("output") %getitem, gradient("w") %g
+"""
+    assert "embedding_bag" not in rewrite(Normalize(), before)
+    assert_same_values(Normalize(), before)
+
+
+def test_bags_of_several_lengths_and_maxima_stay() -> None:
+    before = """
+mesh dp=2
+stage CAPTURED
+%w: f32[5, 8] = parameter("w")
+%x: i64[12] = input("x")
+%offsets: i64[4] = input("offsets")
+%iota: i64[4] = prims.iota(4, start=0, step=3, dtype=i64, device=device(cpu), requires_grad=False)
+%_embedding_bag: (f32[4, 8], i64[12], i64[4], i64[4]) = _embedding_bag(%w, %x, %offsets, False, 0)
+%getitem: f32[4, 8] = getitem(%_embedding_bag, 0)
+%_embedding_bag_1: (f32[4, 8], i64[12], i64[4], i64[4, 8]) = _embedding_bag(%w, %x, %iota, False, 2)
+%getitem_1: f32[4, 8] = getitem(%_embedding_bag_1, 0)
+return output("0") %getitem, output("1") %getitem_1
+"""
+    assert_declines(Normalize(), before)

@@ -140,6 +140,18 @@ LOOKUPS = (
         (floats(4, 12), torch.arange(-6.0, 6.0, dtype=torch.float64)),
         rows="S(0), R -> S(0); S(1), R -> S(1)",
     ),
+    Case(
+        aten.searchsorted.Tensor,
+        (torch.arange(-6.0, 6.0, dtype=torch.float64), floats(4, 12)),
+        rows="R, S(0) -> S(0); R, S(1) -> S(1)",
+    ),
+    Case(
+        aten.searchsorted.Tensor,
+        (floats(4, 5).sort().values, floats(4, 6)),
+        {"side": "right"},
+        note="a_sequence_per_row",
+        rows="S(0), S(0) -> S(0); R, S(1) -> S(1)",
+    ),
 )
 WRITES = (
     Case(
@@ -286,7 +298,17 @@ ALONG = (
         )
     ),
 )
-CASES = (*EMBEDDING, *LOOKUPS, *WRITES, *ALONG)
+REDUCED = tuple(
+    Case(
+        aten.index_reduce.default,
+        (floats(4, 6, 5), 1, ints(0, 6, 8), floats(4, 8, 5), reduce),
+        {"include_self": included},
+        note=reduce,
+        rows="S(0), R, S(0) -> S(0)",
+    )
+    for reduce, included in (("prod", True), ("mean", False), ("amax", True), ("amin", False))
+)
+CASES = (*EMBEDDING, *LOOKUPS, *WRITES, *ALONG, *REDUCED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

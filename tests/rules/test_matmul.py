@@ -50,6 +50,13 @@ CASES = (
         "P(sum), P(sum), R -> P(sum); P(sum), R, P(sum) -> P(sum); P(sum), S(2), S(1) -> P(sum)",
     ),
     Case(
+        aten.addbmm.default,
+        (floats(4, 9), floats(8, 4, 6), floats(8, 6, 9)),
+        {"beta": 2, "alpha": 0.5},
+        rows="S(0), S(1), R -> S(0); S(1), R, S(2) -> S(1); P(sum), S(0), S(0) -> P(sum); "
+        "P(sum), P(sum), R -> P(sum); P(sum), R, P(sum) -> P(sum); P(sum), S(2), S(1) -> P(sum)",
+    ),
+    Case(
         aten.addmv.default,
         (floats(4), floats(4, 6), floats(6)),
         rows="S(0), S(0), R -> S(0); P(sum), P(sum), R -> P(sum); "

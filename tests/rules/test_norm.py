@@ -184,7 +184,20 @@ BATCHES = (
         ),
     ),
 )
-CASES = (*LAST, *GROUPS, *BATCHES)
+WEIGHTS = (
+    Case(
+        aten._weight_norm_interface_backward.default,
+        (floats(6, 4, 3), floats(6, 4, 3), floats(6, 1, 1), floats(6, 1, 1).abs() + 1, 0),
+        rows="S(0), S(0), S(0), S(0) -> S(0), S(0); P(sum), R, R, R -> P(sum), P(sum)",
+    ),
+    Case(
+        aten._weight_norm_interface_backward.default,
+        (floats(4, 3, 6), floats(4, 3, 6), floats(1, 1, 6), floats(1, 1, 6).abs() + 1, 2),
+        note="last_dim",
+        rows="S(2), S(2), S(2), S(2) -> S(2), S(2); P(sum), R, R, R -> P(sum), P(sum)",
+    ),
+)
+CASES = (*LAST, *GROUPS, *BATCHES, *WEIGHTS)
 
 
 @pytest.fixture(autouse=True)

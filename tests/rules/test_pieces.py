@@ -24,6 +24,8 @@ CASES = (
         aten.slice.Tensor, (floats(4, 12), 1, 1, 12, 3), note="steps", rows="S(0) -> S(0); S(1) -> S(1); P(*) -> P(*)"
     ),
     Case(aten.slice.Tensor, (floats(4, 12), 1, 1, 9, 3), note="some_steps", rows="S(0) -> S(0); P(*) -> P(*)"),
+    Case(aten.glu.default, (floats(4, 12),), rows="S(0) -> S(0); S(1/2) -> S(1)"),
+    Case(aten.glu.default, (floats(4, 6), 0), note="first_dim", rows="S(0/2) -> S(0); S(1) -> S(1)"),
     Case(
         aten.slice_scatter.default,
         (floats(4, 12), floats(4, 6), 1, 6, 12),

@@ -97,6 +97,16 @@ CASES = (
     Case(aten.clamp.default, (A, -1.0, 1.0), rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(aten.clip.default, (A, -1.0), rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(aten._conj.default, (COMPLEX,), rows="S(0) -> S(0); S(1) -> S(1); P(avg) -> P(avg); P(sum) -> P(sum)"),
+    Case(
+        aten.fake_quantize_per_tensor_affine_cachemask.default,
+        (A, 0.1, 3, -128, 127),
+        rows="S(0) -> S(0), S(0); S(1) -> S(1), S(1)",
+    ),
+    Case(
+        aten.fake_quantize_per_channel_affine_cachemask.default,
+        (floats(4, 6).float(), torch.rand(6) + 0.1, torch.arange(6, dtype=torch.int32), 1, -128, 127),
+        rows="S(0), R, R -> S(0), S(0); S(1), S(0), S(0) -> S(1), S(1)",
+    ),
     Case(prims.conj_physical.default, (COMPLEX,), rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(
         aten.addcmul.default,

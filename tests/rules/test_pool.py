@@ -36,7 +36,34 @@ INDICES_2D = aten.max_pool2d_with_indices(IMAGE, *max_pool(dims=2))[1]
 INDICES_3D = aten.max_pool3d_with_indices(VOLUME, *max_pool(dims=3))[1]
 ADAPTED = aten.adaptive_max_pool2d(IMAGE, [3, 2])[1]
 OFFSETS = POOL(IMAGE, *max_pool(dims=2))[1]
+GRID, VOLUME_GRID = floats(4, 3, 2, 2) / 16, floats(4, 3, 2, 2, 3) / 16
+SAMPLED = "S(0), S(0) -> S(0); S(1), R -> S(1); P(sum), R -> P(sum)"
+SAMPLED_BACK = "S(0), S(0), S(0) -> S(0), S(0); S(1), S(1), R -> S(1), P(sum); P(sum), R, R -> P(sum), P(sum)"
+ZEROS, BORDER = 0, 1  # outside of the image
 CASES = (
+    Case(aten.replication_pad1d_backward.default, (floats(4, 12, 8), LINE, [1, 2]), rows=TWO_GIVEN),
+    Case(aten.replication_pad2d_backward.default, (floats(4, 12, 9, 6), IMAGE, [1, 0, 1, 2]), rows=TWO_GIVEN),
+    Case(
+        aten.replication_pad3d_backward.default,
+        (floats(4, 12, 6, 5, 8), VOLUME, [1, 2, 0, 1, 0, 0]),
+        rows=TWO_GIVEN,
+    ),
+    Case(aten.grid_sampler_2d.default, (IMAGE, GRID, 0, ZEROS, False), rows=SAMPLED),
+    Case(aten.grid_sampler_3d.default, (VOLUME, VOLUME_GRID, 0, BORDER, True), rows=SAMPLED),
+    Case(
+        aten.grid_sampler_2d_backward.default,
+        (floats(4, 12, 3, 2), IMAGE, GRID, 0, BORDER, False, [True, True]),
+        rows=SAMPLED_BACK,
+    ),
+    Case(
+        aten.grid_sampler_3d_backward.default,
+        (floats(4, 12, 3, 2, 2), VOLUME, VOLUME_GRID, 0, ZEROS, False, [True, True]),
+        rows=SAMPLED_BACK,
+    ),
+    Case(aten._upsample_bilinear2d_aa.default, (IMAGE, [3, 7], False), rows=GIVEN),
+    Case(aten._upsample_bicubic2d_aa.default, (IMAGE, [3, 7], False), rows=GIVEN),
+    Case(aten._upsample_bilinear2d_aa_backward.default, (floats(4, 12, 3, 7), [3, 7], [4, 12, 6, 5], False), rows=GIVEN),
+    Case(aten._upsample_bicubic2d_aa_backward.default, (floats(4, 12, 3, 7), [3, 7], [4, 12, 6, 5], False), rows=GIVEN),
     Case(aten.max_pool2d_with_indices.default, (IMAGE, *max_pool(dims=2)), rows=TWO_TAKEN),
     Case(
         aten.max_pool2d_with_indices.default,

@@ -28,6 +28,11 @@ CASES = (
     Case(aten.randn_like.default, (SHAPED,), {"dtype": torch.float16}, note="half"),
     Case(aten.uniform.default, (SHAPED, 2.0, 3.0)),
     Case(aten.normal_functional.default, (SHAPED, 1.0, 2.0)),
+    Case(
+        torch.ops.prims.normal.default,
+        ([6, 8],),
+        {"mean": 1.0, "std": 2.0, "dtype": torch.float32, "device": torch.device("cpu"), "requires_grad": False},
+    ),
     Case(aten.exponential.default, (SHAPED, 2.0)),
     Case(aten.randint.default, (1 << 40, [6, 8]), note="wide"),
     Case(aten.randint.low, (-3, 9, [6, 8])),

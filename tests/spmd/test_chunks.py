@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import passes.decompose_matmuls
 from autoshard import Options, Overlap, autoshard
 from autoshard.runtime import shared_memory
-from passes.decompose_matmuls import ONE, DecomposeMatmuls
 from passes.ir.matmul_chunks.one_operator import why_not_one
+from passes.matmul_ways import trials
+from passes.matmul_ways.trials import ONE, Trials
 from tests.spawn import run_on_ranks
 from tests.spmd.oracle import relative_error
 
@@ -51,9 +51,9 @@ def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str
         options = Options(recipe="megatron", compile=mode, hardware="h100", overlap=Overlap(symmetric_memory=True))
         with (
             mock.patch.object(shared_memory, "DEVICES", ("cpu",)),
-            mock.patch.object(passes.decompose_matmuls, "WORTH", -1e9),  # of the step: whatever it costs
+            mock.patch.object(trials, "WORTH", -1e9),  # of the step: whatever it costs
             mock.patch.object(
-                DecomposeMatmuls, "_ways", lambda _, site, mesh, way=way: ((2 if why_not_one(site) else way,), "")
+                Trials, "ways", lambda _, site, way=way: ((2 if why_not_one(site) else way,), "")
             ),
         ):
             model = autoshard(copy.deepcopy(one), mesh, (x,), options=options)

@@ -7,7 +7,6 @@ described again and compared with the states that it had before.
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,15 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from autoshard.capture.changes import Change
+from autoshard.capture.held_objects import DEPTH_MAX, INTERNAL, inside_of
 from autoshard.capture.signature import format_tensor, is_constant
 from autoshard.runtime.calls.alone import Alone
+from autoshard.runtime.calls.stored_values import StoredValues
 from passes._torch import unchanged_since_now
 
-DEPTH_MAX = 4  # attributes of attributes that are described: `self.config.rope.theta` has 3
-ITEMS_MAX = 1000  # items of a container that are described; of a larger one, which is data, only its identity is
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
-_INTERNAL = (frozenset(nn.Module().__dict__) | {"_autoshard"}) - {"training"}
 _DYNAMIC = ("__dict__", "vars")  # code that reads one of these may read any attribute
 
 
@@ -70,6 +69,7 @@ class ModelStates:
     """The states that a model had when it was called, and which one it has."""
 
     names: frozenset[str] | None = frozenset()  # what the code of the captured calls reads
+    stored: StoredValues = field(default_factory=StoredValues)  # by the captured calls, in objects of the model
     known: list[Description] = field(default_factory=list)
     current: int = 0
     signature: inspect.Signature = field(default_factory=inspect.Signature)
@@ -115,7 +115,7 @@ class ModelStates:
         forward = self.own_forward(model)
         found = describe(model, kind, forward)
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
-        self._handles, self._unchanged = RemovableHandle.next_id, found.watch()
+        self._handles, self._unchanged = RemovableHandle.next_id, found.watch(model, self.stored)
         self._parameters = tuple(model.parameters())
         self.trained = tuple(map(_REQUIRES_GRAD, self._parameters))
         self.training = tuple(module.training for module in model.modules())
@@ -125,8 +125,12 @@ class ModelStates:
         """Describe the model again at the next call."""
         self._unchanged = lambda: False
 
-    def read(self, names: frozenset[str] | None) -> None:
-        """Note what the code of a captured call reads (None: not known, so that it may be anything)."""
+    def read(self, names: frozenset[str] | None, changes: tuple[Change, ...]) -> None:
+        """Note what the code of a captured call reads (None: not known, so that it may be anything), and what it changes.
+        """
+        self.stored = self.stored.with_call(names, changes)
+        if self.stored.changes:
+            self.forget()
         everything = names is None or self.names is None or any(name in names for name in _DYNAMIC)
         self.names = None if everything else frozenset().union(self.names or (), names or ())
 
@@ -145,7 +149,9 @@ class ModelStates:
         found = {}
         for path in old.keys() | new.keys():
             one, other = old.get(path, _MISSING), new.get(path, _MISSING)
-            if one.value != other.value and (one.is_read(self.names) and other.is_read(self.names)):
+            if one.value == other.value or self.stored.is_ignored(path):
+                continue
+            if one.is_read(self.names) and other.is_read(self.names):
                 found[path] = (one.value, other.value)
         return dict(sorted(found.items()))
 
@@ -199,13 +205,18 @@ class Describing:
         self.forwards: dict[type[nn.Module], Any] = {}
         self.seen: dict[int, str] = {}  # id of a tensor or object -> its first path
 
-    def watch(self) -> Callable[[], bool]:
-        """Return a function that says whether the model is still as it was described."""
-        unwritten, lists, forwards = unchanged_since_now(self.dicts), self.lists, tuple(self.forwards.items())
+    def watch(self, model: nn.Module, stored: StoredValues) -> Callable[[], bool]:
+        """Return a function that says whether the model is still as it was described, but for what its calls store."""
+        holders = stored.holders(model)
+        changing = {id(one.inside) for one in holders}
+        unwritten = unchanged_since_now([one for one in self.dicts if id(one) not in changing])
+        lists = [(one, copy) for one, copy in self.lists if id(one) not in changing]
+        forwards, looks = tuple(self.forwards.items()), [(one, one.look(_described)) for one in holders]
 
         def check() -> bool:
             return (
                 unwritten()
+                and all(one.look(_described) == before for one, before in looks)
                 and all(kind.forward is forward for kind, forward in forwards)
                 and all(len(one) == len(copy) and all(map(is_, one, copy)) for one, copy in lists)
             )
@@ -230,7 +241,7 @@ class Describing:
                 self.add(dot + name, tuple(map(Same, hooks)), ())
         library = kind.__module__.startswith("torch.")
         for name, value in module.__dict__.items():
-            if name not in _INTERNAL:
+            if name not in INTERNAL:
                 self.value(dot + name, value, () if library or name in ("training", "forward") else (name,), DEPTH_MAX)
 
     def _tensor(self, path: str, tensor: torch.Tensor | None) -> Any:
@@ -242,10 +253,13 @@ class Describing:
 
     def value(self, path: str, value: Any, names: tuple[str, ...], depth: int) -> None:
         """Describe the value of an attribute: constants by value, containers and plain objects by what they hold."""
+        if isinstance(value, torch.Tensor):
+            self.add(path, self._tensor(path, value), names)
+            return
         if is_constant(value):
             self.add(path, (type(value), repr(value)) if isinstance(value, float | slice) else (type(value), value), names)
             return
-        inside = _inside(value)
+        inside = inside_of(value)
         is_known = self.seen.setdefault(id(value), path) != path
         self.add(path, type(value) if isinstance(value, list | tuple | dict | set | frozenset) else Same(value), names)
         if inside is None or is_known or not depth:
@@ -259,12 +273,8 @@ class Describing:
             self.value(f"{path}.{key}", item, (*names, str(key)) if is_object and names else names, depth - 1)
 
 
-def _inside(value: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
-    """Return what a value holds, if that is described too."""
-    if isinstance(value, enum.Enum | type | nn.Module | torch.Tensor) or callable(value):
-        return None
-    if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
-    if not isinstance(value, list | tuple | dict):
-        value = getattr(value, "__dict__", None)
-    return value if isinstance(value, list | tuple | dict) and len(value) <= ITEMS_MAX else None
+def _described(value: Any) -> Any:
+    """Return the description of one value, to be compared with that of another."""
+    found = Describing()
+    found.value("", value, (), DEPTH_MAX)
+    return {path: entry.value for path, entry in found.entries.items()}

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.signature import Call, Signature, bind_call
 from autoshard.compile.compiled import Mode as Compile
 from autoshard.config.options import Bucket
+from autoshard.config.progress import Progress, shown, silent
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
 from autoshard.runtime.build import build_program
@@ -53,6 +54,7 @@ class FirstCall:
     kwargs: dict[str, Any]
     gradients: bool  # whether a backward is wanted
     parameters: Mapping[str, Layout] | None  # as stored since an earlier program; None: free to choose
+    progress: Progress = silent
 
 
 class Planner(Protocol):
@@ -72,6 +74,7 @@ class CallSettings:
     compile: Compile
     max_programs: int
     buckets: Mapping[str, Bucket]
+    shows_progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class RuntimeState:
     def of_copy(self, model: nn.Module, copied: nn.Module) -> RuntimeState:
         """Return the state of a copy of `model`: the programs of its present state run on the copy's parameters."""
         self.mode(model, gradients=True)
-        states = ModelStates(self.states.names, given_forward=copied.__dict__.get("forward"))
+        states = ModelStates(self.states.names, self.states.stored, given_forward=copied.__dict__.get("forward"))
         states.update(copied, self.kind)
         programs = [
             replace(
@@ -287,11 +290,24 @@ def _made(
     args, kwargs = call.with_leaves(call.leaves)
 
     def plan(followed: Decided | None) -> LocalProgram:
-        return state.planner(FirstCall(as_written(), args, kwargs, bool(mode[0]), state.layouts(model)), followed)
+        layouts = state.layouts(model)
+        return state.planner(FirstCall(as_written(), args, kwargs, bool(mode[0]), layouts, progress), followed)
 
-    with torch.inference_mode(mode=False), torch.set_grad_enabled(bool(mode[0])):  # what is made outlives the mode
+    with (
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(bool(mode[0])),  # what is made outlives the mode
+        shown(_title(state, described), enabled=state.settings.shows_progress) as progress,
+    ):
         local = plan_together(state.groups, plan)
+        progress("compile")
         return install(model, state, mode, local, described, started=started)
+
+
+def _title(state: RuntimeState, described: str) -> str:
+    """Return what is said while a program is made."""
+    number, last = len(state.programs) + 1, state.programs[-1:]
+    took = "".join(f"; program {number - 1} took {format_seconds(one.seconds)}" for one in last)
+    return f"{state.kind.__name__}: program {number}, for {described}: capture, plan, compile{took}"
 
 
 def install(
@@ -305,7 +321,7 @@ def install(
         lay_out(model, state.place, local.parameters)
         state.stored, state.taken_over = True, {}
         state.states.settle(model, state.kind)
-    state.states.read(local.names)
+    state.states.read(local.names, local.new_values.changes)
     seconds = time.perf_counter() - started
     local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
     program = Program(mode, described, seconds, bind(built.program, local, model, state.place, state.groups.watch))

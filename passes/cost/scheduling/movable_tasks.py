@@ -34,7 +34,6 @@ class MovableTasks:
     program: Program
     phases: tuple[list[int], ...]  # forward, backward and optimizer
     prefetches: list[Prefetch]
-    missing: list[int]  # how many operands other tasks write
     is_late: list[bool]  # whether it reads the result of a gradient's reduction
     ends: list[int]  # of tasks that lead to one gradient alone: which; else `NONE` or `MANY`
     last: set[int]  # reductions of the gradient that is computed last
@@ -46,7 +45,6 @@ class MovableTasks:
             program,
             tuple([number for number, call in enumerate(program.index.calls) if call == phase] for phase in range(3)),
             _prefetches(program),
-            [len(sources) for sources in program.index.sources],
             _late(program),
             *_ends(program),
         )

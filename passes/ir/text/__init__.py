@@ -1,4 +1,5 @@
-"""The text form of graphs: `printer` describes and writes it, `parser` reads it, `lexer` splits it into tokens."""
+"""The text form of graphs: `printer` describes and writes it, `lexer` splits it into tokens, which `parser` and
+`annotations` read."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ class Display:
     """A `Progress` that is also a context manager; if stderr is not a terminal, it writes plain lines without a clock.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, title: str = "") -> None:
         columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.title = title
         self.console, self.bars = console, Bars(*columns, console=console, disable=not console.is_terminal)
         self.began = self.phase_began = time.perf_counter()
         self.phase: str | None = None
@@ -33,6 +34,8 @@ class Display:
         self.bar = self.bars.add_task(phase, total=1)
 
     def __enter__(self) -> Display:
+        if self.title:
+            self.console.print(self.title, highlight=False, markup=False)
         self.bars.start()
         return self
 

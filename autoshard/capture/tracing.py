@@ -1,0 +1,138 @@
+"""Trace a call of a model with dynamo, and what the call changes in the model's Python objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.capture_errors import marks_leaf, read_and_changed_error, side_effect_error, takes_lock
+from autoshard.capture.changes import Change, Traced, changes_of, stand_in
+from autoshard.capture.held_objects import Path, reach
+from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
+from passes.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A traced call: its graph returns the model's output, a number, and the values of `changes`."""
+
+    module: TracedModule
+    changes: tuple[Change, ...] = ()
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedCall:
+    """Return the trace of a call of `model`, a copy on tensors without data, which the trace may change.
+
+    Some modules set a flag on an object outside of them (a config, say) in their first call. If a second call changes
+    nothing more, these constants are set here as the first call would set them. Other changes of objects that the
+    model holds are values of the call. Raises CaptureError for changes that are not.
+    """
+    traced = _traced(_Call(model), args, kwargs, mode)
+    if not traced.side_effects:
+        return TracedCall(traced)
+    settled = _settled(model, args, kwargs, mode, traced.side_effects)
+    return TracedCall(settled) if settled is not None else _with_changes(model, args, kwargs, mode, traced)
+
+
+def _settled(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any, effects: tuple[SideEffect, ...]
+) -> TracedModule | None:
+    """Return the trace of a second call, if the first one sets flags only, and the second changes nothing."""
+    if not all(effect.constants and set(effect.constants) == set(effect.names) for effect in effects):
+        return None
+    if any(isinstance(effect.changed, nn.Module) for effect in effects):
+        return None
+    before = [(vars(effect.changed), dict(vars(effect.changed))) for effect in effects]
+    for effect in effects:
+        for name, value in effect.constants.items():
+            setattr(effect.changed, name, value)
+    again = _traced(_Call(model), args, kwargs, mode)
+    if not again.side_effects:
+        return again
+    for attributes, held in before:
+        attributes.clear()
+        attributes.update(held)
+    return None
+
+
+def _with_changes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any, first: TracedModule
+) -> TracedCall:
+    """Trace a call again that returns what it changed."""
+    found = changes_of(model, first.side_effects)
+    if isinstance(found, SideEffect):
+        raise side_effect_error(found)
+    stand_in(model, found)
+    try:
+        traced = _traced(_Call(model, found), args, kwargs, mode)
+    except RuntimeError as error:
+        raise _changed_error(found, first.side_effects) from error
+    return TracedCall(traced, found.changes)
+
+
+def _changed_error(found: Traced, effects: tuple[SideEffect, ...]) -> CaptureError:
+    """Return the error for changes that cannot be traced: something is read that is added to, if there is such a thing."""
+    added = {name: path for change in found.changes for name, path in change.added_paths}
+    for effect in effects:
+        for name in (*effect.names, effect.source.rpartition(".")[2]):
+            if name in added:
+                return read_and_changed_error(added[name], effect)
+    return side_effect_error(effects[0])
+
+
+def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:
+    """Return the trace of a call.
+
+    A module that holds a lock while it sets itself up in its first call (hooks, say) is called once before, on tensors
+    without data. Where `requires_grad_()` on a value stops the trace, it is left out.
+    """
+    marks_leaves, is_set_up = True, False
+    while True:
+        try:
+            return trace_module(call, args, kwargs, marks_leaves=marks_leaves)
+        except RuntimeError as error:
+            if takes_lock(error) and not is_set_up:
+                with rehearsed(mode):
+                    call(*args, **kwargs)
+                is_set_up = True
+            elif marks_leaf(error) and marks_leaves:
+                marks_leaves = False
+            else:
+                raise
+
+
+class _Call(nn.Module):
+    """Module that calls the traced module under a name that cannot clash with those of its children.
+
+    It returns the values of `changes` after the call, and copies new buffers into those that were there before.
+    """
+
+    def __init__(self, module: nn.Module, changes: Traced | None = None) -> None:
+        super().__init__()
+        self.autoshard_module = module
+        self.changes = () if changes is None else changes.changes
+        self.buffers_of = () if changes is None else changes.buffers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before = [_buffers(self.autoshard_module, path) for path in self.buffers_of]
+        output = self.autoshard_module(*args, **kwargs)
+        for path, held in zip(self.buffers_of, before, strict=True):
+            for name, new in _buffers(self.autoshard_module, path).items():
+                _assign(held[name], new)
+        # Dynamo returns no graph if nothing is computed; the second result makes sure that something is.
+        return output, torch.zeros(()), [change.values(self.autoshard_module) for change in self.changes]
+
+
+def _buffers(model: nn.Module, path: Path) -> dict[str, Any]:
+    return dict(reach(model, path)._buffers)
+
+
+def _assign(held: torch.Tensor | None, new: torch.Tensor | None) -> None:
+    if new is held:
+        return
+    if held is None or new is None or held.shape != new.shape or held.dtype != new.dtype:
+        raise ValueError("a buffer gets another shape or dtype")
+    held.copy_(new)

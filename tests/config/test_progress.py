@@ -1,0 +1,56 @@
+"""Planning, a first call and a new shape say on a terminal what they do, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard import Mesh, Options, autoshard, plan
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def planned(progress: bool) -> None:
+    plan(nn.Linear(4, 4), Mesh("dp=2"), (torch.ones(2, 4),), options=Options(recipe="fsdp", progress=progress))
+
+
+def test_planning_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on_terminal(monkeypatch)
+    planned(progress=True)
+    said = capsys.readouterr().err
+    assert said.startswith("planning Linear on dp=2: capture, search, simulate\n")
+    assert "capture" in said.partition("\n")[2] and "in all" in said
+
+
+def test_the_option_turns_it_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on_terminal(monkeypatch)
+    planned(progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_planning_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_calls_on_a_terminal(
+    one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_terminal(monkeypatch)
+    model = autoshard(nn.Linear(4, 4), one_rank, (torch.ones(2, 4),), options=Options(recipe="fsdp", compile="eager"))
+    assert capsys.readouterr().err.startswith("sharding Linear on dp=1: capture, plan, compile\n")
+    model(torch.ones(2, 4))
+    assert capsys.readouterr().err == ""
+    model(torch.ones(3, 4))
+    said = capsys.readouterr().err
+    assert said.startswith("Linear: program 2, for training, input: float32[3, 4]: capture, plan, compile; program 1 took ")
+    with torch.no_grad():
+        model.eval()(torch.ones(3, 4))
+    assert "program 3, for evaluation without gradients" in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""Models that keep Python objects up to date while they run: after each training step they hold what one device's holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import parametrizations
+
+from autoshard import CaptureError, Options, autoshard
+from tests.spawn import run_on_ranks
+
+STEPS = 4
+EAGER = Options(recipe="fsdp", compile="eager")
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+
+class Counts(Base):
+    """Adds to a number, and reads it nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.seen = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.seen = self.seen + x.shape[0]
+        return self.linear(x).sum()
+
+
+class Appends(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.means.append(y.detach().mean())
+        return y.sum()
+
+
+class Keeps(Base):
+    """Holds a part of the loss, with its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty: Any = None
+        self.stats: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.penalty = y.square().mean()
+        self.stats["last"], self.stats["rows"] = y.detach(), x.shape[0]
+        return y.sum()
+
+
+class Average(Base):
+    """Reads a tensor attribute and a buffer, and assigns both."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(3, dtype=torch.float64)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.total = self.total + y.detach().sum(0)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return (y * (1 + self.total) + self.average).sum()
+
+
+class Caches(Base):
+    """Makes a mask in its first call, and reads it in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or self.mask.shape[0] != x.shape[0]:
+            self.mask = torch.ones(x.shape[0], 3).tril()
+        return (self.linear(x) * self.mask).sum()
+
+
+class Metric:
+    def __init__(self) -> None:
+        self.total: Any = 0
+        self.count = 0
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value.detach()
+        self.count += 1
+
+
+class Measures(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Metric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.linear(x).sum()
+        self.metric.update(loss)
+        return loss
+
+
+class Normed(Base):
+    """Has a weight that a hook computes before each call."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.linear = norm(self.linear)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sum()
+
+
+def held(model: Any) -> dict[str, Any]:
+    """Return what a model's objects hold, but for parameters."""
+    named = dict(model.named_buffers())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key != "training":
+                named[f"{name}.{key}"] = vars(value) if isinstance(value, Metric) else value
+    return named
+
+
+def train(model: nn.Module, mesh: DeviceMesh, rank: int = 0, options: Options = EAGER) -> Any:
+    """Train the model and its sharded copy side by side, and return the copy."""
+    sharded: Any = autoshard(model, mesh, options=options)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, sharded)]
+    ways = mesh.size()
+    for step in range(STEPS):
+        x = torch.randn(2 * ways, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        losses = model(x), sharded(x.chunk(ways)[rank])
+        for one, loss, optimizer in zip((model, sharded), losses, optimizers, strict=True):
+            (loss + one.penalty if isinstance(one, Keeps) else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(held(sharded), held(model))
+    return sharded
+
+
+@pytest.mark.parametrize(
+    ("make", "programs"),
+    [
+        (Counts, 1),
+        (Appends, 1),
+        (Keeps, 2),  # with the keys of the dict, and without
+        (Average, 1),
+        (Caches, 2),
+        (Measures, 2),  # a number becomes a tensor
+        (lambda: Normed(nn.utils.weight_norm), 1),
+        (lambda: Normed(nn.utils.spectral_norm), 1),
+        (lambda: Normed(parametrizations.spectral_norm), 1),
+    ],
+    ids=["counts", "appends", "keeps", "average", "caches", "measures", "weight_norm", "spectral_norm", "parametrized"],
+)
+def test_objects_are_as_on_one_device_after_each_step(
+    one_rank: DeviceMesh, make: Callable[[], nn.Module], programs: int
+) -> None:
+    torch.manual_seed(0)
+    sharded = train(make().double(), one_rank)
+    assert len(sharded.programs) == programs
+
+
+class All(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Counts(), Appends(), Keeps(), Average(), Measures(), Normed(nn.utils.weight_norm)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x) for part in self.parts]).sum()
+
+
+def _train_on_ranks(rank: int) -> int:
+    torch.manual_seed(0)
+    return len(train(All().double(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), rank).programs)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_objects_hold_the_values_of_the_whole_batch_on_every_rank() -> None:
+    assert run_on_ranks(_train_on_ranks, 2) == [2, 2]
+
+
+def test_a_value_that_the_user_sets_counts(one_rank: DeviceMesh) -> None:
+    model = Average().double()
+    sharded = train(model, one_rank)
+    for one in (model, sharded):
+        one.total = torch.ones(3, dtype=torch.float64)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    torch.testing.assert_close(sharded(x), model(x))
+    assert len(sharded.programs) == 1
+
+
+def test_evaluation_reads_what_training_stored(one_rank: DeviceMesh) -> None:
+    class Remembers(Keeps):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                return super().forward(x)
+            return self.linear(x).sum() * self.penalty
+
+    model: Any = Remembers().double()
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    for scale in (1, 2, 3):
+        for one in (model, sharded):
+            one.train()(x * scale)
+        with torch.no_grad():
+            torch.testing.assert_close(sharded.eval()(x), model.eval()(x))
+
+
+class Anneals(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.linear(x).sum() * min(1.0, self.steps / 100)
+
+
+class Wraps(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.metric = Metric()
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Anneals(),
+            "the model changes steps and computes with it, but a graph has one value for all calls; keep it in a buffer that "
+            "is updated in place, or pass it as an argument\n",
+        ),
+        (
+            Wraps(),
+            "the model stores a Metric in self.metric while it runs, but a graph computes tensors and numbers only; store "
+            "those, or make the object in __init__",
+        ),
+    ],
+    ids=["number", "object"],
+)
+def test_what_no_program_can_store(one_rank: DeviceMesh, model: nn.Module, message: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        autoshard(model, one_rank, (torch.ones(2, 3),), options=EAGER)
+    assert str(caught.value).startswith(message)
