@@ -189,7 +189,12 @@ def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
     [
         (attend((2, 8, 12)), EXCHANGE, "cp=4", "2 heads of keys do not divide by 4"),
         (attend((2, 8, 12), (2, 7, 12)), RING, "cp=2", "7 keys do not divide by 2"),
-        (attend((2, 8, 12), (2, 6, 12), mask=(2, 1, 8, 6)), RING, "cp=2", "a ring takes no mask, and no kernel without a logsumexp"),
+        (
+            attend((2, 8, 12), (2, 6, 12), mask=(2, 1, 8, 6)),
+            RING,
+            "cp=2",
+            "a ring takes no mask, and no kernel without a logsumexp",
+        ),
     ],
     ids=["heads", "keys", "mask"],
 )
