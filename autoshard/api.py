@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar, overload
 
@@ -12,34 +10,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compile.overlap import OverlapPhase
-from autoshard.config.axis_names import batch_axes_of
-from autoshard.config.axis_recipes import AUTO, recipes_of
-from autoshard.config.constraints import check_options
 from autoshard.config.options import Options, options_given
-from autoshard.config.progress import Progress, silent
 from autoshard.config.progress import shown as shown_on_terminal
 from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
-from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.planner.make_plan import Planned, make_plan, plan_ahead
-from autoshard.planner.problem import data_axes
+from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
-from autoshard.plans.compatibility import check_asked
-from autoshard.plans.record import PlanRecord
-from autoshard.runtime.calls.programs import CallSettings, FirstCall
+from autoshard.runtime.calls.programs import CallSettings
 from autoshard.runtime.execution import LocalProgram
-from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.parameters import Place, place_of
 from autoshard.runtime.process_groups import MeshGroups, open_groups
+from autoshard.runtime.program_planner import ProgramPlanner
 from autoshard.runtime.sharded_module import ShardedModule, shard_module
 from autoshard.runtime.shared_memory import check_devices
 from autoshard.runtime.shared_plan import Decided, given_plan, plan_together
 from autoshard.runtime.watch.call_watch import SharedCall
 from passes.errors import MeshError, UserError
-from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -183,7 +171,7 @@ def _distribute_together(
     given = None if plan is None else given_plan(groups, plan)
     options = options or (Options() if given is None else options_of(given.settings))
     check_devices(options, device_mesh.device_type)
-    planner = _Planner(device_mesh.device_type, place.mesh, options, given)
+    planner = ProgramPlanner(device_mesh.device_type, place.mesh, options, given)
     shows = options.progress and groups.rank == groups.mesh.ranks[0]
     settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows)
     if args is None and kwargs is None:
@@ -198,138 +186,6 @@ def _distribute_together(
         planned = plan_together(groups, attempt)
         progress("compile")
         return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
-
-
-class _Planner:
-    """Planner of a sharded module's programs, one for each mode that it is called in; `given` is the user's plan for
-    one mode.
-    """
-
-    def __init__(self, device: str, mesh: Mesh, options: Options, given: ShardingPlan | None) -> None:
-        check_options(options, mesh)
-        if given is not None:
-            check_asked(given, mesh, options)
-        elif options.recipe == AUTO:
-            batch_axes_of(options, mesh)  # raise now rather than at the first call
-        self.device, self.mesh, self.options, self.given = device, mesh, options, given
-        self.awaits = given is not None  # `given` has not been compiled yet
-        self.first: PlanRecord | None = given  # the plan that decides how inputs are split
-        self.made: list[PlanRecord] = []
-
-    def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
-        """Return the program for a call with this rank's part of each input."""
-        splits = self.splits()
-        args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
-        layouts = layouts_of_call(call.module, args, kwargs, splits) if self.made else None
-        return self.plan(
-            call.module,
-            args,
-            kwargs,
-            call.gradients,
-            call.parameters,
-            batch_axes=None if self.made else self.batch_axes(),
-            layouts=layouts,
-            followed=followed,
-            progress=call.progress,
-        )
-
-    def plan(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        training: bool,
-        stored: Mapping[str, Layout] | None = None,
-        *,
-        batch_axes: tuple[int, ...] | None = None,
-        layouts: Mapping[str, Layout] | None = None,
-        followed: Decided | None,
-        progress: Progress = silent,
-    ) -> LocalProgram:
-        """Return the program for a call with global inputs.
-
-        `batch_axes` are the axes that the caller splits the batch over, `layouts` those of the inputs as the caller
-        gives them (None: as the plan says). `followed` waits for the plan that the first rank decided on.
-        """
-        given = self.given if self.awaits and self.given and self.given.settings.training == training else None
-        if stored is None and given is None and self.given is not None:
-            stored = {name: value.layout for name, value in self.given.parameters.items()}
-        request = PlanRequest(
-            module,
-            args,
-            kwargs,
-            self.mesh,
-            self.options if layouts is None else self._options_with(layouts),
-            training=training,
-            device=self.device,
-            stored=stored,
-            batch_axes=batch_axes,
-            is_later=layouts is not None,
-            earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
-        )
-        planned = make_plan(request, plan=followed or given, progress=progress)
-        self.awaits = self.awaits and given is None
-        self.first = self.first or planned.plan
-        self.made.append(planned.plan)
-        return self._program(planned)
-
-    def _options_with(self, layouts: Mapping[str, Layout]) -> Options:
-        """Return the options for a call whose inputs have these layouts."""
-        return replace(self.options, inputs={path: self._placements(layout) for path, layout in layouts.items()})
-
-    def _placements(self, layout: Layout) -> dict[str, str]:
-        return dict(zip(self.mesh.names, map(str, layout.placements), strict=True))
-
-    def batch_axes(self) -> tuple[int, ...] | None:
-        """Return the axes that the caller splits the batch over; None: as the recipe or the given plan says.
-
-        A search does not choose how the caller splits the batch: until there is a plan, the names of the axes decide.
-        """
-        return self.splits().data_axes if self.options.recipe == AUTO and self.given is None else None
-
-    def splits(self) -> Splits:
-        """Return how a call's inputs are split: as in the first plan, or before that, over the axes of data-parallel
-        recipes.
-        """
-        if self.first is None:
-            return Splits(self.mesh, self._data_axes(), self.options.inputs)
-        layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
-        placements = {name: self._placements(layout) for name, layout in layouts.items()}
-        first = next(iter(layouts.values()), None)
-        return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
-
-    def _data_axes(self) -> tuple[int, ...]:
-        if self.options.recipe == AUTO:
-            return batch_axes_of(self.options, self.mesh)
-        return data_axes(recipes_of(self.options.recipe, self.mesh))
-
-    def _program(self, planned: Planned) -> LocalProgram:
-        signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
-        parameters = {name: value.layout for name, value in plan.parameters.items()}
-        outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
-        return LocalProgram(
-            graph=planned.graph,
-            signature=signature,
-            inputs=tuple(plan.inputs[spec.path].layout for spec in signature.inputs),
-            outputs=outputs,
-            parameters=parameters | {alias: parameters[name] for alias, name in planned.captured.tied.items()},
-            constants=planned.captured.constants,
-            tangent_scale=tuple(self._scale(layout) for layout in outputs),
-            plan=plan,
-            dump=dump_of(self.options),
-            overlap=OverlapPhase.of(self.options, plan.mesh),
-            names=planned.captured.names,
-            new_values=planned.captured.call.new_values,
-        )
-
-    def _scale(self, layout: Layout) -> float:
-        """Return the factor for the gradient of this rank's loss: one over the number of parts, or 1 if the losses are
-        summed.
-        """
-        if self.options.loss == "sum":
-            return 1.0
-        pairs = zip(self.mesh.sizes, layout.placements, strict=True)
-        return 1.0 / math.prod(size for size, placement in pairs if isinstance(placement, Shard))
 
 
 def _decorator(

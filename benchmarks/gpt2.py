@@ -178,7 +178,7 @@ def replicate(config: Config, batch: Batch) -> Variant:
 
 
 def shard_by_hand(config: Config, batch: Batch, mesh: DeviceMesh) -> Variant:
-    """FSDP2 x Megatron with sequence and loss parallelism, as torchtitan writes it."""
+    """Shard by FSDP2 x Megatron with sequence and loss parallelism, as torchtitan writes it."""
     model = make_model(config)
     sequence = Shard(1)
     for block in model.blocks:

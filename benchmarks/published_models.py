@@ -14,7 +14,7 @@ from examples import gpt, llama
 
 
 class TitanAttention(llama.Attention):
-    """As torchtitan: rotated as complex numbers, which Inductor generates no code for, keys and values repeated."""
+    """Attention as in torchtitan: rotated as complex numbers, which Inductor generates no code for, keys and values repeated."""
 
     def __init__(self, config: llama.Config) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class TitanLlama(llama.Llama):
-    """As torchtitan: the loss of logits in float32."""
+    """A Llama as in torchtitan: the loss of logits in float32."""
 
     def __init__(self, config: llama.Config) -> None:
         super().__init__(config)
@@ -82,7 +82,7 @@ autoshard.rule(torch.ops.autoshard_published.dropout_backward.default)("b h q k,
 
 
 class MegatronAttention(gpt.Attention):
-    """As Megatron-LM before FlashAttention: scores in memory, and dropout in a kernel of its own.
+    """Attention as in Megatron-LM before FlashAttention: scores in memory, and dropout in a kernel of its own.
 
     Its softmax masks future positions on the way. A mask does not change what a softmax reads and writes, so none is here.
     """
@@ -94,7 +94,7 @@ class MegatronAttention(gpt.Attention):
 
 
 class MegatronGPT(gpt.GPT):
-    """As Megatron-LM in 2021: the loss of logits in float32. Its dropout in the residual, fused with the sum, is left out."""
+    """A GPT as in Megatron-LM of 2021: the loss of logits in float32. The fused dropout of its residual is left out."""
 
     def __init__(self, config: gpt.Config) -> None:
         super().__init__(config)

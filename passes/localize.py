@@ -88,30 +88,24 @@ class Localize(Pass):
     gives: ClassVar[Stage] = Stage.LOCAL
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        emitter = _Emitter(gm, ctx.mesh)
+        rewriter = _Rewriter(gm, ctx.mesh)
         for node in list(gm.graph.nodes):
             if node.op == "placeholder":
-                emitter.placeholder(node)
-            elif node.op == "call_function" and node not in emitter.replaced:
-                emitter.call(node)
-        emitter.erase_skipped()
-        return emitter.changed
+                rewriter.placeholder(node)
+            elif node.op == "call_function" and node not in rewriter.replaced:
+                rewriter.call(node)
+        rewriter.emitter.erase_skipped()
+        return rewriter.changed
 
 
-class _Emitter:
-    """Adds per-device calls before the current node, and computes their fake values."""
+class _Rewriter:
+    """Replaces the program of the whole mesh, node by node."""
 
     def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.graph, self.mesh = gm.graph, mesh
-        self.fake_mode = fake_mode_of([value_of(n) for n in gm.graph.nodes if "val" in n.meta])
-        self.at: Node = next(iter(gm.graph.nodes))
-        self.shapes: dict[Node, tuple[int, ...]] = {}  # global shapes of nodes already localized
+        self.emitter = _Emitter(gm, mesh)
+        self.shapes = self.emitter.shapes
         self.calls = {n: call_of(n) for n in gm.graph.nodes if isinstance(n.target, OpOverload)}
-        self.inputs: dict[Input, Node] = {}
-        self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
-        self.backward = set(placeholders(gm.graph, InputRole.TANGENT))  # and all that depends on them
-        self.randoms = 0
-        self.skipped: list[Node] = []  # views that were viewed again
         self.replaced: set[Node] = set()  # items of a call that was replaced by a node for each of them
         self.changed = False
 
@@ -121,15 +115,11 @@ class _Emitter:
             self.shapes[node] = tuple(held.shape)
             local = local_shape(layout_of(node), held.shape, self.mesh)
             self.changed |= local != tuple(held.shape)
-            set_value(node, self._empty(local, held))
-
-    def _empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        as_given = tuple(shape) == tuple(like.shape) and not like.is_contiguous()
-        return fake_empty(self.fake_mode, shape, like.dtype, like.device, like.stride() if as_given else None)
+            set_value(node, self.emitter.empty(local, held))
 
     def call(self, node: Node) -> None:
-        self.at = node
-        self._note_backward(node)
+        self.emitter.at = node
+        self.emitter.note_backward(node)
         set_stands_for(node, (node.name,))
         results = results_of(node)
         if results:
@@ -137,7 +127,7 @@ class _Emitter:
         if is_step(node):
             self._replace(node, self._step(node))
         elif node.target is operator.getitem or not isinstance(node.target, OpOverload):
-            set_value(node, self._run(node.target, node.args, node.kwargs))
+            set_value(node, self.emitter.run(node.target, node.args, node.kwargs))
         else:
             self._op(node)
 
@@ -147,7 +137,7 @@ class _Emitter:
         if rule is None or rule.local is None or not (sharded or is_random(node)):
             self._refresh(node)
             return
-        new = rule.local(_LocalCall(self, node))
+        new = rule.local(_LocalCall(self.emitter, node, self.calls[node]))
         if new is None:
             self._refresh(node)
         elif isinstance(new, Node):
@@ -174,10 +164,10 @@ class _Emitter:
     def _refresh(self, node: Node) -> None:
         """Keep the call, on per-device operands."""
         if node.target is aten.view.default:
-            new = self.emit(aten.view.default, *node.args)
+            new = self.emitter.emit(aten.view.default, *node.args)
             self._replace(node, new)
             return
-        set_value(node, self._run(node.target, node.args, node.kwargs))
+        set_value(node, self.emitter.run(node.target, node.args, node.kwargs))
 
     def _replace(self, node: Node, new: Node) -> None:
         if new is node:
@@ -195,8 +185,28 @@ class _Emitter:
         axes = tuple(self.mesh.index(axis) for axis in step_axes(node))
         shape = self.shapes[node]
         before, after = needs_of(node)[0], layout_of(node)
-        call = StepCall(self, self.mesh, value, shape, before, after, axes, tuple(node.args[2:]))
+        call = StepCall(self.emitter, self.mesh, value, shape, before, after, axes, tuple(node.args[2:]))
         return step_kind(node).lower(call)
+
+
+class _Emitter:
+    """Adds per-device calls before the current node, and computes their fake values."""
+
+    def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
+        self.graph, self.mesh = gm.graph, mesh
+        self.fake_mode = fake_mode_of([value_of(n) for n in gm.graph.nodes if "val" in n.meta])
+        self.at: Node = next(iter(gm.graph.nodes))
+        self.shapes: dict[Node, tuple[int, ...]] = {}  # global shapes of nodes already localized
+        self.inputs: dict[Input, Node] = {}
+        self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
+        self.randoms = 0
+        self.skipped: list[Node] = []  # views that were viewed again
+        self.backward = set(placeholders(gm.graph, InputRole.TANGENT))  # and all that depends on them
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor like another, of another shape."""
+        as_given = tuple(shape) == tuple(like.shape) and not like.is_contiguous()
+        return fake_empty(self.fake_mode, shape, like.dtype, like.device, like.stride() if as_given else None)
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call before the node at hand. A view that strides forbid is made on a copy."""
@@ -231,8 +241,8 @@ class _Emitter:
         with self.graph.inserting_before(self.at):
             new = add_call(self.graph, op, args, kwargs)
         copy_facts(self.at, new)
-        self._note_backward(new)
-        set_value(new, self._run(op, args, kwargs))
+        self.note_backward(new)
+        set_value(new, self.run(op, args, kwargs))
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
         if (kind := kind_of_op(op)) is not None:
@@ -242,16 +252,19 @@ class _Emitter:
 
     def _mark_sent(self, new: Node) -> None:
         """Say of a collective that a local form makes why it is there; in the backward, it is never kept from the
-        forward."""
+        forward.
+        """
         if not is_step(self.at):
             set_note(new, f"{Localize.name}: ring: passed from rank to rank")
             set_recompute(new, self.at in self.backward and new not in self.backward)
 
-    def _note_backward(self, node: Node) -> None:
+    def note_backward(self, node: Node) -> None:
+        """Remember a call that depends on gradients of outputs."""
         if any(value in self.backward for value in node.all_input_nodes):
             self.backward.add(node)
 
-    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the fake value of a call."""
         return fake_call(self.fake_mode, target, args, kwargs)
 
     def coordinate(self, axis: int) -> Node:
@@ -283,10 +296,9 @@ class _Emitter:
 class _LocalCall(LocalCall):
     """The node at hand, as the local form of a rule sees it."""
 
-    def __init__(self, emitter: _Emitter, node: Node) -> None:
+    def __init__(self, emitter: _Emitter, node: Node, call: Call) -> None:
         self._emitter, self._node = emitter, node
-        self.mesh = emitter.mesh
-        self.call: Call = emitter.calls[node]
+        self.mesh, self.call = emitter.mesh, call
         self.args, self.kwargs = tuple(node.args), dict(node.kwargs)
         self.operands = operands(node)
 

@@ -33,7 +33,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
-from passes.recipes import Decision, Decisions, Site, recipe_named
+from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named
 from passes.recipes.storage import reshard_for_use
 
 
@@ -93,28 +93,30 @@ class Seed(Pass):
     stored: tuple[tuple[str, Layout], ...] = ()  # layouts of parameters that an earlier program stored, by FQN
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        seeds = _Seeds(self, gm, ctx)
-        seeds.keep()
-        seeds.constrain()
-        seeds.decide()
-        seeds.split_batch()
-        seeds.store()
-        return seeds.changed
-
-
-class _Seeds:
-    """The layouts that placeholders are pinned to, built axis by axis. The first pin on an axis wins."""
-
-    def __init__(self, seed: Seed, gm: GraphModule, ctx: PassContext) -> None:
-        self.seed, self.gm, self.ctx, self.mesh = seed, gm, ctx, ctx.mesh
-        named = zip(seed.recipes, ctx.mesh.sizes, strict=False)
-        self.recipes = {  # by axis, of those with more than one rank
+        named = zip(self.recipes, ctx.mesh.sizes, strict=False)
+        recipes = {  # by axis, of those with more than one rank
             axis: recipe_named(name) for axis, (name, size) in enumerate(named) if name is not None and size > 1
         }
+        pins = _Pins(gm, ctx, self)
+        _keep(dict(self.stored), pins)
+        _constrain(self, pins)
+        _decide(recipes, pins)
+        _split_batch(recipes, pins)
+        _store(recipes, pins)
+        return pins.changed
+
+
+class _Pins:
+    """The layouts that placeholders are pinned to, built axis by axis. The first pin on an axis wins."""
+
+    def __init__(self, gm: GraphModule, ctx: PassContext, by: Seed) -> None:
+        self.gm, self.mesh = gm, ctx.mesh
         self.layouts = {node: replicated(ctx.mesh) for node in placeholders(gm.graph)}
         self.changed = False
+        self._ctx, self._by = ctx, by
 
-    def pin(self, node: Node, axis: int, placement: Placement, reason: str) -> None:
+    def add(self, node: Node, axis: int, placement: Placement, reason: str) -> None:
+        """Pin a value on an axis, unless it is pinned there."""
         if _is_pinned(node, axis):
             return
         add_pin(node, Pin(axis, placement, reason))
@@ -122,168 +124,195 @@ class _Seeds:
         if node in self.layouts:
             self.layouts[node] = self.layouts[node].with_on(axis, placement)
 
-    # --- 1: stored parameters, and the user's constraints
+    def digit_left(self, node: Node, dim: int) -> Shard:
+        """Return the placement that shards a dim inside of what other axes shard."""
+        return next_digit(self.layouts[node], dim, self.mesh)
 
-    def keep(self) -> None:
-        stored = dict(self.seed.stored)
-        for node in placeholders(self.gm.graph, InputRole.PARAMETER):
-            if (layout := stored.get(input_of(node).name)) is not None:
-                for axis, placement in enumerate(layout.placements):
-                    self.pin(node, axis, placement, "stored already")
+    def remark(self, node: Node, text: str, axis: int | None = None) -> None:
+        """Say of a node what is declined, on an axis or on all."""
+        self._ctx.remark(self._by, node, text if axis is None else f"on {self.mesh.names[axis]}: {text}")
 
-    def constrain(self) -> None:
-        for role, constraints in ((InputRole.PARAMETER, self.seed.params), (InputRole.INPUT, self.seed.inputs)):
-            nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, role)}
-            for one in constraints:
-                self._constrain(nodes[one.name], one)
-        values = list(returned(self.gm.graph))
-        for position, output in enumerate(outputs_of(self.gm.graph)):
-            given = [one for one in self.seed.outputs if output.role is OutputRole.OUTPUT and output.name == one.name]
-            if given and isinstance(values[position], Node):
-                values[position] = self._pin_returned(values[position], given)
-        output_node(self.gm.graph).args = (tuple(values),)
 
-    def _constrain(self, node: Node, one: Constraint) -> None:
-        axis, placement = self.mesh.index(one.axis), one.placement
-        if self.mesh.sizes[axis] == 1:
-            return
-        if isinstance(placement, Shard) and placement.outer == 1:
-            placement = next_digit(self.layouts[node], placement.dim, self.mesh)
-        self.pin(node, axis, placement, OPTIONS)
+# --- 1: stored parameters, and the user's constraints
 
-    def _pin_returned(self, value: Node, constraints: list[Constraint]) -> Node:
-        new = add_reshard(value, "seed: options: output")
-        self.changed = True
+
+def _keep(stored: Mapping[str, Layout], pins: _Pins) -> None:
+    for node in placeholders(pins.gm.graph, InputRole.PARAMETER):
+        if (layout := stored.get(input_of(node).name)) is not None:
+            for axis, placement in enumerate(layout.placements):
+                pins.add(node, axis, placement, "stored already")
+
+
+def _constrain(seed: Seed, pins: _Pins) -> None:
+    graph = pins.gm.graph
+    for role, constraints in ((InputRole.PARAMETER, seed.params), (InputRole.INPUT, seed.inputs)):
+        nodes = {input_of(node).name: node for node in placeholders(graph, role)}
         for one in constraints:
-            add_pin(new, Pin(self.mesh.index(one.axis), one.placement, OPTIONS))
-        return new
+            _constrain_input(nodes[one.name], one, pins)
+    values = list(returned(graph))
+    for position, output in enumerate(outputs_of(graph)):
+        given = [one for one in seed.outputs if output.role is OutputRole.OUTPUT and output.name == one.name]
+        if given and isinstance(values[position], Node):
+            values[position] = _constrain_output(values[position], given, pins)
+    output_node(graph).args = (tuple(values),)
 
-    # --- 2: decisions of recipes
 
-    def decide(self) -> None:
-        batch_parts = math.prod(self.mesh.sizes[axis] for axis, recipe in self.recipes.items() if recipe.carries_batch)
-        decided: list[tuple[int, Decisions]] = []  # of all axes, before one changes the graph
-        for axis, recipe in self.recipes.items():
-            decided.append((axis, recipe.decide(Site(self.gm, self.mesh, axis, batch_parts, self._feature_parts(axis)))))
-            if not recipe.carries_batch and not recipe.carries_sequence:
-                batch_parts *= self.mesh.sizes[axis]  # values between blocks may be sharded on the batch
-        for axis, decisions in decided:
-            self._apply(decisions, axis)
+def _constrain_input(node: Node, one: Constraint, pins: _Pins) -> None:
+    axis, placement = pins.mesh.index(one.axis), one.placement
+    if pins.mesh.sizes[axis] == 1:
+        return
+    if isinstance(placement, Shard) and placement.outer == 1:
+        placement = pins.digit_left(node, placement.dim)
+    pins.add(node, axis, placement, OPTIONS)
 
-    def _feature_parts(self, axis: int) -> int:
-        """Return how many parts axes other than `axis` cut heads and channels into."""
-        others = (other for other, recipe in self.recipes.items() if other != axis and recipe.shards_compute)
-        return math.prod(self.mesh.sizes[other] for other in others)
 
-    def _apply(self, decisions: Decisions, axis: int) -> None:
-        nodes = {input_of(node).name: node for node in placeholders(self.gm.graph, InputRole.PARAMETER)}
-        for node, text in decisions.remarks:
-            self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
-        for name, decision in decisions.parameters.items():
-            node, placement = nodes[name], decision.placement
-            if isinstance(placement, Shard) and not self._is_storable(node, axis, placement):
-                placement = next_digit(self.layouts[node], placement.dim, self.mesh)
-                if not self._is_storable(node, axis, placement):
-                    text = f"{name}{list(tensor_of(node).shape)} is not sharded: nothing of dim {placement.dim} is left to split"
-                    self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
-                    continue
-            self.pin(node, axis, placement, decision.reason)
-        for node, decision in decisions.inputs.items():
-            self._pin_input(node, axis, decision)
-        for node, decision in decisions.values.items():
-            self._pin_value(node, axis, decision)
-        self._pin_operands(decisions.operands, axis)
+def _constrain_output(value: Node, constraints: list[Constraint], pins: _Pins) -> Node:
+    new = add_reshard(value, "seed: options: output")
+    pins.changed = True
+    for one in constraints:
+        add_pin(new, Pin(pins.mesh.index(one.axis), one.placement, OPTIONS))
+    return new
 
-    def _pin_input(self, node: Node, axis: int, decision: Decision) -> None:
-        """Pin an input, on the digit inside those of other axes if they shard its dim already."""
-        placement, shape = decision.placement, tensor_of(node).shape
-        if isinstance(placement, Shard) and not is_even(self.layouts[node].with_on(axis, placement), shape, self.mesh):
-            placement = next_digit(self.layouts[node], placement.dim, self.mesh)
-            if not is_even(self.layouts[node].with_on(axis, placement), shape, self.mesh):
-                text = f"{input_of(node).name}{list(shape)} is not sharded: dim {placement.dim} does not divide further"
-                self.ctx.remark(self.seed, node, f"on {self.mesh.names[axis]}: {text}")
-                return
-        self.pin(node, axis, placement, decision.reason)
 
-    def _is_storable(self, node: Node, axis: int, placement: Placement) -> bool:
-        return is_storable(self.layouts[node].with_on(axis, placement), tensor_of(node).shape, self.mesh)
+# --- 2: decisions of recipes
 
-    def _pin_value(self, node: Node, axis: int, decision: Decision) -> None:
-        users = list(node.users)
-        is_pinned = len(users) == 1 and is_reshard(users[0])
-        new = users[0] if is_pinned else add_reshard(node, f"seed: {decision.reason}")
-        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        self.pin(new, axis, decision.placement, decision.reason)
 
-    def _pin_operands(self, uses: Mapping[tuple[Node, int], Decision], axis: int) -> None:
-        """Let calls take operands through reshards; those that need the same of a value share one."""
-        made: dict[tuple[Node, Decision], Node] = {}
-        for (user, number), decision in uses.items():
-            value = operands(user)[number]
-            if (value, decision) not in made:
-                made[value, decision] = new = add_reshard(value, f"seed: {decision.reason}")
-                set_recompute(new, decision.again)
-                set_origin(new, origin_of(user))
-                self.pin(new, axis, decision.placement, decision.reason)
-            changed = list(operands(user))
-            changed[number] = made[value, decision]
-            set_operands(user, changed)
+def _decide(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
+    sizes = pins.mesh.sizes
+    batch_parts = math.prod(sizes[axis] for axis, recipe in recipes.items() if recipe.carries_batch)
+    decided: list[tuple[int, Decisions]] = []  # of all axes, before one of them changes the graph
+    for axis, recipe in recipes.items():
+        cutting = (sizes[other] for other, one in recipes.items() if other != axis and one.shards_compute)
+        decided.append((axis, recipe.decide(Site(pins.gm, pins.mesh, axis, batch_parts, math.prod(cutting)))))
+        if not recipe.carries_batch and not recipe.carries_sequence:
+            batch_parts *= sizes[axis]  # values between blocks may be sharded on the batch
+    for axis, decisions in decided:
+        _apply(decisions, axis, pins)
 
-    # --- 3: the batch
 
-    def split_batch(self) -> None:
-        inputs = [n for n in placeholders(self.gm.graph, InputRole.INPUT) if tensor_of(n).dim() > 0]
-        if not inputs:
+def _apply(decisions: Decisions, axis: int, pins: _Pins) -> None:
+    nodes = {input_of(node).name: node for node in placeholders(pins.gm.graph, InputRole.PARAMETER)}
+    for node, text in decisions.remarks:
+        pins.remark(node, text, axis)
+    for name, decision in decisions.parameters.items():
+        _pin_parameter(nodes[name], axis, decision, pins)
+    for node, decision in decisions.inputs.items():
+        _pin_input(node, axis, decision, pins)
+    for node, decision in decisions.values.items():
+        _pin_value(node, axis, decision, pins)
+    _pin_operands(decisions.operands, axis, pins)
+
+
+def _pin_parameter(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
+    """Pin a parameter, on the digit inside those of other axes if it cannot be stored as decided."""
+    placement = decision.placement
+    if isinstance(placement, Shard) and not _is_storable(node, axis, placement, pins):
+        placement = pins.digit_left(node, placement.dim)
+        if not _is_storable(node, axis, placement, pins):
+            shown = f"{input_of(node).name}{list(tensor_of(node).shape)}"
+            pins.remark(node, f"{shown} is not sharded: nothing of dim {placement.dim} is left to split", axis)
             return
-        batch = tensor_of(inputs[0]).shape[0]
-        for axis, recipe in self.recipes.items():
-            if not recipe.carries_batch:
-                continue
-            for node in inputs:
-                if tensor_of(node).shape[0] == batch:
-                    self.pin(node, axis, next_digit(self.layouts[node], 0, self.mesh), f"{recipe.name}: batch")
+    pins.add(node, axis, placement, decision.reason)
 
-    # --- 4: parameters between steps
 
-    def store(self) -> None:
-        storing = [axis for axis, recipe in self.recipes.items() if recipe.store is not None]
-        if not storing:
+def _is_storable(node: Node, axis: int, placement: Placement, pins: _Pins) -> bool:
+    return is_storable(pins.layouts[node].with_on(axis, placement), tensor_of(node).shape, pins.mesh)
+
+
+def _pin_input(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
+    """Pin an input, on the digit inside those of other axes if they shard its dim already."""
+    placement, shape = decision.placement, tensor_of(node).shape
+    if isinstance(placement, Shard) and not is_even(pins.layouts[node].with_on(axis, placement), shape, pins.mesh):
+        placement = pins.digit_left(node, placement.dim)
+        if not is_even(pins.layouts[node].with_on(axis, placement), shape, pins.mesh):
+            shown = f"{input_of(node).name}{list(shape)}"
+            pins.remark(node, f"{shown} is not sharded: dim {placement.dim} does not divide further", axis)
             return
-        for node in placeholders(self.gm.graph, InputRole.PARAMETER):
-            gathered = [axis for axis in storing if self._store(node, axis)]
-            if gathered:
-                self._gather(node, gathered)
+    pins.add(node, axis, placement, decision.reason)
 
-    def _store(self, node: Node, axis: int) -> bool:
-        """Pin the placement of a parameter's stored part on `axis`; return False if the parameter stays whole."""
-        recipe = self.recipes[axis]
-        if _is_pinned(node, axis):
-            return True
-        shape = tuple(tensor_of(node).shape)
-        assert recipe.store is not None
-        placement = recipe.store(self.layouts[node], axis, shape, self.mesh)
-        if placement is None:
-            self.ctx.remark(self.seed, node, f"{input_of(node).name}{list(shape)} is not sharded: no dim can be split")
-            return False
-        if placement == R:
-            self.pin(node, axis, R, f"{recipe.name}: stored whole")
-            return False
-        self.pin(node, axis, placement, f"{recipe.name}: stored sharded")
+
+def _pin_value(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
+    users = list(node.users)
+    is_pinned = len(users) == 1 and is_reshard(users[0])
+    new = users[0] if is_pinned else add_reshard(node, f"seed: {decision.reason}")
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    pins.add(new, axis, decision.placement, decision.reason)
+
+
+def _pin_operands(uses: Mapping[tuple[Node, int], Decision], axis: int, pins: _Pins) -> None:
+    """Let calls take operands through reshards; those that need the same of a value share one."""
+    made: dict[tuple[Node, Decision], Node] = {}
+    for (user, number), decision in uses.items():
+        value = operands(user)[number]
+        if (value, decision) not in made:
+            made[value, decision] = new = add_reshard(value, f"seed: {decision.reason}")
+            set_recompute(new, decision.again)
+            set_origin(new, origin_of(user))
+            pins.add(new, axis, decision.placement, decision.reason)
+        changed = list(operands(user))
+        changed[number] = made[value, decision]
+        set_operands(user, changed)
+
+
+# --- 3: the batch
+
+
+def _split_batch(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
+    inputs = [n for n in placeholders(pins.gm.graph, InputRole.INPUT) if tensor_of(n).dim() > 0]
+    if not inputs:
+        return
+    batch = tensor_of(inputs[0]).shape[0]
+    for axis, recipe in recipes.items():
+        if not recipe.carries_batch:
+            continue
+        for node in inputs:
+            if tensor_of(node).shape[0] == batch:
+                pins.add(node, axis, pins.digit_left(node, 0), f"{recipe.name}: batch")
+
+
+# --- 4: parameters between steps
+
+
+def _store(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
+    storing = {axis: recipe for axis, recipe in recipes.items() if recipe.store is not None}
+    if not storing:
+        return
+    for node in placeholders(pins.gm.graph, InputRole.PARAMETER):
+        gathered = {axis: recipe for axis, recipe in storing.items() if _store_part(node, axis, recipe, pins)}
+        if gathered:
+            _gather(node, gathered)
+
+
+def _store_part(node: Node, axis: int, recipe: Recipe, pins: _Pins) -> bool:
+    """Pin the placement of a parameter's stored part on `axis`; return False if the parameter stays whole."""
+    if _is_pinned(node, axis):
         return True
+    shape = tuple(tensor_of(node).shape)
+    assert recipe.store is not None
+    placement = recipe.store(pins.layouts[node], axis, shape, pins.mesh)
+    if placement is None:
+        pins.remark(node, f"{input_of(node).name}{list(shape)} is not sharded: no dim can be split")
+        return False
+    if placement == R:
+        pins.add(node, axis, R, f"{recipe.name}: stored whole")
+        return False
+    pins.add(node, axis, placement, f"{recipe.name}: stored sharded")
+    return True
 
-    def _gather(self, node: Node, axes: list[int]) -> None:
-        value = node
-        while len(value.users) == 1 and _is_narrowing_cast(user := next(iter(value.users)), value):
-            value = user
-        users = [user for user in value.users if user.op != "output"]
-        if not users:
-            return
-        recipes = {axis: self.recipes[axis] for axis in axes}
-        again = all(recipe.frees_gathered for recipe in recipes.values())
-        new = reshard_for_use(value, users, f"seed: {recipes[axes[0]].name}: gathered for use", again=again)
-        set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
-        for axis, recipe in recipes.items():
-            add_pin(new, Pin(axis, R, f"{recipe.name}: gathered for use"))
+
+def _gather(node: Node, recipes: Mapping[int, Recipe]) -> None:
+    value = node
+    while len(value.users) == 1 and _is_narrowing_cast(user := next(iter(value.users)), value):
+        value = user
+    users = [user for user in value.users if user.op != "output"]
+    if not users:
+        return
+    again = all(recipe.frees_gathered for recipe in recipes.values())
+    first = next(iter(recipes.values()))
+    new = reshard_for_use(value, users, f"seed: {first.name}: gathered for use", again=again)
+    set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
+    for axis, recipe in recipes.items():
+        add_pin(new, Pin(axis, R, f"{recipe.name}: gathered for use"))
 
 
 def _is_pinned(node: Node, axis: int) -> bool:

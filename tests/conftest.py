@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @pytest.fixture
 def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh dp=1 in a process group of this process alone, for one test: no later test finds it open."""
+    """Open a mesh dp=1 in a process group of this process alone, for one test: no later test finds it open."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in an __all__
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
-    """The case `name` of `MODELS`: parameters, buffers and floating inputs in `dtype`, the same for the same seed."""
+    """Return the case `name` of `MODELS`: parameters, buffers and floating inputs in `dtype`, the same for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         case = MODELS[name]()
@@ -121,7 +121,7 @@ def gpt(**options: Any) -> Case:
 
 
 def gpt_ignored_labels() -> Case:
-    """Labels that do not count are spread unevenly over the batch, so a mean of means is wrong."""
+    """Spread labels that do not count unevenly over the batch, so a mean of means is wrong."""
     labels = _tokens().masked_fill(torch.rand(BATCH, SEQ) < torch.linspace(0, 0.9, BATCH)[:, None], -100)
     return Case(GPT(), (_tokens(), labels), {})
 
@@ -147,7 +147,7 @@ class FunctionalRMSNorm(RMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of `[batch, heads, seq, head_dim]`, the two halves of head_dim as a pair."""
+    """Apply the rotary embedding to `[batch, heads, seq, head_dim]`, the two halves of head_dim as a pair."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -449,7 +449,7 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 def _init(model: nn.Module) -> None:
-    """Weights wide enough, and norms and biases uneven enough, that every gradient counts in a comparison."""
+    """Make weights so wide, and norms and biases so uneven, that every gradient counts in a comparison."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.5 * parameter.shape[-1] ** -0.5)

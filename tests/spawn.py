@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised: the name of the exception's class, its message and its traceback."""
+    """An error of a rank: the name of the exception's class, its message and its traceback."""
 
     kind: str
     message: str
@@ -43,7 +43,7 @@ IMPORTED = ["autoshard", "pytest", "torch.distributed.checkpoint", "torch.distri
 def run_on_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0, fresh: bool = False
 ) -> list[Any]:
-    """`function(rank, *args)` on each of `ranks` gloo processes: their results, in order of rank.
+    """Run `function(rank, *args)` on each of `ranks` gloo processes; return their results, in order of rank.
 
     Raises RankError with the tracebacks where a rank raised, and where one is not done after `timeout` seconds.
     """
@@ -57,7 +57,7 @@ def run_on_ranks(
 def reports_of_ranks(
     function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 300.0, fresh: bool = False
 ) -> list[Any]:
-    """As `run_on_ranks`, with a `Failure` in the place of the result of a rank that raised."""
+    """Run as `run_on_ranks` does, with a `Failure` in the place of the result of a rank that raised."""
     context = multiprocessing.get_context("spawn") if fresh else multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     port = _free_port()

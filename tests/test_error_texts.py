@@ -57,7 +57,7 @@ def sources() -> dict[str, ast.Module]:
 
 @cache
 def compared() -> str:
-    """All text in tests, without what regular expressions add to it."""
+    """Return all text in tests, without what regular expressions add to it."""
     found: list[str] = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         strings = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant | ast.JoinedStr))
@@ -66,7 +66,7 @@ def compared() -> str:
 
 
 def _text(node: ast.expr) -> str:
-    """A string's own text; a gap where something is filled in."""
+    """Return a string's own text; a gap where something is filled in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -77,7 +77,7 @@ def _plain(text: str) -> str:
 
 
 def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
-    """The texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
+    """Return the texts in an expression, in the functions of its module that it calls, and in the constants that it names."""
     functions = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
     constants = {ast.unparse(one.targets[0]): one.value for one in module.body if isinstance(one, ast.Assign)}
     patterns = {id(one.args[0]) for one in ast.walk(node) if isinstance(one, ast.Call) and ast.unparse(one.func) == "re.search"}
@@ -94,7 +94,7 @@ def _strings(node: ast.AST, module: ast.Module) -> Iterator[str]:
 
 @cache
 def _makers() -> set[str]:
-    """Functions that give or raise an error with a text that they are given."""
+    """Return functions that give or raise an error with a text that they are given."""
     functions = (one for module in sources().values() for one in ast.walk(module) if isinstance(one, ast.FunctionDef))
     return {one.name for one in functions if one.returns is not None and ast.unparse(one.returns) in ERRORS | {"NoReturn"}}
 
@@ -104,7 +104,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _raised() -> Iterator[tuple[str, str]]:
-    """Where an error is made, and each text of its message between what is filled in; of short ones the longest."""
+    """Return where an error is made, and each text of its message between what is filled in; of short ones the longest."""
     for path, module in sources().items():
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and node.args and _called(node) in ERRORS | _makers():
@@ -137,7 +137,7 @@ def node(op: str = "call_function", target: Any = torch.neg, value: Any = None) 
 
 
 def broken() -> GraphModule:
-    """A graph that reads a value before it is made."""
+    """Return a graph that reads a value before it is made."""
     graph = Graph()
     first = graph.call_function(torch.neg, (graph.placeholder("x"),))
     second = graph.call_function(torch.neg, (first,))

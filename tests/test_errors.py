@@ -36,7 +36,7 @@ def planned(mesh: str = "dp=2,tp=2", **options: Any) -> Any:
 
 
 def message(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The class and text of the UserError that a call raises; it has to be one that users can import."""
+    """Return the class and text of the UserError that a call raises; it has to be one that users can import."""
     with pytest.raises(UserError) as caught:
         function(*args, **kwargs)
     name = type(caught.value).__name__
@@ -511,7 +511,7 @@ def calling(op: str, **options: Any) -> Any:
 
 
 def _line() -> str:
-    """Where `Calls` calls its op, as messages end."""
+    """Return where `Calls` calls its op, as messages end."""
     lines, start = inspect.getsourcelines(Calls.forward)
     return f"\n  {__file__}:{start + 1}: {lines[1].strip()}"
 

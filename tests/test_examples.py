@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(*command: str) -> str:
-    """Output of a Python command, which must succeed."""
+    """Return the output of a Python command, which must succeed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment)
     assert process.returncode == 0, process.stdout + process.stderr

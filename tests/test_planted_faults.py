@@ -92,14 +92,14 @@ def attention_is_doubled(graph: Graph) -> None:
 
 
 def a_bias_gradient_is_dropped(graph: Graph) -> None:
-    """That of the projection."""
+    """Drop the gradient of the projection's bias."""
     results = list(output_node(graph).args[0])
     at = next(i for i, output in enumerate(outputs_of(graph)) if output.name == "proj.bias")
     scale_argument(source(results[at], aten.sum.dim_IntList), 0, 0.0)
 
 
 def a_division_is_missing(graph: Graph) -> None:
-    """That of the mean."""
+    """Leave out the division of the mean."""
     result = output_node(graph).args[0][0]  # type: ignore[index]
     div = source(result, aten.div.Tensor)
     div.args = (div.args[0], 1)
@@ -115,7 +115,7 @@ def a_buffer_is_stale(graph: Graph) -> None:
 
 
 def dropout_is_scaled_wrongly(graph: Graph) -> None:
-    """As if a value were kept with 0.8, not 0.75; in the forward."""
+    """Scale as if a value were kept with 0.8, not 0.75; in the forward."""
     mul = next(node for node in graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 1 / 0.75)
     mul.args = (mul.args[0], 1 / 0.8)
 
@@ -143,7 +143,7 @@ def first(graph: Graph, target: Any) -> Node:
 
 
 def source(node: Node, target: Any) -> Node:
-    """The first call of `target` that a value is made of, by first operands."""
+    """Return the first call of `target` that a value is made of, by first operands."""
     while node.target is not target:
         node = node.all_input_nodes[0]
     return node
@@ -199,7 +199,7 @@ def test_a_stale_buffer_is_found(local: bool) -> None:
 
 
 def a_slice_is_off_by_one(graph: Graph) -> None:
-    """That of the vocabulary: its part of 6 begins one row too early."""
+    """Shift the slice of the vocabulary: its part of 6 begins one row too early."""
     mul = next(
         n for n in graph.nodes if n.target is aten.mul.Tensor and "coordinate_tp" in str(n.args[0]) and n.args[1] == 6
     )
@@ -207,7 +207,7 @@ def a_slice_is_off_by_one(graph: Graph) -> None:
 
 
 def ranks_are_off_by_their_place(graph: Graph) -> None:
-    """What all ranks hold a copy of is right on those that are first on `tp`, and on no others."""
+    """Change what all ranks hold a copy of: it is right on those that are first on `tp`, and on no others."""
     place = next(n for n in placeholders(graph, InputRole.COORDINATE) if input_of(n).name == "tp")
     rsqrt = first(graph, aten.rsqrt.default)
     argument = rsqrt.args[0]

@@ -222,62 +222,8 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("loss", self.loss, ("mean", "sum")),
-            ("reshard_after_forward", self.reshard_after_forward, ("auto", True, False)),
-            ("recompute", self.recompute, ("auto", "none", "block")),
-            ("optimizer", self.optimizer, ("adamw", "sgd", None)),
-            ("unknown_ops", self.unknown_ops, ("replicate", "error")),
-            ("compile", self.compile, ("inductor", "eager")),
-            ("progress", self.progress, (True, False)),
-        ):
-            check_choice("Options", name, value, known)
-        self._check_recipe()
-        for name, placements in (("params", self.params), ("inputs", self.inputs), ("outputs", self.outputs)):
-            _check_placements(name, placements)
-        check_kind("Options", "hardware", self.hardware, (str, Hardware, NoneType), HARDWARE)
-        check_kind("Options", "mixed_precision", self.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
-        self._check_passes()
-        check_kind("Options", "overlap", self.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
-        if self.dump is not None and self.dump is not False:
-            check_kind("Options", "dump", self.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
-        self._check_times()
-        self._check_programs()
+        _check(self)
         self.memory_bytes(0)
-
-    def _check_recipe(self) -> None:
-        for axis, recipe in self.recipe.items() if isinstance(self.recipe, Mapping) else ():
-            if not isinstance(axis, str) or not isinstance(recipe, str | NoneType):
-                raise RecipeError(
-                    f"Options(recipe={shown(self.recipe)}): give each axis the name of a recipe or None: {{'dp': 'fsdp'}}"
-                )
-
-    def _check_passes(self) -> None:
-        if self.passes is None:
-            return
-        if not isinstance(self.passes, tuple) or not all(isinstance(one, Pass) for one in self.passes):
-            raise UserError(
-                f"Options(passes={shown(self.passes)}): give a tuple of passes, made as in "
-                "(*autoshard.phases.default_passes(), MyPass()), or None for the default"
-            )
-
-    def _check_programs(self) -> None:
-        check_count("Options", "max_programs", self.max_programs, "programs")
-        buckets = {} if self.buckets is None else self.buckets
-        if not is_mapping_by_name(buckets) or not all(isinstance(one, Bucket) for one in buckets.values()):
-            raise UserError(
-                f"Options(buckets={shown(self.buckets)}): give autoshard.Bucket(dim, sizes, fill) by the input's path: "
-                "{'tokens': Bucket(1, (128, 256), fill=0)}"
-            )
-
-    def _check_times(self) -> None:
-        if self.rank_timeout is not None and not (is_seconds(self.rank_timeout) and self.rank_timeout > 0):
-            raise UserError(
-                f"Options(rank_timeout={shown(self.rank_timeout)}): give seconds, more than 0, or None for the timeout of the "
-                "process groups"
-            )
-        if self.time_limit is not None and not is_seconds(self.time_limit):
-            raise UserError(f"Options(time_limit={self.time_limit!r}): give seconds, 0 or more, or None for no limit")
 
     @property
     def hiding(self) -> Overlap | None:
@@ -304,6 +250,69 @@ class Options:
             )
         prefix = match[2] or ""
         return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
+
+
+def _check(given: Options) -> None:
+    """Raise UserError for a value that no option takes."""
+    for name, value, known in (
+        ("loss", given.loss, ("mean", "sum")),
+        ("reshard_after_forward", given.reshard_after_forward, ("auto", True, False)),
+        ("recompute", given.recompute, ("auto", "none", "block")),
+        ("optimizer", given.optimizer, ("adamw", "sgd", None)),
+        ("unknown_ops", given.unknown_ops, ("replicate", "error")),
+        ("compile", given.compile, ("inductor", "eager")),
+        ("progress", given.progress, (True, False)),
+    ):
+        check_choice("Options", name, value, known)
+    _check_recipe(given)
+    for name, placements in (("params", given.params), ("inputs", given.inputs), ("outputs", given.outputs)):
+        _check_placements(name, placements)
+    check_kind("Options", "hardware", given.hardware, (str, Hardware, NoneType), HARDWARE)
+    check_kind("Options", "mixed_precision", given.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
+    _check_passes(given)
+    check_kind("Options", "overlap", given.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
+    if given.dump is not None and given.dump is not False:
+        check_kind("Options", "dump", given.dump, (str, PathLike, Dump), "a folder, autoshard.Dump(folder, ...), or False")
+    _check_times(given)
+    _check_programs(given)
+
+
+def _check_recipe(given: Options) -> None:
+    for axis, recipe in given.recipe.items() if isinstance(given.recipe, Mapping) else ():
+        if not isinstance(axis, str) or not isinstance(recipe, str | NoneType):
+            raise RecipeError(
+                f"Options(recipe={shown(given.recipe)}): give each axis the name of a recipe or None: {{'dp': 'fsdp'}}"
+            )
+
+
+def _check_passes(given: Options) -> None:
+    if given.passes is None:
+        return
+    if not isinstance(given.passes, tuple) or not all(isinstance(one, Pass) for one in given.passes):
+        raise UserError(
+            f"Options(passes={shown(given.passes)}): give a tuple of passes, made as in "
+            "(*autoshard.phases.default_passes(), MyPass()), or None for the default"
+        )
+
+
+def _check_programs(given: Options) -> None:
+    check_count("Options", "max_programs", given.max_programs, "programs")
+    buckets = {} if given.buckets is None else given.buckets
+    if not is_mapping_by_name(buckets) or not all(isinstance(one, Bucket) for one in buckets.values()):
+        raise UserError(
+            f"Options(buckets={shown(given.buckets)}): give autoshard.Bucket(dim, sizes, fill) by the input's path: "
+            "{'tokens': Bucket(1, (128, 256), fill=0)}"
+        )
+
+
+def _check_times(given: Options) -> None:
+    if given.rank_timeout is not None and not (is_seconds(given.rank_timeout) and given.rank_timeout > 0):
+        raise UserError(
+            f"Options(rank_timeout={shown(given.rank_timeout)}): give seconds, more than 0, or None for the timeout of the "
+            "process groups"
+        )
+    if given.time_limit is not None and not is_seconds(given.time_limit):
+        raise UserError(f"Options(time_limit={given.time_limit!r}): give seconds, 0 or more, or None for no limit")
 
 
 def _check_placements(what: str, given: object) -> None:

@@ -250,7 +250,7 @@ class Keeper(Observer):
     kept: GraphModule | None = None
 
     def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
-        """Nothing to keep yet."""
+        """Do nothing: there is nothing to keep yet."""
 
     def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
         if pass_.gives is Stage.COLLECTIVE:
@@ -355,13 +355,13 @@ def _is_state(node: Node) -> bool:
 
 
 def is_equal(got: Tensor, want: Tensor, tolerance: float) -> bool:
-    """Whole numbers have to be the same."""
+    """Compare numbers; whole ones have to be the same."""
     is_whole = not (want.is_floating_point() or want.is_complex())
     return torch.equal(got, want) if is_whole else relative_error(got, want) <= tolerance
 
 
 def _row(node: Node, axis: int) -> str:
-    """`S(0), R -> S(0)`: the placements on one axis of what a call is given and of what it gives."""
+    """Format as `S(0), R -> S(0)` the placements on one axis of what a call is given and of what it gives."""
     if (item := item_of(node)) is not None:
         node = item[0]
     given: list[Layout] = (

@@ -80,7 +80,7 @@ class Ranks:
 
     @staticmethod
     def of(call: Call, planned: Planned) -> Ranks:
-        """Ranks that each hold their part of the model's parameters and buffers."""
+        """Return ranks that each hold their part of the model's parameters and buffers."""
         mesh = planned.plan.mesh
         whole = {Input(InputRole.PARAMETER, name): p.detach() for name, p in call.model.named_parameters()}
         whole |= {Input(InputRole.BUFFER, name): b for name, b in call.model.named_buffers()}
@@ -99,7 +99,7 @@ class Ranks:
         *,
         same_copies: bool = True,
     ) -> Results:
-        """One step, or one forward where the program is no more; what the ranks hold stays as it is.
+        """Run one step, or one forward where the program is no more; what the ranks hold stays as it is.
 
         `watch` is given each call of the program as it is made, with every rank's value. Raises AssertionError where ranks
         give different copies of a result, unless `same_copies` is false.
@@ -120,12 +120,12 @@ class Ranks:
         return Results(step, [{output: result[i] for output, i in positions.items()} for result in results], apart)
 
     def given(self, nodes: Sequence[Node], seed: int = SEED) -> list[list[Tensor]]:
-        """Per rank, its part of what each placeholder stands for."""
+        """Return, per rank, its part of what each placeholder stands for."""
         values = self.inputs()
         return [[self._part(node, rank, values, seed) for node in nodes] for rank in range(self.mesh.size)]
 
     def run_split(self, split: Split) -> list[tuple[Tensor, ...]]:
-        """Per rank, the results of a partitioned program: outputs and buffers, then gradients."""
+        """Return, per rank, the results of a partitioned program: outputs and buffers, then gradients."""
         ends = run_ranks(split.forward, self.mesh, self.given(placeholders(split.forward.graph)))
         count = len(split.outputs)
         if split.backward is None:
@@ -136,20 +136,20 @@ class Ranks:
         return [(*end[:count], *gradient) for end, gradient in zip(ends, gradients, strict=True)]
 
     def held_whole(self, what: Input) -> Tensor:
-        """A parameter, buffer or constant of the model."""
+        """Return a parameter, buffer or constant of the model."""
         if what.role is InputRole.PARAMETER:
             return self.call.model.get_parameter(what.name).detach()
         constants = self.planned.captured.constants
         return constants[what.name] if what.name in constants else self.call.model.get_buffer(what.name)
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter assembled from what the ranks hold."""
+        """Return a parameter assembled from what the ranks hold."""
         value = self.planned.plan.parameters[name]
         parts = [held[Input(InputRole.PARAMETER, name)] for held in self.held]
         return assemble(parts, value.shape, value.layout, self.mesh)
 
     def inputs(self) -> dict[Input, Tensor]:
-        """The arguments of the call, and the gradients that it is given, whole."""
+        """Return the arguments of the call, and the gradients that it is given, whole."""
         signature = self.planned.captured.signature
         tensors = signature.flatten(self.call.args, dict(self.call.kwargs))
         values = {Input(InputRole.INPUT, s.path): t.detach() for s, t in zip(signature.inputs, tensors, strict=True)}
@@ -171,7 +171,7 @@ class Ranks:
         return strided_like(part, like)
 
     def _laid_out(self, output: Output) -> tuple[Layout, tuple[int, ...]]:
-        """Layout and global shape: a gradient and a buffer's new value are laid out as what they belong to."""
+        """Return layout and global shape: a gradient and a buffer's new value are laid out as what they belong to."""
         plan, name = self.planned.plan, output.name
         if output.role is OutputRole.BUFFER:
             layouts = {input_of(n).name: layout_of(n) for n in placeholders(self.planned.graph.graph, InputRole.BUFFER)}
@@ -219,7 +219,7 @@ class Whole:
 
 
 def run_whole(gm: GraphModule, ranks: Ranks, drawn: Mapping[Node, Any] | None = None) -> Step:
-    """One step of a program with global shapes, on one device; `drawn` are values of its random calls."""
+    """Run one step of a program with global shapes, on one device; `drawn` are values of its random calls."""
     whole = Whole(ranks)
     whole.values.update(drawn or {})
     results: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
@@ -238,7 +238,7 @@ def tangent(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def run_on_one_device(call: Call, *, training: bool = True, inside: AbstractContextManager[None] | None = None) -> Step:
-    """One step of the model itself, or one forward without `training`; `call` is left as it is.
+    """Run one step of the model itself, or one forward without `training`; `call` is left as it is.
 
     The step runs inside of `inside`.
     """
@@ -268,14 +268,16 @@ def _tensors(output: Any) -> dict[str, Tensor]:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """The norm of the difference over that of `want`."""
+    """Return the norm of the difference over that of `want`."""
     error, norm = distance(got, want), norm_of(want)
     return error / norm if norm else float("inf") if error else 0.0
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """The norm of the difference. An infinity or nan is at no distance of itself, and infinitely far from all else, as is
-    a tensor of another shape."""
+    """Return the norm of the difference.
+
+    An infinity or nan is at no distance of itself, and infinitely far from all else, as is a tensor of another shape.
+    """
     one, other = _reals(got), _reals(want)
     if one.shape != other.shape:
         return float("inf")

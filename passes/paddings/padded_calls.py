@@ -10,7 +10,7 @@ Padding is zero or unknown. It stays zero through ops that are linear, and throu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,28 +36,20 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
-from passes.ir.padding import Digit, Dims, Padding, in_dims, in_factor
+from passes.ir.padding import Padding, in_factor
 from passes.normal_forms import At
 from passes.paddings.generated import is_generated
+from passes.paddings.padded_factors import Paddings, fill_of, longer, makes_zeros, padded_factors, paddings_of
 from passes.paddings.padded_values import PaddedValues
-from passes.propagation.partial_sums import is_zero
 from passes.recipes.weights import weights_of
 from passes.rules.rule import Call, LocalCall, Space, call_of, rule_of, space_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Paddings = dict[str, tuple[Digit, int]]  # by factor: the digit that is padded, and its new size
-
 # Arguments that are sizes of results, of ops whose local form reads a part's size elsewhere:
 _SIZES = {aten.embedding_dense_backward.default: (2, 0), prims.iota.default: (0, 0)}  # op -> argument, dim
 _LOOKUPS = (aten.gather.default, aten.embedding.default, aten.index_select.default)  # of elements that are not padding
-_FROM_THE_END = (  # ops whose indices may be negative, and then count from the end of what is indexed
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-)
 
 
 class PaddedCalls:
@@ -112,7 +104,7 @@ class PaddedCalls:
             self.values.held[node] = self.items[source][position]
             return node
         space, before = self.spaces.get(node), (node.args, node.kwargs)
-        factors = {} if space is None else self._factors(node, space, forced)
+        factors = {} if space is None else padded_factors(node, space, self.calls[node], self.values, forced)
         if space is not None and factors:
             try:
                 return self._resized(node, space, factors)
@@ -123,41 +115,15 @@ class PaddedCalls:
         _replace_operands(node, [self.values.whole(value) for value in operands(node)])
         return node
 
-    # --- which factors are padded
-
-    def _factors(self, node: Node, space: Space, forced: Paddings) -> Paddings:
-        found: Paddings = dict(forced)
-        fixed = space.unpadded | self._counted_from_the_end(node, space)
-        for value, dims in zip(operands(node), space.operands, strict=True):
-            for padding in self.values.of(value):
-                at = in_factor(space.sizes, dims, padding.dim, padding.digit)
-                if at is not None and at[0] not in fixed:
-                    found.setdefault(at[0], (at[1], padding.padded))
-        for dims in (*space.operands, *space.results):  # of each dim, one factor at most
-            for dim in dims:
-                for other in [factor for factor in dim if factor in found][1:]:
-                    del found[other]
-        return found
-
-    def _counted_from_the_end(self, node: Node, space: Space) -> frozenset[str]:
-        """Return the factors of dims whose end a negative index counts from."""
-        if node.target not in _FROM_THE_END:
-            return frozenset()
-        indices = self.calls[node].args[1]
-        dims = zip(space.operands[0], indices, strict=False)
-        return frozenset(factor for dim, index in dims if index is not None for factor in dim)
-
-    # --- the call
-
     def _resized(self, node: Node, space: Space, factors: Paddings) -> Node:
         pairs = list(zip(operands(node), space.operands, strict=True))
-        new = [self._operand(value, _paddings(space, dims, factors), node, space) for value, dims in pairs]
-        zero = {factor: self._is_zero(node, space, factor, new, factors) for factor in factors}
+        new = [self._operand(value, paddings_of(space, dims, factors), node, space) for value, dims in pairs]
+        zero = {factor: makes_zeros(node, space, factor, new, factors, self.values) for factor in factors}
         _replace_operands(node, new)
-        results = [_paddings(space, dims, factors) for dims in space.results]
+        results = [paddings_of(space, dims, factors) for dims in space.results]
         true = [result.shape for result in self.calls[node].results]
-        shapes = [_longer(shape, some.values()) for shape, some in zip(true, results, strict=True)]
-        made = self._made(node, shapes)
+        shapes = [longer(shape, some.values()) for shape, some in zip(true, results, strict=True)]
+        made = _make(self, node, shapes)
         if [tuple(result.shape) for result in results_of(made)] != shapes:
             raise _DeclinedError(node)
         held = [{padding: zero[factor] for factor, padding in some.items()} for some in results]
@@ -175,7 +141,7 @@ class PaddedCalls:
         is_looked_up = node.target in _LOOKUPS and value is operands(node)[0]
         for factor, padding in wanted.items():
             value = self._padded(value, padding, node)
-            fill = None if is_looked_up else _fill(node, space, factor, tensor_of(value).dtype)
+            fill = None if is_looked_up else fill_of(node, space, factor, tensor_of(value).dtype)
             if fill is not None and not (fill == 0 and self.values.of(value)[padding]):
                 value = self.values.masked(value, padding, fill)
         return value
@@ -205,40 +171,6 @@ class PaddedCalls:
         """Return the index space of a call without padding."""
         return None if self._is_padded(node) else self.spaces.get(node)
 
-    def _made(self, node: Node, shapes: list[tuple[int, ...]]) -> Node:
-        """Make the call with its new operands and with size arguments that give results of `shapes`."""
-        if node.target in _SIZES:
-            position, dim = _SIZES[node.target]
-            node.update_arg(position, shapes[0][dim])
-        rule = rule_of(node.target)
-        if rule is not None and rule.local is not None and node.target not in _SIZES:
-            made = rule.local(_LongerCall(self, node, shapes)) or node
-            if not isinstance(made, Node):
-                raise _DeclinedError(node)
-            if made.target is not node.target:
-                node.replace_all_uses_with(made)
-                self.graph.erase_node(node)
-                self.spaces[made], self.calls[made] = self.spaces[node], self.calls[node]
-                return made
-            if made is not node:
-                node.args, node.kwargs = made.args, made.kwargs
-                self.graph.erase_node(made)
-        set_value(node, fake_call(self.fake_mode, node.target, node.args, node.kwargs))
-        return node
-
-    def _is_zero(self, node: Node, space: Space, factor: str, new: Sequence[Node], factors: Paddings) -> bool:
-        """Return whether the results have zeros where `factor` is padded."""
-        carrying = {i for i, dims in enumerate(space.operands) if any(factor in dim for dim in dims)}
-        if not carrying:
-            return node.target is aten.embedding_dense_backward.default or is_zero(node)
-        for i in carrying:
-            padding = _paddings(space, space.operands[i], factors)[factor]
-            if not self.values.of(new[i])[padding]:
-                return False
-        if any(linear.operands and set(linear.operands) <= carrying for linear in space.linear):
-            return True
-        return len(carrying) == len(new) and torch.Tag.pointwise in _tags(node) and _is_zero_at_zero(node)
-
     def _return(self, wanted: Mapping[str, Padding]) -> None:
         """Return values without padding. A gradient that could be made longer is, as its parameter may be sharded."""
         values: list[Any] = []
@@ -249,6 +181,28 @@ class PaddedCalls:
                     value = self._padded(value, padding, value)
             values.append(self.values.whole(value) if isinstance(value, Node) else value)
         output_node(self.graph).args = (tuple(values),)
+
+
+def _make(calls: PaddedCalls, node: Node, shapes: list[tuple[int, ...]]) -> Node:
+    """Make the call with its new operands and with size arguments that give results of `shapes`."""
+    if node.target in _SIZES:
+        position, dim = _SIZES[node.target]
+        node.update_arg(position, shapes[0][dim])
+    rule = rule_of(node.target)
+    if rule is not None and rule.local is not None and node.target not in _SIZES:
+        made = rule.local(_LongerCall(calls, node, shapes)) or node
+        if not isinstance(made, Node):
+            raise _DeclinedError(node)
+        if made.target is not node.target:
+            node.replace_all_uses_with(made)
+            calls.graph.erase_node(node)
+            calls.spaces[made], calls.calls[made] = calls.spaces[node], calls.calls[node]
+            return made
+        if made is not node:
+            node.args, node.kwargs = made.args, made.kwargs
+            calls.graph.erase_node(made)
+    set_value(node, fake_call(calls.fake_mode, node.target, node.args, node.kwargs))
+    return node
 
 
 class _DeclinedError(Exception):
@@ -290,47 +244,6 @@ class _LongerCall(LocalCall):
 
     def number(self) -> int:
         raise _DeclinedError(self._at.node)
-
-
-def _paddings(space: Space, dims: Dims, factors: Paddings) -> dict[str, Padding]:
-    """Return the paddings of an operand or result, by factor."""
-    found = {}
-    for factor, (digit, padded) in factors.items():
-        placed = in_dims(space.sizes, dims, factor, digit)
-        if placed is not None:
-            found[factor] = Padding(*placed, padded)
-    return found
-
-
-def _longer(shape: tuple[int, ...], paddings: Iterable[Padding]) -> tuple[int, ...]:
-    lengths = {padding.dim: padding.length for padding in paddings}
-    return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
-
-
-def _fill(node: Node, space: Space, factor: str, dtype: torch.dtype) -> float | int | None:
-    """Return what the padding of an operand must be, None if that does not matter."""
-    if all(any(factor in dim for dim in dims) for dims in space.results):
-        is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-        return 0 if is_index and torch.Tag.pointwise not in _tags(node) else None
-    op = space.reductions.get(factor, "sum")
-    if op not in ("max", "min"):
-        return 1 if op == "product" else 0
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    lowest = float("-inf") if dtype.is_floating_point else limits.min
-    greatest = float("inf") if dtype.is_floating_point else limits.max
-    return lowest if op == "max" else greatest
-
-
-def _tags(node: Node) -> Sequence[torch.Tag]:
-    return node.target.tags if isinstance(node.target, OpOverload) else ()
-
-
-def _is_zero_at_zero(node: Node) -> bool:
-    """Return whether a pointwise call on zeros gives zero."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda value: torch.zeros((), dtype=tensor_of(value).dtype))
-    assert callable(node.target)
-    made = node.target(*args, **kwargs)
-    return isinstance(made, torch.Tensor) and not bool(made)
 
 
 def _replace_operands(node: Node, new: Sequence[Node]) -> None:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.padding import Digit, Padding, in_dims, in_factor
 from passes.paddings.generated import is_generated
-from passes.recipes.megatron.carry import Carry
+from passes.recipes.megatron.carry import carry_shardings
 from passes.recipes.megatron.linears import Linear, find_linears, forward_nodes
 from passes.recipes.megatron.stream import depends_on_input
 from passes.recipes.weights import weights_of
@@ -42,7 +42,7 @@ def padded_parameters(gm: GraphModule, parts: int) -> tuple[Padded, ...]:
     columns = _Columns(linears, weights, forward)
     odd = {node: digit for node, digit in columns.found.items() if _gains(digit.size, parts)}
     if odd:
-        carry = Carry(forward, linears, weights, parts)
+        carry = carry_shardings(forward, linears, weights, parts)
         odd = {node: digit for node, digit in odd.items() if node not in carry.columns and node not in carry.rows}
     for node in forward:
         if node in odd:

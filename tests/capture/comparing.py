@@ -18,7 +18,7 @@ from passes.ir.graph import InputRole, Output, OutputRole, input_of, outputs_of,
 def run(
     captured: Captured, module: nn.Module, args: Any, kwargs: Any, tangents: Mapping[str, Tensor]
 ) -> dict[Output, Any]:
-    """The results of the graph on the module's own tensors."""
+    """Return the results of the graph on the module's own tensors."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers()), **captured.constants}
     paths = [spec.path for spec in captured.signature.inputs]
     inputs = dict(zip(paths, captured.signature.flatten(args, kwargs), strict=True))
@@ -68,7 +68,7 @@ def compare(captured: Captured, module: nn.Module, args: Any, kwargs: Any, *, tr
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Equal structure, and equal leaves up to rounding in float64."""
+    """Check for equal structure, and equal leaves up to rounding in float64."""
     left, right = flatten_pytree(actual), flatten_pytree(expected)
     assert left[1] == right[1]
     for (path, value), (_, wanted) in zip(left[0], right[0], strict=True):

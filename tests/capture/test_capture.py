@@ -38,7 +38,7 @@ MASK = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
 
 @functools.cache
 def captured_model(name: str) -> Captured:
-    """The joint graph of one of `MODELS`; captured once for all tests that only look."""
+    """Return the joint graph of one of `MODELS`; captured once for all tests that only look."""
     case = build(name)
     return capture(case.model, case.args, case.kwargs, training=True)
 

@@ -388,7 +388,7 @@ def models() -> list[type[Model]]:
 
 
 def expected_message(model: type[Model]) -> str:
-    """The docstring on one line, `<line>` being where the class says so."""
+    """Return the docstring on one line, `<line>` being where the class says so."""
     lines, first = inspect.getsourcelines(model)
     message = re.sub(r"\s+", " ", model.__doc__ or "")
     for number, line in enumerate(lines, first):

@@ -74,7 +74,7 @@ def problem_of(kind: str, **options: Any) -> Problem:
 
 
 def both(problem: Problem) -> tuple[Folded, bool, Folded]:
-    """Folded as for a plan alone, whether that took the whole graph, and folded as for a program."""
+    """Return the graph folded as for a plan alone, whether that took the whole graph, and folded as for a program."""
     short = fold(problem)
     return short, "_whole" in vars(problem.captured), fold(problem, whole=True)
 

@@ -40,7 +40,7 @@ def one_of(mesh: Mesh, split: Split) -> Iterator[None]:
 
 
 def measure_step(split: Split, mesh: Mesh, *, mode: Mode) -> int:
-    """Most bytes that are live at once in a step of `split`: the batch, the model's state, AdamW's and all else."""
+    """Return the most bytes that are live at once in a step of `split`: the batch, the model's state, AdamW's and all else."""
     with one_of(mesh, split):
         program = compile_split(split, mode=mode)
         state = [_tensor(value) for value in split.input_values]
@@ -71,7 +71,7 @@ def measure_step(split: Split, mesh: Mesh, *, mode: Mode) -> int:
 
 
 def _peak(step: object) -> int:
-    """Most bytes that `step` holds beside what was there before."""
+    """Return the most bytes that `step` holds beside what was there before."""
     assert callable(step)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()

@@ -14,13 +14,13 @@ MESH = Mesh("dp=2")
 
 
 def contended(given: Program, contention: float, links: float = 0.0) -> Program:
-    """The same where collectives slow kernels down, and kernels collectives by `links`."""
+    """Return the program where collectives slow kernels down, and kernels collectives by `links`."""
     slow = replace(hardware_named("h100"), name="slow", contention=contention, link_contention=links)
     return replace(given, mesh=Mesh("dp=2", hardware=slow))
 
 
 def kernel(name: str, seconds: float, *inputs: str, **facts: object) -> Task:
-    """A kernel that makes the buffer of its name."""
+    """Return a kernel that makes the buffer of its name."""
     return Task(name, "compute", COMPUTE, seconds, inputs, (name,), **facts)
 
 
@@ -29,7 +29,7 @@ def gather(name: str, seconds: float, *inputs: str, stream: str = INSIDE, **fact
 
 
 def program(*tasks: Task, sizes: dict[str, int] | None = None, kinds: dict[str, str] | None = None) -> Program:
-    """`tasks` in issue order. Buffers are what they name; those that none makes are parameters."""
+    """Return a program of `tasks` in issue order. Buffers are what they name; those that none makes are parameters."""
     sizes, kinds = sizes or {}, kinds or {}
     made = {name for task in tasks for name in task.outputs}
     names = dict.fromkeys(name for task in tasks for name in (*task.inputs, *task.outputs))
@@ -41,7 +41,7 @@ def program(*tasks: Task, sizes: dict[str, int] | None = None, kinds: dict[str, 
 
 @st.composite
 def programs(draw: st.DrawFn, largest: int = 12) -> Program:
-    """Random programs: each task reads results of earlier ones, and runs on any of the streams."""
+    """Draw random programs: each task reads results of earlier ones, and runs on any of the streams."""
     tasks: list[Task] = []
     for number in range(draw(st.integers(1, largest))):
         earlier = [task.name for task in tasks] + ["w"]

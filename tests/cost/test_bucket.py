@@ -26,7 +26,7 @@ def _priced(task: Task, nbytes: int) -> Task:
 
 
 def _gathers(*sizes: int) -> Program:
-    """A forward that gathers and uses a weight of each size in bytes, cast first."""
+    """Return a forward that gathers and uses a weight of each size in bytes, cast first."""
     tasks: list[Task] = []
     for n, size in enumerate(sizes):
         tasks.append(kernel(f"cast{n}", 1e-6, f"w{n}"))

@@ -30,7 +30,7 @@ H100, H200, A100 = (replace(hardware_named(name), spread=0.0) for name in ("h100
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Call:
-    """The call of an op on meta tensors, for (shape, dtype) pairs or shapes of bf16."""
+    """Return the call of an op on meta tensors, for (shape, dtype) pairs or shapes of bf16."""
 
     def tensor(value: Any) -> Any:
         return torch.empty(value, dtype=torch.bfloat16, device="meta") if isinstance(value, tuple) else value

@@ -159,7 +159,7 @@ def test_a_deep_model_on_one_node_hides_its_gathers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
 def test_a_graph_by_itself_holds_what_it_holds_in_the_step(recipe: str) -> None:
-    """What is saved stays to the end of the forward, and is there from the start of the backward."""
+    """Saved values stay to the end of the forward, and are there from the start of the backward."""
     split, mesh = _split("llama", "dp=4", recipe), Mesh("dp=4", hardware="h100")
     step = simulate(_program("llama", "dp=4", recipe, optimizer=None))
     border = next(n for n, task in enumerate(step.program.tasks) if task.backward)

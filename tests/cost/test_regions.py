@@ -171,7 +171,7 @@ def test_what_is_fusible(op: object, fusible: bool) -> None:
 
 
 def random_graph(seed: int, size: int) -> Graph:
-    """Pointwise ops, sums of rows and of columns, views and products on [8, 8] matrices, operands among the last."""
+    """Draw pointwise ops, sums of rows and of columns, views and products on [8, 8] matrices, operands among the last."""
     draw = random.Random(seed)
     graph = Graph()
     values = [graph.placeholder("x"), graph.placeholder("y")]

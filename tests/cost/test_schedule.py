@@ -26,7 +26,7 @@ def _names(given: Program) -> list[str]:
 
 
 def _layers(count: int, *, compute: float = 4, link: float = 3) -> Program:
-    """A forward of `count` layers, each of which gathers its weight where it uses it."""
+    """Return a forward of `count` layers, each of which gathers its weight where it uses it."""
     tasks = []
     for n in range(count):
         tasks.append(gather(f"g{n}", link, f"w{n}", prefetchable=True))
@@ -92,7 +92,7 @@ def test_gradients_of_weights_can_wait_for_a_gap() -> None:
 
 
 def _reduced(name: str, compute: float, link: float, *reads: str) -> list[Task]:
-    """A gradient and its reduction."""
+    """Return a gradient and its reduction."""
     made = [kernel(name, compute, *reads), gather(f"r.{name}", link, name, deferrable=True)]
     return [replace(task, backward=True) for task in made]
 
@@ -207,7 +207,7 @@ def test_room_is_the_least_that_is_free_on_the_way(free: list[int], data: st.Dat
 
 @st.composite
 def marked(draw: st.DrawFn) -> Program:
-    """Random programs with a forward, a backward, gathers of parameters and reductions that none waits for."""
+    """Draw random programs with a forward, a backward, gathers of parameters and reductions that none waits for."""
     given = draw(programs())
     border = draw(st.integers(0, len(given.tasks)))
     early: set[str] = {"w"}

@@ -27,7 +27,7 @@ MESH = Mesh("dp=4,tp=2", hardware="h100")
 
 
 def step(layers: Sequence[int], kinds: Callable[[int], int] = lambda layer: 0) -> Program:
-    """Forward, backward and update of the given layers of a chain."""
+    """Return forward, backward and update of the given layers of a chain."""
     tasks: list[Task] = [Task("start", "compute", "compute", 1.0, ("x",), ("h.start",))]
     buffers = [Buffer("x", 8, "input"), Buffer("h.start", 8, "activation")]
     last = "h.start"
@@ -67,7 +67,7 @@ def _task(
 
 
 def described(program: Program) -> list[object]:
-    """All but names: tasks in order, what they read by which task made it, buffers of no task by what they are."""
+    """Describe all but names: tasks in order, what they read by which task made it, buffers of no task by what they are."""
     made = {name: (number, k) for number, task in enumerate(program.tasks) for k, name in enumerate(task.outputs)}
     buffers = {buffer.name: replace(buffer, name="", node="") for buffer in program.buffers}
     found: list[object] = []

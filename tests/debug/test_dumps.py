@@ -59,13 +59,13 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unnamed(text: str) -> str:
-    """With names in order of appearance: a graph that was read does not remember names that were given up."""
+    """Return the text with names in order of appearance: a graph that was read does not remember names that were given up."""
     names: dict[str, str] = {}
     return re.sub(r"%\w+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
 
 
 def replayed_as_it_was(files: list[Path], folder: Path) -> None:
-    """Each file, run again, gives all those after it, headers included."""
+    """Check that each file, run again, gives all those after it, headers included."""
     for path in files:
         place = folder / path.stem
         place.mkdir()

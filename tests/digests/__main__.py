@@ -66,7 +66,7 @@ def _chosen(cases: list[str], keyword: str, *, fast: bool) -> list[str]:
 
 
 def _made(names: list[str]) -> Iterator[tuple[str, Texts, Record]]:
-    """Each case's texts and figures; how long it took is printed."""
+    """Return each case's texts and figures; how long it took is printed."""
     for name in names:
         started, used = time.perf_counter(), time.process_time()
         try:

@@ -51,7 +51,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Around:
-    """What a program is planned around, as at run time."""
+    """The decisions that a program is planned around, as at run time."""
 
     batch_axes: tuple[int, ...] | None = None  # that the caller splits the batch over; None: free to choose
     follows: ShardingPlan | None = None
@@ -89,7 +89,7 @@ def _ends(split: Split) -> str:
 def run_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], program: Program
 ) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of one step on simulated ranks, whole, by kind and name."""
+    """Return outputs, gradients and buffers of one step on simulated ranks, whole, by kind and name."""
     with torch.no_grad():
         step = Ranks.of(Call(model, args, kwargs), program.planned).run().step
     kinds = {"output": step.outputs, "gradient": step.gradients, "buffer": step.buffers}
@@ -97,10 +97,10 @@ def run_program(
 
 
 def layout_text(layout: Any) -> str:
-    """The placements of a layout, one per axis of the mesh."""
+    """Return the placements of a layout, one per axis of the mesh."""
     return ", ".join(map(str, layout.placements))
 
 
 def table_text(plan: ShardingPlan) -> str:
-    """What a plan prints as, on lines so long that none is broken."""
+    """Return what a plan prints as, on lines so long that none is broken."""
     return format_plan(plan, width=1000, colour=False)

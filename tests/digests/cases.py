@@ -48,12 +48,12 @@ class Case:
     slow: bool = False
 
     def where(self) -> Mesh:
-        """The mesh with its hardware: never that of the machine that digests."""
+        """Return the mesh with its hardware: never that of the machine that digests."""
         return Mesh(self.mesh, hardware=self.hardware)
 
 
 def small(name: str, dtype: torch.dtype = torch.float64) -> Callable[[], Call]:
-    """A model of `tests/models.py`, with values."""
+    """Return a model of `tests/models.py`, with values."""
 
     def made() -> Call:
         case = models.build(name, dtype=dtype)
@@ -63,7 +63,7 @@ def small(name: str, dtype: torch.dtype = torch.float64) -> Callable[[], Call]:
 
 
 def on_meta(make: Callable[..., tuple[nn.Module, tuple[Any, ...]]], *args: Any) -> Callable[[], Call]:
-    """What an example makes, without values."""
+    """Return what an example makes, without values."""
 
     def build() -> Call:
         with torch.device("meta"):
@@ -99,12 +99,12 @@ class Blocks(nn.Module):
 
 
 def blocks(layers: int, dim: int, hidden: int, shape: tuple[int, ...]) -> tuple[nn.Module, tuple[Tensor]]:
-    """Wide products of bfloat16, whose messages take long."""
+    """Return wide products of bfloat16, whose messages take long."""
     return Blocks(layers, dim, hidden).bfloat16(), (torch.empty(*shape, dim, dtype=torch.bfloat16),)
 
 
 def gpt_step(config: gpt.Config, batch: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The GPT of the examples and the arguments of one step."""
+    """Return the GPT of the examples and the arguments of one step."""
     tokens = torch.zeros(batch, config.seq, dtype=torch.long)
     return gpt.GPT(config), (tokens, tokens)
 

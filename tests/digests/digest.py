@@ -30,12 +30,12 @@ DIGITS = 12  # of the largest number of a tensor that count
 
 
 def digest_of(text: str) -> str:
-    """The first 16 hex digits of SHA-256."""
+    """Return the first 16 hex digits of SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def canonical(text: str) -> str:
-    """`text` without lines and files of the model's code or addresses, and with names as they were at the baseline."""
+    """Return `text` without lines and files of the model's code or addresses, and with names as they were at the baseline."""
     text = ADDRESS.sub("<address>", LINE.sub("<line>", text))
     for new, old in RENAMED.items():
         text = re.sub(rf"\b{re.escape(new)}\b", old, text)
@@ -43,12 +43,12 @@ def canonical(text: str) -> str:
 
 
 def word_by_word(text: str) -> str:
-    """`text` with a word on each line: where its lines are broken depends on what `canonical` leaves out."""
+    """Return `text` with a word on each line: where its lines are broken depends on what `canonical` leaves out."""
     return "\n".join(text.split())
 
 
 def plan_texts(plan: ShardingPlan) -> Texts:
-    """All that a plan decides, as text by kind."""
+    """Return all that a plan decides, as text by kind."""
     texts = {
         "mesh and recipes": f"{plan.mesh} {plan.recipes}",
         "layouts of parameters": _values(plan.parameters),
@@ -67,7 +67,7 @@ def plan_texts(plan: ShardingPlan) -> Texts:
 
 
 def report_texts(plan: ShardingPlan) -> Texts:
-    """What a user reads of a plan: its table, its timeline, and of a searched one why some values are as they are."""
+    """Return what a user reads of a plan: its table, its timeline, and of a searched one why some values are as they are."""
     asked = [*list(plan.parameters)[:2], *list(plan.inputs)[:1], *(f"%{one.id}" for one in plan.collectives[:1])]
     texts = {"table": SEARCHED_FOR.sub(" <time>", table_text(plan))}
     if plan.search is not None:  # of others it would have to state a search first
@@ -78,7 +78,7 @@ def report_texts(plan: ShardingPlan) -> Texts:
 
 
 def program_texts(program: Program) -> Texts:
-    """What would be compiled, and the plan that says so."""
+    """Return what would be compiled, and the plan that says so."""
     texts = {f"program's plan: {kind}": text for kind, text in plan_texts(program.plan).items()}
     texts |= {
         "compiled forward": canonical(program.forward),
@@ -90,7 +90,7 @@ def program_texts(program: Program) -> Texts:
 
 
 def plan_figures(plan: ShardingPlan) -> Record:
-    """What a step of a plan costs and how it was chosen, digit by digit."""
+    """Return what a step of a plan costs and how it was chosen, digit by digit."""
     figures: dict[str, object] = {}
     if plan.cost is not None:
         names = ("step_time", "compute", "communication", "exposed_comm", "peak_memory", "memory")
@@ -102,7 +102,7 @@ def plan_figures(plan: ShardingPlan) -> Record:
 
 
 def value_text(value: Tensor) -> str:
-    """The numbers of a tensor, rounded to `DIGITS` digits of its largest, with dtype and shape."""
+    """Return the numbers of a tensor, rounded to `DIGITS` digits of its largest, with dtype and shape."""
     head = f"{value.dtype} {list(value.shape)}"
     numbers = value.detach().double().flatten()
     largest = float(numbers.abs().max()) if numbers.numel() else 0.0
@@ -113,17 +113,17 @@ def value_text(value: Tensor) -> str:
 
 
 def value_texts(values: Mapping[str, Tensor]) -> Texts:
-    """As `value_text`, by names of values."""
+    """Return the `value_text` of each value, by name."""
     return {f"number of {name}": value_text(value) for name, value in values.items()}
 
 
 def repr_of(value: object) -> str:
-    """As `repr`, without the names of the library's classes."""
+    """Return `repr` without the names of the library's classes."""
     return re.sub(r"\b[A-Z]\w*\(", "(", repr(value))
 
 
 def record_of(texts: Texts, figures: Record) -> Record:
-    """The digests of all texts, and figures as they are."""
+    """Return the digests of all texts, and figures as they are."""
     return {kind: digest_of(text) for kind, text in texts.items()} | figures
 
 

@@ -23,7 +23,7 @@ from tests.digests.digest import (
 
 
 def make(case: Case) -> tuple[Texts, Record]:
-    """All texts of a case, and its figures."""
+    """Return all texts of a case, and its figures."""
     with torch.random.fork_rng(), torch.set_grad_enabled(case.training):
         torch.manual_seed(0)
         model, args, kwargs = case.build()
@@ -53,7 +53,7 @@ def _named(what: str, given: Record) -> Record:
 
 
 def _changed(made: ShardingPlan, change: Mapping[str, Any]) -> tuple[Texts, Record]:
-    """What `replan` gives, or the error that it raises."""
+    """Return what `replan` gives, or the error that it raises."""
     try:
         other = made.replan(**change)
     except AutoshardError as error:
@@ -62,7 +62,7 @@ def _changed(made: ShardingPlan, change: Mapping[str, Any]) -> tuple[Texts, Reco
 
 
 def _programmed(case: Case, made: ShardingPlan) -> Texts:
-    """What would be compiled of a case, the numbers of a step of it, and what would be compiled for an evaluation."""
+    """Return what would be compiled of a case, the numbers of a step of it, and what would be compiled for an evaluation."""
     call = case.build()
     around = Around(case.batch_axes, _reread(made) if case.follows else None)
     program = make_program(*call, case.where(), case.options, around, training=case.training)

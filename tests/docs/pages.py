@@ -44,7 +44,7 @@ class Block:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words of each command of a console block."""
+        """Return the words of each command of a console block."""
         return [line[2:].split() for line in self.text.splitlines() if line.startswith("$ ")]
 
 

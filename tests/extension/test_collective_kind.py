@@ -38,7 +38,7 @@ torch.library.impl("autoshard_ring::shift", "Meta")(lambda part, offset, group: 
 
 
 def shift(value: Tensor, axes: Sequence[str], offset: int = 1) -> Tensor:
-    """Each rank of an axis gets the part of the rank `offset` places after it, around the ring."""
+    """Give each rank of an axis the part of the rank `offset` places after it, around the ring."""
     return value
 
 
@@ -88,7 +88,7 @@ MESH = Mesh("dp=2,cp=3", hardware="h100")
 
 
 def lowered() -> GraphModule:
-    """The program of one device, verified, as it is read back from its text."""
+    """Return the program of one device, verified, as it is read back from its text."""
     gm, _ = parse_graph(TEXT)
     PassManager((Localize(),), (Verifier(),)).run(gm, PassContext(MESH))
     gm, _ = parse_graph(format_graph(gm, MESH))

@@ -63,7 +63,7 @@ class Unknown(nn.Module):
 
 
 class Ragged(nn.Module):
-    """As many rows as there are values above 0."""
+    """A model of as many rows as there are values above 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def planned(kind: type[nn.Module], **options: Any) -> ShardingPlan:
 
 
 def remarks(one: ShardingPlan) -> str:
-    """The remarks of the first screen, which has each with its line, in whatever way it breaks lines."""
+    """Return the remarks of the first screen, which has each with its line, in whatever way it breaks lines."""
     shown = [str(remark) for remark in one.remarks if not remark.routine]
     screen = " ".join(str(one).split())
     places = [str(remark.origin).partition(" ")[0] for remark in one.remarks if not remark.routine]

@@ -12,6 +12,9 @@ TREES = {
     for folder in ("autoshard", "passes", "examples", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
+TESTS = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))
+}
 PRODUCT = {file: tree for file, tree in TREES.items() if file.startswith(("autoshard/", "passes/"))}
 
 

@@ -70,7 +70,7 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 def test_no_folder_imports_what_imports_it() -> None:
-    """From config and capture to plans, compile, planner, inspection, runtime and api: `autoshard/` is read in that order."""
+    """Read `autoshard/` from config and capture to plans, compile, planner, inspection, runtime and api."""
     folders: dict[str, set[str]] = {}
     for file, tree in PRODUCT.items():
         here = ".".join(module_of(file).split(".")[:2])

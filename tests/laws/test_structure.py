@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import PurePath
 
-from tests.laws.sources import PASS_CLASSES, PRODUCT
+from tests.laws.sources import PASS_CLASSES, PRODUCT, ROOT, TESTS, TREES
 
 CODE_FILES = 20  # of a folder, at most
+CLASS_LINES = 110  # of code, at most: without blank lines and docstrings, which say how to use the class
 SAME_JOB = {"__init__.py"}  # names that several folders share: the same job for each
-NO_VERB = ("What ", "Which ", "Whether ", "Of ", "How ", "Where ", "That ", "For ", "With ", "As ", "From ", "The same")
+NO_VERB = {"What", "Which", "Whether", "Of", "How", "Where", "That", "For", "With", "As", "From"}
+NOUNS = {"A", "An", "The", "All", "Each", "Every", "One", "Two", "Three", "Some", "Most", "No", "Per", "On", "In", "Its"}
 
 
 def test_a_folder_holds_few_files() -> None:
@@ -33,13 +35,21 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_docstrings_start_with_a_verb() -> None:
-    """A docstring that starts with one of these words describes, and does not say what is done."""
-    assert [
-        f"{file} {name}: {text[:60]}"
-        for file, tree in PRODUCT.items()
-        for name, text in documented(tree)
-        if text.startswith(NO_VERB)
-    ] == []
+    """A docstring that starts with one of these words describes, and does not say what is done.
+
+    Classes, attributes and tests may be described by a noun.
+    """
+    found = []
+    for file, tree in {**TREES, **TESTS}.items():
+        for name, text in documented(tree):
+            if text.split(" ")[0] in NO_VERB:
+                found.append(f"{file} {name}: {text[:60]}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("test_"):
+                text = ast.get_docstring(node) or "Return"
+                if text.split(" ")[0] in NOUNS or not text[0].isupper():
+                    found.append(f"{file} {node.name}: {text[:60]}")
+    assert found == []
 
 
 def documented(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -52,6 +62,34 @@ def documented(tree: ast.AST) -> Iterator[tuple[str, str]]:
             match attribute, text:
                 case (ast.Assign() | ast.AnnAssign(), ast.Expr(ast.Constant(str(value)))):
                     yield ast.unparse(attribute).partition(" ")[0].rstrip(":"), value
+
+
+def code_lines(tree: ast.ClassDef, source: str) -> int:
+    """Return how many lines of a class hold code or comments."""
+    lines = set(range(tree.lineno, tree.end_lineno + 1)) if tree.end_lineno is not None else set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and node.end_lineno is not None:
+            lines -= {*range(node.lineno, node.end_lineno + 1)}
+    texts = source.splitlines()
+    return sum(bool(texts[line - 1].strip()) for line in lines)
+
+
+def test_a_class_is_one_idea() -> None:
+    """A longer one holds a second: a value, or functions."""
+    classes = [
+        (f"{file} {node.name}", code_lines(node, (ROOT / file).read_text(encoding="utf-8")))
+        for file, tree in PRODUCT.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [(name, lines) for name, lines in classes if lines > CLASS_LINES] == []
+
+
+def test_lines_of_code_are_counted() -> None:
+    source = 'class A:\n    """One\n    two."""\n\n    x: int = 1\n    """Three."""\n'
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    assert code_lines(tree, source) == 2
 
 
 def composed(tree: ast.AST) -> list[str]:

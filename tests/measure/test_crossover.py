@@ -22,7 +22,7 @@ def product(rows: float, columns: float, terms: float, question: Question) -> fl
 
 
 def tried(question: Question, size: int) -> tuple[float, dict[str, float]]:
-    """Seconds on one device and of each way, from the cost functions: no formulas, no solving."""
+    """Return the seconds on one device and of each way, from the cost functions: no formulas, no solving."""
     tokens, hidden = question.tokens or size, question.hidden or size
     k, group = question.devices, question.group
 

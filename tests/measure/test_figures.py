@@ -17,7 +17,7 @@ BLANK = replace(hardware_named("cpu"), name="blank")
 
 
 def unknown(machine: Hardware) -> Hardware:
-    """`machine` with the figures to be found replaced by another's."""
+    """Return `machine` with the figures to be found replaced by another's."""
     return replace(machine, flops=BLANK.flops, efficiency=0.5, tile=4, inside=BLANK.inside, across=BLANK.across)
 
 

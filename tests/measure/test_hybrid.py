@@ -26,7 +26,7 @@ def ring(ranks: list[int], part: float, sweeps: int, node_size: int, sent: dict[
 
 
 def counted(cluster: Cluster, name: str) -> dict[str, float]:
-    """Bytes that a device of node 0 sends on mean, message by message."""
+    """Return the bytes that a device of node 0 sends on mean, message by message."""
     size = cluster.hardware.node_size
     everyone = list(range(cluster.nodes * size))
     weights, gradients = 2.0 * cluster.parameters, 4.0 * cluster.parameters

@@ -39,7 +39,7 @@ _SECTION = re.compile(r"^(Before|After|Context):(.*(?:\n(?:[ ]+.*|\s*)$)*)", re.
 
 @dataclass(frozen=True)
 class Example:
-    """What a pass's docstring claims; `before` and `after` are empty where it has no such block."""
+    """The claim of a pass's docstring; `before` and `after` are empty where it has no such block."""
 
     kind: type[Pass]
     before: str
@@ -48,7 +48,7 @@ class Example:
 
 
 def pass_classes() -> list[type[Pass]]:
-    """Every pass that a module of `passes/` defines, in the order of the files."""
+    """Return every pass that a module of `passes/` defines, in the order of the files."""
     found = []
     for module in pkgutil.iter_modules(passes.__path__):
         members = vars(importlib.import_module(f"passes.{module.name}")).values()
@@ -64,7 +64,7 @@ def example_of(kind: type[Pass]) -> Example:
 
 
 def run_example(example: Example) -> str:
-    """The graph that the pass makes of Before, as text. Both are verified at their stages."""
+    """Return the graph that the pass makes of Before, as text. Both are verified at their stages."""
     gm, mesh = parse_graph(example.before)
     pass_, ctx = _context(example, PassContext(mesh))
     assert stage_of(gm) is pass_.takes, f"Before is {stage_of(gm).name}, the pass takes {pass_.takes.name}"

@@ -17,7 +17,7 @@ def read(text: str) -> GraphModule:
 
 
 def gather(before: int, after: int, width: int, *, kept: bool) -> str:
-    """x @ w and x @ v, where rows of x are gathered [before, 2, after]."""
+    """Return x @ w and x @ v, where rows of x are gathered [before, 2, after]."""
     rows = before * after
     returned = ', output("2") %whole' if kept else ""
     return f"""
@@ -37,7 +37,7 @@ return output("0") %mm, output("1") %mm_1{returned}
 
 
 def scatter(before: int, after: int, width: int, *, kept: bool) -> str:
-    """The sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, after] are parted."""
+    """Return the sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, after] are parted."""
     rows = 2 * before * after
     source, dtype = ("wide", "f64") if kept else ("mm", "f32")
     wide = f"""
@@ -63,7 +63,7 @@ return output("0") %part
 
 
 def all_reduce(before: int, after: int, width: int, *, kept: bool) -> str:
-    """The sum of x @ w, in a wider dtype if `kept`, on all ranks."""
+    """Return the sum of x @ w, in a wider dtype if `kept`, on all ranks."""
     rows = before * after
     source, wide = ("%wide", f"\n%wide: f64[{rows}, {width}] = prims.convert_element_type(%mm, f64)") if kept else ("%mm", "")
     dtype = "f64" if kept else "f32"
@@ -78,7 +78,7 @@ return output("0") %wait
 
 
 def inputs(gm: GraphModule) -> list[list[torch.Tensor]]:
-    """Small integers, of which sums are exact in any order."""
+    """Return small integers, of which sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     return [

@@ -79,7 +79,7 @@ def test_a_model_in_chunks_computes_the_same(name: str, axes: str, recipe: str, 
 
 
 def _linear(rows: int, inner: int, *, beside: bool = False, kept: bool = False) -> str:
-    """Rows are gathered for a product of `inner` columns; `beside`, another one can be computed meanwhile."""
+    """Gather rows for a product of `inner` columns; `beside`, another one can be computed meanwhile."""
     other = "%square: bf16[8192, 8192] = mm(%v, %v)" if beside else ""
     returned = [f'output("{n}") %{n}' for n, there in (("mm", True), ("square", beside), ("whole", kept)) if there]
     return f"""

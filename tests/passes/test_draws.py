@@ -32,7 +32,7 @@ class Noisy(nn.Module):
 
 
 def step(model: nn.Module, x: torch.Tensor, mesh: Mesh, options: Options) -> dict[str, torch.Tensor]:
-    """Loss and gradients, from simulated ranks."""
+    """Return loss and gradients, from simulated ranks."""
     gm = make_plan(PlanRequest(model, (x,), {}, mesh, options)).graph
     given = {name: value.detach() for name, value in model.named_parameters()} | {"x": x}
     inputs: list[list[torch.Tensor]] = []

@@ -39,7 +39,7 @@ def fold(gm: GraphModule, distinct: tuple[tuple[str, str], ...] = ()) -> tuple[R
 
 
 def canonical(gm: GraphModule, layer_names: dict[str, str]) -> str:
-    """The text with nodes numbered in order and layers renamed."""
+    """Return the text with nodes numbered in order and layers renamed."""
     text = format_graph(gm, MESH)
     numbers = {node.name: f"%{number}" for number, node in enumerate(gm.graph.nodes)}
     text = re.sub(r"%(\w+)", lambda match: numbers[match[1]], text)
@@ -92,7 +92,7 @@ def _rest(node: Any) -> str:
 
 
 def chain(layers: list[str], *, results: str = "", before: str = "", after: str = "") -> GraphModule:
-    """`%h0` is the input, layer `k` gives `%h<k + 1>` from `%h<k>`; `%w<k>` is its parameter."""
+    """Return layers in which `%h0` is the input, layer `k` gives `%h<k + 1>` from `%h<k>`; `%w<k>` is its parameter."""
     count = len(layers)
     lines = ["mesh dp=2", "stage CAPTURED"]
     lines += [f'%w{k}: f32[8, 8] = parameter("layers.{k}.w")' for k in range(count)]

@@ -18,7 +18,7 @@ from passes._torch.inductor.inductor_patterns import _is_padding, _Possible
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Written out, on [batch, heads, rows, columns]."""
+    """Compute attention, written out, on [batch, heads, rows, columns]."""
     return torch.softmax(q @ k.transpose(-2, -1) / 4.0, dim=-1) @ v
 
 

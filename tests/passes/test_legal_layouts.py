@@ -39,14 +39,14 @@ every_case = pytest.mark.parametrize(("axes", "shape"), CASES)
 
 
 def layouts(mesh: Mesh, shape: Shape) -> list[Layout]:
-    """All layouts that `shape` allows, padded ones included."""
+    """Return all layouts that `shape` allows, padded ones included."""
     shards = [Shard(dim, outer) for dim, outer in itertools.product(range(len(shape)), OUTERS)]
     found = (Layout(placements) for placements in itertools.product((R, *TERMS, *shards), repeat=mesh.ndim))
     return [layout for layout in found if is_storable(layout, shape, mesh)]
 
 
 def pairs(mesh: Mesh, shape: Shape, count: int) -> list[tuple[Layout, Layout]]:
-    """So many pairs of layouts, or all of them, spread over all."""
+    """Return so many pairs of layouts, or all of them, spread over all."""
     found = layouts(mesh, shape)
     total = len(found) ** 2
     step = max(1, total // count) | 1  # odd, so that targets vary as sources do
@@ -78,7 +78,7 @@ def test_terms_of_every_reduction_are_taken(op: str) -> None:
 
 
 def resharded(source: Layout, target: Layout, shape: Shape, mesh: Mesh) -> list[torch.Tensor]:
-    """Every rank's part of a value that is moved from `source` to `target`."""
+    """Return every rank's part of a value that is moved from `source` to `target`."""
     type_ = f"f64[{', '.join(map(str, shape))}]"
     gm, _ = parse_graph(
         f"mesh {mesh}\nstage EXPLICIT\n"

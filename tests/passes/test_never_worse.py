@@ -32,7 +32,7 @@ BUCKET = 1 << 16
 
 
 def _hardware(links: str) -> Hardware:
-    """A device of which the models fill a kernel, with links that take long, or take long to start."""
+    """Return a device of which the models fill a kernel, with links that take long, or take long to start."""
     h100 = hardware_named("h100")
     bandwidth, latency = {"slow": (1e7, 1e-6), "late": (1e9, 1e-4)}[links]
     link = replace(h100.inside, bandwidth=bandwidth, latency=latency, setup=0.0, reduces=0.0)

@@ -130,7 +130,7 @@ def test_what_the_operators_give_has_the_shapes_and_strides_of_torchs() -> None:
 
 
 def test_on_cuda_torchs_operators_are_called_with_the_same_arguments() -> None:
-    """What the CUDA kernels of ours call, without the devices: torch's operators replaced by ones that note it."""
+    """See the calls of our CUDA kernels without the devices: torch's operators are replaced by ones that note it."""
     part, others = torch.ones(2, 3), [torch.ones(3, 5)]
     with mock.patch.object(torch.ops, "symm_mem") as torchs:
         torchs.fused_all_gather_matmul.return_value = (None, [torch.ones(4, 5)])

@@ -128,7 +128,7 @@ _RESULT = re.compile(r"%(o\d+): (f32)\[8, 4\] (\{.*?\}) =")
 
 
 def _random_program(random: Random) -> str:
-    """Some of the segments; to what one gives, what one before it gave is added here and there, wherever that is stored."""
+    """Return some of the segments; here and there what an earlier one gave is added, wherever that is stored."""
     names, lines, results = random.sample(list(SEGMENTS), random.randint(4, 7)), INPUTS.strip().splitlines(), list[str]()
     before: re.Match[str] | None = None
     for n, name in enumerate(names):
@@ -158,7 +158,7 @@ def _lowered(text: str, first: tuple[Pass, ...], mesh: Mesh) -> GraphModule:
 
 
 def _messages(gm: GraphModule) -> dict[str, list[str]]:
-    """What is sent, by segment: "all_gather tp bf16"."""
+    """Return what is sent, by segment: "all_gather tp bf16"."""
     found: dict[str, list[str]] = {}
     for node in gm.graph.nodes:
         if (transfer := transfer_of(node)) is not None:
@@ -168,13 +168,13 @@ def _messages(gm: GraphModule) -> dict[str, list[str]]:
 
 
 def _changes(before: dict[str, list[str]], after: dict[str, list[str]]) -> list[str]:
-    """The segments that send something else, and what: "equal gathers: all_gather tp f32, ... -> ..."."""
+    """Return the segments that send something else, and what: "equal gathers: all_gather tp f32, ... -> ..."."""
     ends = ((name, before[name], after.get(name, [])) for name in before)
     return [f"{name}: {', '.join(old)} -> {', '.join(new) or 'nothing'}" for name, old, new in ends if old != new]
 
 
 def _drawn(gm: GraphModule, mesh: Mesh, generator: torch.Generator) -> list[list[torch.Tensor]]:
-    """Small whole numbers for each rank of what it is given, and its place on the axes."""
+    """Return small whole numbers for each rank of what it is given, and its place on the axes."""
     whole = {
         node.name: torch.randint(-1, 2, shape, generator=generator)
         for node, shape in ((node, _SHAPES[input_of(node).name]) for node in placeholders(gm.graph) if _is_given(node))
@@ -198,7 +198,7 @@ def _is_given(node: Node) -> bool:
 
 
 def _hardware(random: Random) -> Hardware:
-    """Links on which the bytes are what costs, or the messages."""
+    """Return links on which the bytes are what costs, or the messages."""
     h100 = hardware_named("h100")
     link = replace(h100.inside, bandwidth=1e3, latency=random.choice([1e-9, 1.0]), setup=0.0, reduces=0.0)
     return replace(h100, name=f"random {random.random()}", inside=link, across=link)

@@ -41,7 +41,7 @@ def _group(axis: str) -> str:
 
 
 def _random_step(random: Random) -> GraphModule:
-    """Weights gathered over dp; products of a value that is gathered over tp, or summed over it; gradients of all weights."""
+    """Return a step: weights gathered over dp, products of a value that is gathered or summed over tp, all gradients."""
     rows = random.choice([4, 8])
     lines = [f"mesh {AXES}", "stage LOCAL"]
     depth = random.randint(2, 4)
@@ -87,7 +87,7 @@ def _random_step(random: Random) -> GraphModule:
 
 
 def _random_prices(random: Random, late: float) -> Hardware:
-    """A device slow enough for chunks of a few rows, with slow links; 10 ** `late` is about their latency in seconds."""
+    """Return a device slow enough for chunks of a few rows, with slow links; 10 ** `late` is about their latency in seconds."""
     h100 = hardware_named("h100")
     link = replace(
         h100.inside,
@@ -102,7 +102,7 @@ def _random_prices(random: Random, late: float) -> Hardware:
 
 
 def _trained(gm: GraphModule, mesh: Mesh, seed: int) -> list[torch.Tensor]:
-    """All weights of all ranks after ten steps."""
+    """Return all weights of all ranks after ten steps."""
     generator = torch.Generator().manual_seed(seed)
     nodes = placeholders(gm.graph)
     given = [[torch.randn(tensor_of(node).shape, generator=generator) for node in nodes] for _ in range(mesh.size)]

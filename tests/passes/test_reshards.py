@@ -28,7 +28,7 @@ SHAPE = (24, 12, 5)
 
 
 def layouts(mesh: Mesh, *, stored: bool = False) -> list[Layout]:
-    """All layouts of `SHAPE` with digits that nest, partial sums included."""
+    """Return all layouts of `SHAPE` with digits that nest, partial sums included."""
     digits = [Shard(dim, outer) for dim in (0, 1) for outer in (1, 2, 3, 4, 6)]
     choices = (R, Partial(), *digits, *([Shard(2)] if stored else []))
     found = (Layout(placements) for placements in itertools.product(choices, repeat=mesh.ndim))

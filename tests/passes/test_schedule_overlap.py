@@ -131,7 +131,7 @@ def test_a_graph_without_collectives_is_left_as_it_is() -> None:
 
 
 def _random_graph(random: Random) -> GraphModule:
-    """Products, sums, views and collectives of 8 x 8 values, each of earlier ones."""
+    """Return products, sums, views and collectives of 8 x 8 values, each of earlier ones."""
     lines = ["mesh dp=2", "stage LOCAL"]
     lines += [
         f'%{name}: f32[8, 8] = {role}("{name}")'

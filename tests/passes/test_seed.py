@@ -25,7 +25,7 @@ return output("output") %mm
 
 
 def seeded(seed: Seed, text: str = LINEAR) -> tuple[str, list[str]]:
-    """The graph with its pins, without mesh and stage, and what the pass says."""
+    """Return the graph with its pins, without mesh and stage, and what the pass says."""
     gm, mesh = parse_graph(text)
     ctx = PassContext(mesh)
     seed.run(gm, ctx)

@@ -14,7 +14,7 @@ from tests.planner.test_search import on_meta
 
 
 def seconds_after_capture(layers: int) -> float:
-    """Process time of everything that a searched plan takes once the model is captured."""
+    """Return the process time of everything that a searched plan takes once the model is captured."""
     model, args = on_meta(64, 16, layers)
     begun: dict[str, float] = {}
 

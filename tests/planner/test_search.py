@@ -264,7 +264,7 @@ def test_what_the_solver_predicts_is_what_is_simulated() -> None:
 
 @pytest.mark.slow
 def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
-    """Of all layers of a model that is folded, and of a recipe that shards, copies, or splits tensors."""
+    """Compare all layers of a model that is folded, and a recipe that shards, copies, or splits tensors."""
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
     with torch.device("meta"):
         model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
@@ -317,7 +317,7 @@ def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:
-    """A defect in what makes the programs of these recipes, or of all; None: of the solver's plan."""
+    """Put a defect in what makes the programs of these recipes, or of all; None: of the solver's plan."""
 
     def failing(problem: Any, folded: Any, named: Any, solution: Any = None, **how: Any) -> Any:
         if not recipes or named[0] in recipes:

@@ -31,7 +31,7 @@ MOVED = ("parameter ", "gradient ", "input ", "output ", "tangent ", "buffer ", 
 
 
 def check_names(plan: ShardingPlan, model: nn.Module) -> None:
-    """Modules are the model's; what is in none is of a line of its own forward. No line makes what is only returned."""
+    """Check that modules are the model's; what is in none has a line of its own forward, but what is only returned."""
     assert plan.collectives
     assert all(one.what.startswith(MOVED) for one in plan.collectives)
     assert {one.reason.partition(": ")[0] for one in plan.collectives} <= PASSES
@@ -46,7 +46,7 @@ def check_names(plan: ShardingPlan, model: nn.Module) -> None:
 
 
 def check_sent(planned: Planned) -> None:
-    """The halves of the program send what the plan says: in the forward, in the backward, or the same in both."""
+    """Check that the halves of the program send what the plan says: in the forward, in the backward, or the same in both."""
     split = split_program(planned.graph, mode="eager")
     assert split.backward is not None
     for half, said in (

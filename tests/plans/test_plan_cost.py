@@ -141,7 +141,7 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
 
 
 def _compiled(model: nn.Module, args: tuple[torch.Tensor, ...], mesh: Mesh, options: Options) -> Timeline:
-    """The step of the program that Inductor is given, of all layers."""
+    """Return the step of the program that Inductor is given, of all layers."""
     split = split_program(make_plan(PlanRequest(model, args, {}, mesh, options)).graph, mode="inductor")
     overlap = OverlapPhase.of(options, mesh)
     assert overlap is not None

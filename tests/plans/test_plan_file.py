@@ -117,7 +117,7 @@ AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).sa
 
 
 def changed(*path: Any, to: Any = None) -> str:
-    """The text of a plan with one member changed, or removed."""
+    """Return the text of a plan with one member changed, or removed."""
     data = json.loads(made().to_json())
     *outer, last = path
     inner = data

@@ -41,7 +41,7 @@ def made(**model: Any) -> ShardingPlan:
 
 
 def followed(given: ShardingPlan, model: nn.Module | None = None, x: Tensor | None = None, **how: Any) -> PlanRecord:
-    """The plan that comes of following `given` for a model and its input."""
+    """Return the plan that comes of following `given` for a model and its input."""
     args = (torch.randn(4, 6) if x is None else x,)
     return make_plan(PlanRequest(model or Tiny(), args, {}, MESH, RECIPE, **how), plan=given).plan
 

@@ -86,7 +86,7 @@ def test_adapters_leave_the_products_of_a_rank_few() -> None:
 
 
 def products(model: AdaptedBlock, mesh: str) -> float:
-    """Multiplications that one rank does in products of matrices, forward and backward."""
+    """Return multiplications that one rank does in products of matrices, forward and backward."""
     args = (torch.randn(BATCH, SEQ, 32),)
     planned = make_plan(PlanRequest(model, args, {}, Mesh(mesh), Options(recipe="megatron")))
     nodes = [node for node in planned.graph.graph.nodes if node.target is torch.ops.aten.mm.default]

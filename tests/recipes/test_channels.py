@@ -57,7 +57,7 @@ def residual(norm: Callable[[int], nn.Module]) -> nn.Module:
 
 
 def separable() -> nn.Module:
-    """As in MobileNet: channels are widened, convolved one by one, and narrowed."""
+    """Return a layer as in MobileNet: channels are widened, convolved one by one, and narrowed."""
     depthwise = nn.Conv2d(64, 64, 3, padding=1, groups=64)
     return Network(nn.Conv2d(16, 64, 1), nn.ReLU6(), depthwise, nn.ReLU6(), nn.Conv2d(64, 16, 1), channels=16)
 

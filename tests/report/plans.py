@@ -55,21 +55,21 @@ def tiny_llama() -> ShardingPlan:
 
 @cache
 def searched() -> ShardingPlan:
-    """A plan that was searched for, with its candidates."""
+    """Return a plan that was searched for, with its candidates."""
     case = build("mlp", dtype=torch.float32)
     return plan(case.model, Mesh("dp=2,tp=2", hardware="h100"), case.args, case.kwargs)
 
 
 @cache
 def unknown_hardware() -> ShardingPlan:
-    """A plan without a step."""
+    """Return a plan without a step."""
     case = build("mlp", dtype=torch.float32)
     return plan(case.model, Mesh("dp=2,tp=2"), case.args, case.kwargs, options=Options(recipe="ddp", hardware=None))
 
 
 @cache
 def followed() -> ShardingPlan:
-    """A plan as a run that follows one has it: with the step that was predicted, and collectives of its own program."""
+    """Return a plan as a run that follows one has it: with the step that was predicted, and collectives of its own program."""
     made = tiny_llama()
     own = (replace(one, id=f"{one.id}_of_run", seconds=None, exposed=None) for one in made.collectives)
     return replace(made, collectives=tuple(own))

@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(params=["light", "dark"])
 def page(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Page]:
-    """A page that fails the test at its end for whatever the console complained of, and for any request."""
+    """Open a page that fails the test at its end for whatever the console complained of, and for any request."""
     made = browser.new_page(viewport={"width": 1500, "height": 900}, color_scheme=request.param)
     made.set_default_timeout(10_000)
     complaints: list[str] = []
@@ -53,7 +53,7 @@ def page(request: pytest.FixtureRequest, browser: Browser) -> Iterator[Page]:
 
 
 def opened(page: Page, plan: ShardingPlan, folder: Path) -> float:
-    """Seconds that the page takes to be there."""
+    """Return the seconds that the page takes to be there."""
     path = folder / "plan.html"
     plan.to_html(path)
     started = time.perf_counter()
@@ -78,7 +78,7 @@ def tab(page: Page, name: str) -> None:
 
 
 def pixels(page: Page) -> str:
-    """What the canvas shows."""
+    """Return what the canvas shows."""
     shown: str = page.evaluate("document.getElementById('timeline').toDataURL()")
     return shown
 

@@ -9,7 +9,7 @@ from passes.ir.text import parse_graph
 
 
 def notations(body: str, mesh: str = "dp=2,tp=2") -> dict[str, str]:
-    """Of each node of a PLACED graph, its notation."""
+    """Return the notation of each node of a PLACED graph."""
     gm, parsed = parse_graph(f"mesh {mesh}\nstage PLACED\n{body.strip()}\n")
     letters = letters_of(gm.graph)
     named = [node for node in gm.graph.nodes if node.op != "output"]

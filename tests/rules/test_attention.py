@@ -19,7 +19,7 @@ MATH = aten._scaled_dot_product_attention_math.default
 
 
 def small(*shape: int) -> torch.Tensor:
-    """Numbers in [-1, 1]."""
+    """Return numbers in [-1, 1]."""
     return floats(*shape) * (8 / torch.Size(shape).numel())
 
 
@@ -28,7 +28,7 @@ def qkv(heads: int, key_heads: int, queries: int = 8, keys: int = 12) -> tuple[t
 
 
 def backward(*inputs: torch.Tensor, causal: bool = False, mask: torch.Tensor | None = None) -> tuple[Any, ...]:
-    """Positional arguments of the backward: a gradient, and what the forward gives."""
+    """Return positional arguments of the backward: a gradient, and what the forward gives."""
     out, logsumexp = FORWARD(*inputs, 0.0, causal, attn_mask=mask)
     return (small(*out.shape), *inputs, out, logsumexp, 0.0, causal)
 

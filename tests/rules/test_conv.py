@@ -16,7 +16,7 @@ UP = floats(6, 4, 3, 1)  # of a transposed convolution in two groups: 6 channels
 
 
 def settings(*, transposed: bool = False, groups: int = 1, padding: tuple[int, ...] = (1, 0)) -> tuple[Any, ...]:
-    """Stride, padding, dilation, transposed, output padding, groups."""
+    """Return stride, padding, dilation, transposed, output padding, groups."""
     ndim = len(padding)
     return ([1] * ndim, list(padding), [1] * ndim, transposed, [0] * ndim, groups)
 

@@ -93,7 +93,7 @@ def is_plain(placement: Placement) -> bool:
 
 
 def run(case: Case, row: Row, mesh: DeviceMesh) -> tuple[str, int]:
-    """The placement of DTensor's result, and how many collectives it took."""
+    """Return the placement of DTensor's result, and how many collectives it took."""
     operands = iter(row.operands)
 
     def distributed(value: object) -> object:

@@ -13,7 +13,7 @@ NAME = "grouped_mm_fallback"
 
 
 def product(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """As transformers has it."""
+    """Compute the product as transformers has it."""
     experts = torch.bucketize(torch.arange(input.shape[0]), offs, right=True)
     return torch.einsum("mk,mkn->mn", input, weight[experts])
 

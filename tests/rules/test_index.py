@@ -20,7 +20,7 @@ def ints(low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 def distinct(size: int, *shape: int) -> torch.Tensor:
-    """Indices below `size`, none of them twice."""
+    """Return indices below `size`, none of them twice."""
     return torch.randperm(size, generator=_GENERATOR)[: torch.Size(shape).numel()].reshape(shape)
 
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def small(*shape: int) -> torch.Tensor:
-    """Numbers in [-1, 1]."""
+    """Return numbers in [-1, 1]."""
     return floats(*shape) * (8 / torch.Size(shape).numel())
 
 
@@ -118,7 +118,7 @@ GROUPS = (
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:
-    """Running mean and variance."""
+    """Return running mean and variance."""
     return small(12), small(12).abs() + 0.5
 
 
@@ -202,7 +202,7 @@ CASES = (*LAST, *GROUPS, *BATCHES, *WEIGHTS)
 
 @pytest.fixture(autouse=True)
 def _rms_norm_backward_on_cpu() -> Iterator[None]:
-    """The kernel is an accelerator's: here it is computed by its formula."""
+    """Compute by its formula what only an accelerator has a kernel for."""
     untyped: Any = torch.library
     library = untyped.Library("aten", "IMPL", "CPU")
     library.impl("_fused_rms_norm_backward", rms_norm_backward)

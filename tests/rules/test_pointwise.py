@@ -188,7 +188,7 @@ def test_every_row_gives_the_value_of_the_op(case: Case) -> None:
 
 
 def tagged() -> tuple[OpOverload, ...]:
-    """The functional ops of aten and prims that torch tags as pointwise and that give tensors."""
+    """Return the functional ops of aten and prims that torch tags as pointwise and that give tensors."""
     found: list[OpOverload] = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, rest = name.partition("::")
@@ -203,7 +203,7 @@ def _gives_tensors(op: OpOverload) -> bool:
 
 
 def arguments(op: OpOverload, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Some arguments for `op`: tensors of SHAPE and `dtype`, booleans for masks, small numbers."""
+    """Return some arguments for `op`: tensors of SHAPE and `dtype`, booleans for masks, small numbers."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in op._schema.arguments:
@@ -233,7 +233,7 @@ _SCALARS = {"number": 2, "int": 2, "float": 0.5, "bool": False, "str": "floor", 
 
 
 def run_somehow(op: OpOverload) -> Case:
-    """A case for `op`, of floats or, where it takes none, of integers."""
+    """Return a case for `op`, of floats or, where it takes none, of integers."""
     for dtype in (torch.float64, torch.int64):
         args, kwargs = arguments(op, dtype)
         try:
@@ -255,7 +255,7 @@ def test_every_pointwise_op_is_sharded_on_each_dim(op: OpOverload) -> None:
 
 @st.composite
 def broadcast_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
-    """Three shapes that broadcast."""
+    """Return three shapes that broadcast."""
     whole = draw(st.lists(st.sampled_from((1, 2, 3, 4, 6)), max_size=3))
     shapes = []
     for _ in range(3):

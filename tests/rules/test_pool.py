@@ -23,12 +23,12 @@ WITH_INDICES = "S(0), S(0), S(0) -> S(0); S(1), S(1), S(1) -> S(1); P(sum), R, R
 
 
 def max_pool(*, dims: int) -> tuple[Any, ...]:
-    """Window, stride, padding, dilation, whether a last part of a window counts."""
+    """Return window, stride, padding, dilation, whether a last part of a window counts."""
     return [2] * dims, [2] * dims, [0] * dims, [1] * dims, False
 
 
 def average(*, dims: int) -> tuple[Any, ...]:
-    """Window, stride, padding, whether a last part of a window counts, padding counts, and the divisor."""
+    """Return window, stride, padding, whether a last part of a window counts, padding counts, and the divisor."""
     return [3] * dims, [2] * dims, [1] * dims, True, False, None
 
 

@@ -69,7 +69,7 @@ class SeededCall(EagerCall):
 def draw(
     case: Case, mesh: Mesh = ONE, sharded: tuple[tuple[str, int], ...] = (), *, step: int = 17, op: int = 3
 ) -> torch.Tensor:
-    """The global result, put together from every rank's part."""
+    """Return the global result, put together from every rank's part."""
     whole = case.op(*case.args, **case.kwargs)
     call, rule = call_on(case, [whole]), rule_of(case.op)
     assert rule is not None and rule.local is not None
@@ -113,7 +113,7 @@ def uniform(dtype: torch.dtype = torch.float32, *, step: int = 17, op: int = 3) 
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor, lag: int = 0) -> float:
-    """Of uniform numbers, in standard deviations of its estimate."""
+    """Return the correlation of uniform numbers, in standard deviations of its estimate."""
     first, second = (each.double() - 0.5 for each in (a, b))
     return float((first[lag:] * second[: COUNT - lag]).mean()) * 12 * math.sqrt(COUNT)
 
@@ -163,7 +163,7 @@ def test_bernoulli_hits_as_often_as_it_is_told() -> None:
 
 
 def recorded(case: Case) -> Node:
-    """The node that holds the numbers, in the graph of its local form."""
+    """Return the node that holds the numbers, in the graph of its local form."""
     whole = case.op(*case.args, **case.kwargs)
     rule = rule_of(case.op)
     assert rule is not None and rule.local is not None

@@ -213,7 +213,7 @@ def test_a_custom_op_tagged_as_pointwise_has_a_rule() -> None:
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two shapes of one number of elements."""
+    """Return two shapes of one number of elements."""
     primes = draw(st.permutations([2, 2, 2, 3]))
     return tuple(_grouped(draw, draw(st.permutations(primes))) for _ in range(2))  # type: ignore[return-value]
 

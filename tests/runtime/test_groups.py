@@ -85,7 +85,7 @@ def _gathers_under_way(rank: int) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_many_gathers_under_way_give_what_was_sent() -> None:
-    """With torch's own kernel a rank ends in malloc within the first thousands, most times."""
+    """Torch's own kernel would end a rank in malloc within the first thousands, most times."""
     run_on_ranks(_gathers_under_way, 2)
 
 

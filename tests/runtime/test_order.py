@@ -93,7 +93,7 @@ _GRAPH = re.compile(r"_c10d_functional\.(\w+?)_?\.default|aten\.((?:add)?b?mm)\.
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """Eight ranks of which this process is one and the others are nobody."""
+    """Open eight ranks of which this process is one and the others are nobody."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()
@@ -104,7 +104,7 @@ class _Written(Exception):
 
 
 def _codes(split: Split, mesh: Mesh) -> tuple[str, ...]:
-    """The code of forward and backward, if there is one, as Inductor writes it."""
+    """Return the code of forward and backward, if there is one, as Inductor writes it."""
     halves = tuple(filter(None, (split.forward, split.backward)))
     names = [(mesh.group_name(axes), axes) for axes in axes_used(halves, mesh)]
     for name, axes in names:
@@ -165,7 +165,7 @@ _EVENT = re.compile(r"_c10d_functional::((?!\w+_out$)\w+)|aten::((?:add)?b?mm)|a
 
 
 def _in_profile(run: Callable[[], object]) -> list[str]:
-    """Collectives, waits and products in the order in which they start, as the profiler saw them."""
+    """Return collectives, waits and products in the order in which they start, as the profiler saw them."""
     run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()

@@ -42,7 +42,7 @@ def least_step(factor_graph: FactorGraph, unit_costs: UnitCosts, *, worst: float
 
 @dataclass(frozen=True)
 class _Option:
-    """What a strategy is to the rest of the factor_graph: layouts (positions in `Transitions`) by value, and what it takes."""
+    """A strategy as it is to the rest of the factor_graph: layouts (positions in `Transitions`) by value, and what it takes."""
 
     made: tuple[tuple[int, int], ...]
     needed: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class _Plans:
         self.costs: dict[tuple[int, int, int], Floats | None] = {}
 
     def options(self, number: int) -> Sequence[_Option]:
-        """The strategies of a variable; of those with equal layouts the quickest."""
+        """Return the strategies of a variable; of those with equal layouts the quickest."""
         variable, found = self.factor_graph.variables[number], dict[object, _Option]()
         for strategy in np.argsort(variable.seconds, kind="stable").tolist():
             load = np.zeros((len(self.factor_graph.segments), 3))
@@ -79,7 +79,7 @@ class _Plans:
         return list(found.values())
 
     def _order(self) -> list[int]:
-        """Variables in their order, but each that is no call, as parameters are, where it is first used."""
+        """Order variables as they are, but each that is no call, as parameters are, where it is first used."""
         factor_graph = self.factor_graph
         at = {number: float(number) for number in range(len(factor_graph.variables))}
         for value in reversed(factor_graph.values):
@@ -88,7 +88,7 @@ class _Plans:
         return sorted(at, key=lambda number: at[number])
 
     def ahead(self, variables: Sequence[int]) -> Floats:
-        """What variables compute at least."""
+        """Return what variables compute at least."""
         load = np.zeros((len(self.factor_graph.segments), 3))
         for number in variables:
             variable = self.factor_graph.variables[number]
@@ -138,7 +138,7 @@ def _pairs(standing: Standing) -> set[tuple[int, int]]:
 
 
 def _steps(vectors: Floats) -> Floats:
-    """A segment lasts as long as the busiest of its resources."""
+    """Return the seconds of each segment: of the busiest of its resources."""
     found: Floats = vectors.reshape(len(vectors), -1, 3).max(2).sum(1)
     return found
 

@@ -43,7 +43,7 @@ def planned(name: str, limit: int | str) -> ShardingPlan:
 
 
 def named_limit(name: str, limit: int | str) -> int:
-    """The smallest limit that the error names."""
+    """Return the smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
         planned(name, limit)
     found = re.search(r"takes least has a peak of .* \(.*optimizer .*\). Give memory_limit=(\d+),", str(raised.value))

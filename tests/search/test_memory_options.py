@@ -41,7 +41,7 @@ def searched(dim: int, batch: int, mesh: str) -> ShardingPlan:
 
 
 def named_limit(found: ShardingPlan, limit: int) -> int:
-    """The smallest limit that the error names."""
+    """Return the smallest limit that the error names."""
     with pytest.raises(MemoryLimitError) as raised:
         found.replan(memory_limit=limit, recompute="none")
     match = re.search(r"takes least has a peak of .* \(.*\). Give memory_limit=(\d+),", str(raised.value))

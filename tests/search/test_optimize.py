@@ -29,7 +29,7 @@ CALLS, WEIGHTS = 8, ("w0", "w1", "w2", "w3")
 
 
 def small_graph(seed: int, mesh: str) -> str:
-    """Eight calls: products with parameters and of values, pointwise calls, sums over a dim and what is made of them, views."""
+    """Draw eight calls: products with parameters and of values, pointwise calls, sums over a dim and their users, views."""
     draw = random.Random(seed)
     rows, columns = draw.choice(((64, 64), (2048, 2048), (8192, 8192), (4096, 256), (256, 8192)))
     square = f"f32[{columns}, {columns}]"
@@ -92,7 +92,7 @@ def test_no_plan_is_better(seed: int, mesh: str, hardware: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
-    """Of graphs that are small enough to write all plans down."""
+    """Draw graphs that are small enough to write all plans down."""
     lines = small_graph(seed, "tp=2").splitlines()
     factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
     assert math.prod(len(variable.strategies) for variable in factor_graph.variables) <= 60_000, "too many to enumerate"
@@ -105,7 +105,7 @@ def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
 
 
 def deep_graph(layers: int, mesh: str, rows: int = 4096) -> str:
-    """Layers of two products with a kernel between them, and what is added to."""
+    """Return layers of two products with a kernel between them, and what is added to."""
     lines = [f"mesh {mesh}", "stage CAPTURED", f'%x: f32[{rows}, 4096] = input("x")']
     lines += [f'%{name}{i}: f32[4096, 4096] = parameter("{name}{i}")' for i in range(layers) for name in ("up", "down")]
     last = "x"

@@ -11,7 +11,7 @@ from passes.search.selective_recomputation import SelectiveRecomputation
 
 
 def _random(seed: int) -> SelectiveRecomputation:
-    """Eight kinds, each made of up to two before it; a third can not be chosen, as views cannot."""
+    """Return eight kinds, each made of up to two before it; a third can not be chosen, as views cannot."""
     draw = random.Random(seed)
     names = [f"v{number}" for number in range(8)]
     sources = {name: tuple(draw.sample(names[:i], min(i, draw.randint(0, 2)))) for i, name in enumerate(names)}

@@ -254,7 +254,7 @@ def decoder(
     vocab: int = VOCAB,
     **block: Any,
 ) -> Case:
-    """Two blocks of `attention`; `block` is given to each `Block`."""
+    """Return two blocks of `attention`; `block` is given to each `Block`."""
     model = Decoder([Block(attention(), **block) for _ in range(layers)], loss, vocab)
     # `Module.double` would make complex buffers real.
     for parameter in model.parameters():

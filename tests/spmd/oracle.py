@@ -33,12 +33,12 @@ def plan_ranks(case: Case, mesh: str | Mesh, options: Options | None = None, *, 
 
 
 def run_on_ranks(case: Case, mesh: str | Mesh, options: Options | None = None, *, training: bool = True) -> Step:
-    """One step of `case` on simulated ranks, or one forward without `training`."""
+    """Run one step of `case` on simulated ranks, or one forward without `training`."""
     return plan_ranks(case, mesh, options, training=training).run().step
 
 
 def run_on_one_device(case: Case, *, training: bool = True) -> Step:
-    """One step of the model itself, or one forward without `training`; `case` is left as it is."""
+    """Run one step of the model itself, or one forward without `training`; `case` is left as it is."""
     return simulation.run_on_one_device(Call(*case), training=training)
 
 
@@ -56,7 +56,7 @@ class Reference:
         return Reference(case, captured_problem(PlanRequest(*case, mesh, Options(), **how)), run_on_one_device(case))
 
     def plan(self, mesh: str | Mesh, options: Options | None = None) -> Ranks:
-        """As `plan_ranks`; `options` are none that the capture depends on."""
+        """Plan as `plan_ranks` does; `options` are none that the capture depends on."""
         options = options or Options()
         assert options.mixed_precision is None, "captured with it"
         mesh = equipped(Mesh(mesh) if isinstance(mesh, str) else mesh, options.hardware, "cpu")
@@ -65,7 +65,7 @@ class Reference:
         return Ranks.of(Call(*self.case), planned)
 
     def check(self, mesh: str | Mesh, options: Options | None = None) -> Ranks:
-        """As `check_step`."""
+        """Check as `check_step` does."""
         ranks = self.plan(mesh, options)
         dtype = next(self.case.model.parameters()).dtype
         compare(ranks.run().step, self.step, TOLERANCE[dtype])
@@ -73,12 +73,12 @@ class Reference:
 
 
 def check_step(case: Case, mesh: str | Mesh, options: Options | None = None) -> Ranks:
-    """One step of `case` on `mesh` equals that on one device. Gives the ranks, to ask more of them."""
+    """Check that one step of `case` on `mesh` equals that on one device. Return the ranks, to ask more of them."""
     return Reference.of(case).check(mesh, options)
 
 
 def compare(got: Step, want: Step, tolerance: float) -> None:
-    """Raises AssertionError that names every tensor that is off by more than `tolerance`, relative to its norm."""
+    """Raise AssertionError that names every tensor that is off by more than `tolerance`, relative to its norm."""
     changed = {name: want.buffers[name] for name in got.buffers}
     wrong = [
         *_differences("output", got.outputs, want.outputs, tolerance),
@@ -104,6 +104,6 @@ def _differences(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor
 
 
 def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over that of `want`, or over `floor` if that is larger."""
+    """Return the norm of the difference over that of `want`, or over `floor` if that is larger."""
     error = distance(got, want)
     return error / max(norm_of(want), floor) if error else 0.0

@@ -42,7 +42,7 @@ def test_a_step_in_parts_is_that_of_one_device() -> None:
 
 
 def _step(rank: int, asked: list[tuple[Any, int]]) -> tuple[float, list[list[str]]]:
-    """The largest relative error of the loss and of the gradients, and what was made of each collective."""
+    """Return the largest relative error of the loss and of the gradients, and what was made of each collective."""
     worst, told = 0.0, []
     for mode, way in asked:
         torch.manual_seed(0)

@@ -41,7 +41,7 @@ def _captured(name: str, layers: int) -> ShardingPlan:
 
 
 def _counts(plan: ShardingPlan) -> Counts:
-    """Collectives by kind, axes and direction; one that the backward repeats counts in both."""
+    """Return collectives by kind, axes and direction; one that the backward repeats counts in both."""
     found: Counter[tuple[str, str, str]] = Counter()
     for one in plan.collectives:
         directions = ["backward"] if one.backward else ["forward"] + ["backward"] * one.recomputed
@@ -60,7 +60,7 @@ def _parameters(name: str) -> int:
 
 
 def _read_in_backward(name: str) -> int:
-    """No gradient depends on a bias, nor on an embedding that is not the head's weight too."""
+    """Return what the backward reads: no gradient depends on a bias, nor on an embedding that is not the head's weight."""
     names = [one for one, _ in DECODERS[name]().model.named_parameters()]
     return sum(not one.endswith("bias") and one not in UNREAD for one in names)
 

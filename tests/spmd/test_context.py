@@ -100,6 +100,7 @@ def reference(name: str) -> Reference:
                 ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": RING}),
                 ("causal", "a=2,b=2", RING),
                 ("causal", "a=2,b=2", {"a": RING, "b": GATHER}),
+                ("causal", "a=2,b=2", {"a": GATHER, "b": RING}),
                 ("causal", "cp=8", RING),
                 ("rotary", "cp=2", EXCHANGE),
                 ("shifted", "cp=2", EXCHANGE),
@@ -203,6 +204,17 @@ def test_a_way_that_cannot_be_is_refused(case: Case, recipe: str, mesh: str, why
     assert said == f"recipe {recipe!r} on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
 
 
+def test_a_ring_over_axes_in_another_order_than_the_blocks_is_refused() -> None:
+    case = attend((2, 32, 12), causal=True)
+    with pytest.raises(RecipeError) as caught:
+        plan_ranks(case, "a=2,b=2", Options(recipe=None, inputs={"x": {"a": "S(1/8)", "b": "S(1/4)"}}))
+    assert str(caught.value) == (
+        "causal attention with queries {a:S(2/8), b:S(2/4)} cannot pass keys {a:S(2/8), b:S(2/4)} around a ring: the ring's axes "
+        "shard the same blocks, outside of other axes and in the order of the mesh; give all axes that shard the sequence the "
+        "same way, such as context(gather)"
+    )
+
+
 def test_a_remark_says_that_attention_runs_whole() -> None:
     options = Options(recipe=None, inputs={"x": {"cp": "S(1)"}})
     ranks = plan_ranks(attend((2, 8, 12), (2, 6, 12), causal=True), "cp=2", options)
@@ -246,7 +258,7 @@ def test_two_real_ranks_give_the_numbers_of_one_device_and_one_text() -> None:
 
 
 def _train(rank: int) -> tuple[float, str]:
-    """The relative error of the worst gradient after one step, and the program."""
+    """Return the relative error of the worst gradient after one step, and the program."""
     torch.manual_seed(0)
     case = decoder(layers=1, seq=16)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))

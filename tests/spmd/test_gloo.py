@@ -58,7 +58,7 @@ def _train(rank: int, settings: list[Setting], mode: Any) -> list[list[Errors]]:
 
 
 def _errors(name: str, axes: dict[str, int], recipe: dict[str, str], mode: Any) -> list[Errors]:
-    """The relative error of the loss and of the worst gradient per step, and of the worst buffer at the end."""
+    """Return the relative error of the loss and of the worst gradient per step, and of the worst buffer at the end."""
     case = build(name)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = autoshard(case.model, mesh, case.args, case.kwargs, options=Options(recipe=recipe, compile=mode))
@@ -79,7 +79,7 @@ def _errors(name: str, axes: dict[str, int], recipe: dict[str, str], mode: Any) 
 
 
 def _worst(model: Any, reference: torch.nn.Module) -> float:
-    """The worst relative error of a gradient; both models have the same parameters in the same order."""
+    """Return the worst relative error of a gradient; both models have the same parameters in the same order."""
     parameters = dict(reference.named_parameters())
     assert parameters.keys() == dict(model.named_parameters()).keys()
     gradients = {name: parameter.grad for name, parameter in parameters.items()}

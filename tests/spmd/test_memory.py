@@ -18,7 +18,7 @@ from tests.spmd.oracle import plan_ranks
 
 
 def _bound(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of an n-th, with a row more where the rows do not divide."""
+    """Return the elements of an n-th, with a row more where the rows do not divide."""
     return math.prod((-(-shape[0] // ranks), *shape[1:])) if shape else 1
 
 
@@ -76,7 +76,7 @@ def test_stored_bytes_and_graphs_on_real_ranks() -> None:
 
 
 def _measure(rank: int, name: str) -> tuple[dict[str, int], dict[str, int], str]:
-    """Bytes of this rank's part of each parameter and gradient, and its graph."""
+    """Return the bytes of this rank's part of each parameter and gradient, and its graph."""
     case = build(name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = autoshard(case.model, mesh, case.args, case.kwargs, options=Options(recipe="fsdp", compile="eager"))

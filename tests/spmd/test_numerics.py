@@ -118,7 +118,7 @@ def _other(name: str) -> Reference:
 
 @lru_cache(maxsize=4)
 def _in_threes(name: str) -> Reference:
-    """Batch, sequence and heads that divide by 3."""
+    """Return batch, sequence and heads that divide by 3."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         sizes = {"layers": 1, "heads": 6, "seq": 12}
@@ -166,7 +166,7 @@ def test_every_model_of_the_zoo(name: str) -> None:
 
 
 def in_turn(names: Iterable[str], *choices: list[tuple[str, Recipe]]) -> list[tuple[str, str, Recipe]]:
-    """Each name with one of each choices, taken in turn: every name meets every kind, every choice meets many names."""
+    """Yield each name with one of each choices, taken in turn: every name meets every kind, every choice meets many names."""
     return [(name, *group[number % len(group)]) for number, name in enumerate(names) for group in choices]
 
 
@@ -303,7 +303,7 @@ def test_dropout_in_evaluation_does_nothing() -> None:
 
 
 def _train(ranks: Ranks, steps: int) -> list[float]:
-    """AdamW on every rank's own parts: it is elementwise, so no rank needs another's. Gives the losses."""
+    """Train by AdamW on every rank's own parts: it is elementwise, so no rank needs another's. Return the losses."""
     optimizers = []
     for held in ranks.held:
         parts = {key.name: part.requires_grad_() for key, part in held.items() if key.role is InputRole.PARAMETER}
@@ -355,7 +355,7 @@ def test_ten_steps_of_adamw_stay_equal(name: str, mesh: str, recipe: Recipe) -> 
 
 
 def _cast(case: Case, dtype: torch.dtype) -> Case:
-    """The casts by hand: the model and its floating inputs in the compute dtype."""
+    """Return the casts by hand: the model and its floating inputs in the compute dtype."""
     args, kwargs = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (case.args, case.kwargs)
     )
@@ -367,7 +367,7 @@ def _cast(case: Case, dtype: torch.dtype) -> Case:
 )
 @pytest.mark.parametrize("name", slow_but(["mlp"], ["gpt", "mlp"]))
 def test_mixed_precision_computes_in_the_lower_dtype(name: str, mesh: str, recipe: Recipe) -> None:
-    """With float64 stored and float32 computed, the casts can be compared to seven digits."""
+    """Store float64 and compute float32: the casts can be compared to seven digits."""
     case, policy = build(name), MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
     got = plan_ranks(case, mesh, Options(recipe=recipe, mixed_precision=policy)).run().step
     want = run_on_one_device(_cast(case, torch.float32))

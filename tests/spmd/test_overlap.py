@@ -48,7 +48,7 @@ def _messages(gm: GraphModule) -> int:
 
 
 def _overlapped(split: Split, mesh: Mesh, mode: Mode) -> Split:
-    """A copy in another order; messages are joined in what is trained."""
+    """Return a copy in another order; messages are joined in what is trained."""
     backward = None if split.backward is None else copy_graph(split.backward)
     copied = replace(split, forward=copy_graph(split.forward), backward=backward)
     replace(CAP, mesh=mesh).apply(copied, mode=mode)
@@ -71,7 +71,7 @@ def _check(name: str, axes: str, recipe: Recipe, mode: Mode, *, steps: int = 1, 
 
 
 def _update(ranks: Ranks, split: Split, results: list[tuple[torch.Tensor, ...]]) -> None:
-    """A step of descent, and new values of buffers, on every rank."""
+    """Make a step of descent, and new values of buffers, on every rank."""
     for held, values in zip(ranks.held, results, strict=True):
         for output, value in zip((*split.outputs, *split.gradients), values, strict=True):
             parameter, buffer = Input(InputRole.PARAMETER, output.name), Input(InputRole.BUFFER, output.name)
@@ -114,7 +114,7 @@ ROUNDED = 2**-7
 
 
 def _hardware() -> Hardware:
-    """A device on which a message takes as long as the product beside it, and 10 us to start: every pass has its use."""
+    """Return a device on which a message takes as long as the product beside it, and 10 us to start: every pass has its use."""
     h100 = hardware_named("h100")
     link = replace(h100.inside, bandwidth=1e9, latency=1e-5, setup=0.0, reduces=0.0)
     rates = tuple((name, 1e10) for name, _ in h100.flops)
@@ -123,7 +123,7 @@ def _hardware() -> Hardware:
 
 
 def _made(name: str) -> Case:
-    """A model of the suite in float32; its Llama cannot compute in bf16, as its tables of angles are not cast. That of the
+    """Return a model of the suite in float32; its Llama cannot compute in bf16, as its tables of angles are not cast. That of the
     examples can."""
     if name != "llama":
         return build(name, dtype=torch.float32)
@@ -134,13 +134,13 @@ def _made(name: str) -> Case:
 
 
 def _sent(gm: GraphModule) -> list[str]:
-    """The messages of a program."""
+    """Return the messages of a program."""
     sent = ((node, transfer_of(node)) for node in gm.graph.nodes)
     return sorted(f"{t.kind} {t.axes} {tensor_of(node).dtype} {tensor_of(node).shape}" for node, t in sent if t is not None)
 
 
 def _alone(split: Split, one: Pass, mesh: Mesh) -> Split | None:
-    """A copy after a pass; None where it changed neither half."""
+    """Return a copy after a pass; None where it changed neither half."""
     assert split.backward is not None
     copied = replace(split, forward=copy_graph(split.forward), backward=copy_graph(split.backward))
     halves = ((split.forward, copied.forward), (split.backward, copied.backward))

@@ -32,7 +32,7 @@ STEPS = 3
 
 
 def _with_blocks_again(ranks: Ranks) -> Ranks:
-    """The same ranks with another program; they go on from where they are."""
+    """Return the same ranks with another program; they go on from where they are."""
     graph = copy_graph(ranks.planned.graph)
     assert Rematerialize(()).run(graph, PassContext(ranks.mesh))
     held = [dict(parts) for parts in ranks.held]
@@ -40,7 +40,7 @@ def _with_blocks_again(ranks: Ranks) -> Ranks:
 
 
 def _step(ranks: Ranks, split: Split) -> Iterator[Tensor]:
-    """What each rank computes in a step of descent."""
+    """Return what each rank computes in a step of descent."""
     for held, values in zip(ranks.held, ranks.run_split(split), strict=True):
         for output, value in zip((*split.outputs, *split.gradients), values, strict=True):
             parameter, buffer = Input(InputRole.PARAMETER, output.name), Input(InputRole.BUFFER, output.name)

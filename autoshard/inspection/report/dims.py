@@ -55,7 +55,7 @@ class Letters:
     sizes: dict[str, int]
 
     def format(self, node: Node, layout: Layout, mesh: Mesh, *, result: int = 0) -> str:
-        """`[B_dp, S, D] {U_tp}`: axes stand at the dim that they shard, outermost first; U is unreduced."""
+        """Format as `[B_dp, S, D] {U_tp}`: axes stand at the dim that they shard, outermost first; U is unreduced."""
         return self.format_dims(self.dims[node][result], layout, mesh)
 
     def format_dims(self, dims: Sequence[Factors], layout: Layout, mesh: Mesh, order: Sequence[int] | None = None) -> str:
@@ -122,7 +122,7 @@ class _Factors:
         return tuple(found)
 
     def unify(self, one: Factors, other: Factors, *, may_split: bool) -> None:
-        """Both dims are the same; where their factors do not line up, what is left stays apart."""
+        """Take both dims as the same; where their factors do not line up, what is left stays apart."""
         left, right = list(self.resolved(one))[::-1], list(self.resolved(other))[::-1]
         while left and right:
             a, b = left.pop(), right.pop()

@@ -209,7 +209,7 @@ class _Writer:
         return f"{_short(input_of(node).name) if node.op == 'placeholder' else 'In'}{self._value(node)}"
 
     def _weight(self, node: Node, given: Iterable[Node], made: Iterable[Node]) -> str:
-        """A parameter, dims that are summed over first: `W[D_dp, F_tp]`."""
+        """Return a parameter, dims that are summed over first: `W[D_dp, F_tp]`."""
         dims = self.letters.dims[node][0]
         read, written = (
             {f for one in nodes for results in self.letters.dims[one] for dim in results for f in dim}

@@ -50,20 +50,17 @@ class Beacon:
     """The signs of life of the ranks of one mesh; all its models share it."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, generation: int) -> None:
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
         self.ranks, self.rank, self.generation = ranks, rank, generation
         self.world = dist.group.WORLD
         self.models: Counter[str] = Counter()  # that were distributed on the mesh, by class
-        self._store = LiveStore(f"autoshard/{name}/{generation}")
-        self._now, self._began, self._told = Status(0, "", "returned"), time.monotonic(), 0.0
+        self._board = StatusBoard(ranks, rank, generation)
+        self._now, self._began = Status(0, "", "returned"), time.monotonic()
         self._beat = BEAT + BEAT_PER_RANK * len(ranks)
         self._limit = 0.0  # seconds that the present phase may last; 0: no limit
         self._warned = 0.0
-        self._holds_store = rank == HOLDER and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoshard-beacon", daemon=True)
         self._at_exit = Finalize(None, self._leave_at_exit, exitpriority=100)
-        self._last_seen: dict[int, Status | None] = {}
         self._look = max(LOOK, LOOK_PER_RANK * len(ranks))
 
     @property
@@ -101,7 +98,7 @@ class Beacon:
         self._tell()
         self._thread.start()
         deadline, pause = time.monotonic() + limit, 0.001
-        while absent := [rank for rank, status in self._peers().items() if status is None]:
+        while absent := [rank for rank, status in self._board.read().items() if status is None]:
             if time.monotonic() > deadline:
                 raise DistributedError(self._waited(dict.fromkeys(absent, describe(None)), limit))
             time.sleep(pause)
@@ -115,32 +112,12 @@ class Beacon:
         Call it when a collective has failed; it takes a second or two.
         """
         mine = self.status
-        alone = len(self.ranks) == 2 and not timed_out  # the other rank it is
-        deadline = time.monotonic() + (2 if alone else SILENT_BEATS + 1) * self._beat
-        beats: dict[int, int] = {}
-        while True:
-            final = time.monotonic() > deadline
-            peers = self._peers()
-            silent = frozenset(r for r, s in peers.items() if final and s is not None and beats.get(r) == s.beat)
-            beats = beats or {rank: status.beat for rank, status in peers.items() if status is not None}
-            found = stopped_ranks(mine, peers, silent, final=final and not timed_out)
-            if not self._store.is_alive:
-                found = stopped_ranks(mine, peers, frozenset(), final=False) or self._holder(peers)
-                final = True
-            if found:
-                return DistributedError(
-                    f"{ranks_text(found)} stopped while rank {self.rank} was in {mine.call}; {describe_ranks(found)}"
-                )
-            if final and timed_out:
-                late = late_ranks(mine, peers, silent)
-                return DistributedError(self._waited(late, mine.seconds)) if late else None
-            if final:
-                return None
-            time.sleep(self._beat / 4)
-
-    def _holder(self, peers: Mapping[int, Status | None]) -> dict[int, str]:
-        holder = {HOLDER: "it has ended, and with it the store of the process group"}
-        return holder if HOLDER in peers else {}
+        found, late = _stopped_or_late(self._board, mine, self._beat, timed_out=timed_out)
+        if found:
+            return DistributedError(
+                f"{ranks_text(found)} stopped while rank {self.rank} was in {mine.call}; {describe_ranks(found)}"
+            )
+        return DistributedError(self._waited(late, mine.seconds)) if late else None
 
     def _waited(self, late: Mapping[int, str], seconds: float) -> str:
         return (
@@ -148,35 +125,24 @@ class Beacon:
             f"{describe_ranks(late)}; {ONE_ORDER}, or set the seconds that a rank may be late with Options(rank_timeout=...)"
         )
 
-    # --- the store
-
     def _tell(self) -> None:
         told = replace(self.status, beat=int(time.monotonic() / self._beat))
         if told.seconds > IDLE and told.phase in ("returned", "inside"):
             told = replace(told, where=user_line(threading.main_thread().ident or 0))
-        self._store.write(str(self.rank), json.dumps(asdict(told)))
-
-    def _peers(self) -> Mapping[int, Status | None]:
-        """Return the last status of each other rank, or what was last seen of them if the store is gone."""
-        others = [rank for rank in self.ranks if rank != self.rank]
-        texts = self._store.read([str(rank) for rank in others])
-        if texts is not None:
-            found = zip(others, texts, strict=True)
-            self._last_seen = {rank: None if text is None else Status(**json.loads(text)) for rank, text in found}
-        return self._last_seen
+        self._board.write(told)
 
     # --- the thread
 
     def _run(self) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(self._beat) and self._store.is_alive:
+        while not self._stop.wait(self._beat) and self._board.is_alive:
             if dist.group.WORLD is not self.world:
                 self._leave("it destroyed its process groups")
                 return
             self._tell()
             if self._is_waiting and time.monotonic() - max(looked, self._began) > self._look:
                 looked = time.monotonic()
-                self._warn(self._peers())
+                self._warn(self._board.read())
 
     @property
     def _is_waiting(self) -> bool:
@@ -193,12 +159,7 @@ class Beacon:
         late = late_ranks(status, peers, frozenset())
         have_come = all(one is not None and one.number >= status.number for one in peers.values())
         if late and self.rank == (self.ranks[0] if have_come else min({*self.ranks} - late.keys())):
-            left = format_seconds(self._limit - status.seconds)
-            warnings.warn(
-                f"{status.call} on rank {self.rank} has waited {format_seconds(status.seconds)} for {ranks_text(late)}; "
-                f"{describe_ranks(late)}; it fails in {left}: see Options(rank_timeout=...)",
-                stacklevel=1,
-            )
+            warnings.warn(_warning(status, self.rank, late, self._limit), stacklevel=1)
 
     def _leave_at_exit(self) -> None:
         """Tell that the process ends; if others wait, stay until they have read it: the store may end with this process."""
@@ -208,17 +169,83 @@ class Beacon:
         error = getattr(sys, "last_value", None)
         self._leave("its process exited" if error is None else f"{type(error).__name__}: {error}")
         deadline = time.monotonic() + 3 * self._look
-        while self._holds_store and time.monotonic() < deadline and self._others_wait():
+        while self._board.is_held_here and time.monotonic() < deadline and _any_waits(self._board.read()):
             time.sleep(self._beat)
-
-    def _others_wait(self) -> bool:
-        return any(one is not None and one.phase in ("arriving", "inside") for one in self._peers().values())
 
     def _leave(self, cause: str) -> None:
         now = self._now
         if now.phase != "left":
             self._note(replace(now, phase="left", cause=now.cause or cause, during=now.phase != "returned"))
             self._tell()
+
+
+class StatusBoard:
+    """The statuses of the ranks of a mesh, in the store of the process group."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, generation: int) -> None:
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+        self.rank, self.others = rank, [other for other in ranks if other != rank]
+        self.is_held_here = rank == HOLDER and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store = LiveStore(f"autoshard/{name}/{generation}")
+        self._last_seen: dict[int, Status | None] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the store can be reached."""
+        return self._store.is_alive
+
+    def write(self, status: Status) -> None:
+        """Tell the status of this rank."""
+        self._store.write(str(self.rank), json.dumps(asdict(status)))
+
+    def read(self) -> Mapping[int, Status | None]:
+        """Return the last status of each other rank, or what was last seen of them if the store is gone."""
+        texts = self._store.read([str(rank) for rank in self.others])
+        if texts is not None:
+            found = zip(self.others, texts, strict=True)
+            self._last_seen = {rank: None if text is None else Status(**json.loads(text)) for rank, text in found}
+        return self._last_seen
+
+
+def _stopped_or_late(
+    board: StatusBoard, mine: Status, beat: float, *, timed_out: bool
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Watch the other ranks for some beats; describe those that stopped or, after a timeout, those that are late."""
+    alone = len(board.others) == 1 and not timed_out  # the other rank it is
+    deadline = time.monotonic() + (2 if alone else SILENT_BEATS + 1) * beat
+    beats: dict[int, int] = {}
+    while True:
+        final = time.monotonic() > deadline
+        peers = board.read()
+        silent = frozenset(r for r, s in peers.items() if final and s is not None and beats.get(r) == s.beat)
+        beats = beats or {rank: status.beat for rank, status in peers.items() if status is not None}
+        found = stopped_ranks(mine, peers, silent, final=final and not timed_out)
+        if not board.is_alive:
+            found = stopped_ranks(mine, peers, frozenset(), final=False) or _without_holder(peers)
+            final = True
+        if found:
+            return found, {}
+        if final:
+            return {}, late_ranks(mine, peers, silent) if timed_out else {}
+        time.sleep(beat / 4)
+
+
+def _without_holder(peers: Mapping[int, Status | None]) -> dict[int, str]:
+    """Describe the rank that held a store which is gone, if it is one of the peers."""
+    holder = {HOLDER: "it has ended, and with it the store of the process group"}
+    return holder if HOLDER in peers else {}
+
+
+def _any_waits(peers: Mapping[int, Status | None]) -> bool:
+    return any(one is not None and one.phase in ("arriving", "inside") for one in peers.values())
+
+
+def _warning(status: Status, rank: int, late: Mapping[int, str], limit: float) -> str:
+    left = format_seconds(limit - status.seconds)
+    return (
+        f"{status.call} on rank {rank} has waited {format_seconds(status.seconds)} for {ranks_text(late)}; "
+        f"{describe_ranks(late)}; it fails in {left}: see Options(rank_timeout=...)"
+    )
 
 
 ONE_ORDER = "make the same calls in the same order on every rank"

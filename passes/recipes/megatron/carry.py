@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch.fx import Node
 
@@ -14,8 +16,16 @@ from passes.rules.rule import Row, factor_row, row_sharding, space_of
 aten = torch.ops.aten
 
 
+def carry_shardings(forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> Carry:
+    """Carry shardings through the forward, again with fewer ways until none is blocked."""
+    ways = Ways.of(linears, size)
+    while not (found := Carry(forward, linears, weights, size, ways)).is_complete:
+        pass
+    return found
+
+
 class Carry:
-    """The shardings carried through the forward, and the digits that each linear may still try.
+    """The shardings carried through the forward in one walk.
 
     Linears are visited in program order. If an op cannot carry a sharding on, one of the linears that it came from tries
     its next digit, or stays whole, and the forward is walked again. Each walk removes one digit, so this terminates.
@@ -32,17 +42,10 @@ class Carry:
     state of a recurrent network does, is used by columns again: the activation is gathered.
     """
 
-    def __init__(self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int) -> None:
-        self.forward, self.linears, self.weights, self.size = forward, linears, weights, size
-        self.digits = {node: digits_of(linear, size) for node, linear in linears.items()}
-        self.blockers: dict[Node, Node] = {}  # linear -> the first call that its columns could not be sharded past
-        self.scattered = {node for node, one in linears.items() if one.is_convolution and one.column_count % size == 0}
-        self.adapters: dict[Node, Node] = {}  # the `A` of an adapter -> the sum of the base and `B`
-        self._reset()
-        while not self._walk():
-            self._reset()
-
-    def _reset(self) -> None:
+    def __init__(
+        self, forward: tuple[Node, ...], linears: dict[Node, Linear], weights: dict[Node, Node], size: int, ways: Ways
+    ) -> None:
+        self.linears, self.weights, self.size, self.ways = linears, weights, size, ways
         self.carried: dict[Node, tuple[Placement | None, ...]] = {}
         self.sources: dict[Node, tuple[Node, ...]] = {}
         self.columns: dict[Node, Placement] = {}  # linear -> placement of its weight
@@ -50,18 +53,14 @@ class Carry:
         self.gathered: dict[Node, Node] = {}  # activation that is gathered -> the linear that it is for
         self.stream: dict[Node, None] = {}  # values of the residual stream, between blocks
         self.through: dict[Node, tuple[Node, ...]] = {}  # result of a row-parallel linear -> columns that it contracts
-        self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
-        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
-
-    def _walk(self) -> bool:
-        """Carry shardings through the forward; return False if a linear had to change."""
-        return all(self._linear(self.linears[node]) if node in self.linears else self._op(node) for node in self.forward)
+        self.stored = StoredWeights(weights, size)
+        self.is_complete = all(self._linear(linears[n]) if n in linears else self._op(n) for n in forward)
 
     def _linear(self, linear: Linear) -> bool:
         carried = self._of(linear.x)
         if isinstance(carried, Shard):
             return self._row(linear, carried)
-        if not self.digits[linear.node]:
+        if not self.ways.digits[linear.node]:
             self.stream[linear.node] = None
             return True
         return self._column(linear)
@@ -78,10 +77,10 @@ class Carry:
             del self.carried[linear.x]
             self.gathered[linear.x] = node
             return self._column(linear)
-        if not self._place(linear.w, need, node):
+        if not self.stored.place(linear.w, need, node):
             return self._blocked(node)
         self.rows[node] = need
-        if node in self.scattered:
+        if node in self.ways.scattered:
             self.carried[node], self.sources[node] = (Shard(linear.column_dim),), (node,)
             return True
         self.stream[node] = None
@@ -90,17 +89,17 @@ class Carry:
 
     def _is_by_columns(self, linear: Linear) -> bool:
         """Return whether an earlier product uses the same weight by columns."""
-        _, by = self.placed.get(self.weights[linear.w], (None, None))
-        return by in self.columns and linear.node not in self.scattered
+        _, by = self.stored.placed.get(self.weights[linear.w], (None, None))
+        return by in self.columns and linear.node not in self.ways.scattered
 
     def _column(self, linear: Linear) -> bool:
         """Shard a linear by columns, at the first digit that its weight can have."""
         node = linear.node
-        while self.digits[node]:
-            row = factor_row(linear.space, linear.columns, self.digits[node][0], self.size)
-            if row is not None and self._place(linear.w, row.operands[linear.weight], node):
+        while self.ways.digits[node]:
+            row = factor_row(linear.space, linear.columns, self.ways.digits[node][0], self.size)
+            if row is not None and self.stored.place(linear.w, row.operands[linear.weight], node):
                 break
-            self._retry(node)
+            self.ways.drop(node, is_row=False)
         else:
             self.stream[node] = None
             return True
@@ -120,13 +119,7 @@ class Carry:
             self.carried[node] = (self.carried[source][position],)
             self.sources[node] = self.sources[source]
             return True
-        space = space_of(node)
-        if space is None:
-            return self._blocked(node)
-        first = next(i for i, value in enumerate(inputs) if isinstance(self._of(value), Shard))
-        placement = self._of(inputs[first])
-        assert placement is not None
-        row = row_sharding(space, first, placement, self.size)
+        row = _row_of(node, [self._of(value) for value in inputs], self.size)
         return self._carry_on(node, row) if row is not None else self._blocked(node)
 
     def _is_stream(self, node: Node, inputs: tuple[Node, ...]) -> bool:
@@ -150,7 +143,7 @@ class Carry:
                 return False
             if have is not None or value in self.stream:
                 return self._blocked(node)
-            if value in self.weights and not self._place(value, need, node):
+            if value in self.weights and not self.stored.place(value, need, node):
                 return self._blocked(node)
         self.carried[node] = tuple(p if isinstance(p, Shard) else None for p in row.results)
         self.sources[node] = tuple(dict.fromkeys(s for v in inputs for s in self.sources.get(v, ())))
@@ -159,7 +152,75 @@ class Carry:
     def _of(self, value: Node) -> Placement | None:
         return self.carried.get(value, (None,))[0]
 
-    def _place(self, value: Node, placement: Placement, by: Node) -> bool:
+    def _blocked(self, node: Node) -> bool:
+        """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
+        sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
+        source = max(sources, key=lambda linear: self.ways.left(linear, is_row=linear in self.rows))
+        self.ways.blockers.setdefault(source, node)
+        self.ways.drop(source, is_row=source in self.rows)
+        return False
+
+    def _is_adapted(self, value: Node, node: Node) -> bool:
+        """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
+        ranks = self.through.get(value, ())
+        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
+            return False
+        self.ways.keep_whole(ranks[0], node)
+        return True
+
+
+def _row_of(node: Node, placements: list[Placement | None], size: int) -> Row | None:
+    """Return the row of a call whose first sharded operand stays as it is; None if it has none."""
+    space = space_of(node)
+    if space is None:
+        return None
+    first, placement = next((i, one) for i, one in enumerate(placements) if isinstance(one, Shard))
+    return row_sharding(space, first, placement, size)
+
+
+@dataclass
+class Ways:
+    """The ways to shard that each linear has left, over all walks."""
+
+    digits: dict[Node, tuple[int, ...]]  # of its columns
+    scattered: set[Node]  # whose result is scattered over its columns if they are row-parallel
+    blockers: dict[Node, Node] = field(default_factory=dict)  # linear -> the first call that its columns do not pass
+    adapters: dict[Node, Node] = field(default_factory=dict)  # the `A` of an adapter -> the sum of the base and `B`
+
+    @staticmethod
+    def of(linears: dict[Node, Linear], size: int) -> Ways:
+        """Return all ways: only convolutions scatter their results."""
+        digits = {node: digits_of(linear, size) for node, linear in linears.items()}
+        scattered = {node for node, one in linears.items() if one.is_convolution and one.column_count % size == 0}
+        return Ways(digits, scattered)
+
+    def left(self, linear: Node, *, is_row: bool) -> int:
+        """Count the ways that a linear has left: the digits of its columns, or a result that is not scattered."""
+        return int(linear in self.scattered) if is_row else len(self.digits[linear])
+
+    def keep_whole(self, linear: Node, adapted: Node) -> None:
+        """Leave out all digits of the `A` of an adapter, which the sum `adapted` ends."""
+        self.adapters[linear] = adapted
+        self.digits[linear] = ()
+
+    def drop(self, linear: Node, *, is_row: bool) -> None:
+        """Leave out the result's scattering, or the digit, that failed."""
+        assert self.left(linear, is_row=is_row), f"{linear} is blocked, but carries no sharding"
+        if is_row:
+            self.scattered.remove(linear)
+        else:
+            self.digits[linear] = self.digits[linear][1:]
+
+
+class StoredWeights:
+    """Decide how parameters are stored, for the shardings of one walk."""
+
+    def __init__(self, weights: dict[Node, Node], size: int) -> None:
+        self.weights, self.size = weights, size
+        self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
+        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
+
+    def place(self, value: Node, placement: Placement, by: Node) -> bool:
         """Shard the parameter of which `value` is a form; return False if it cannot be, or already is otherwise."""
         parameter = self.weights[value]
         wanted = on_parameter(value, placement, self.weights, self.size)
@@ -182,32 +243,3 @@ class Carry:
         tries = (row.operands[0] for row in rows if row is not None)
         found = (on_parameter(source, at, self.weights, self.size) for at in tries)
         return next((at for at in found if at is not None), R)
-
-    def _blocked(self, node: Node) -> bool:
-        """Let a linear whose sharding cannot pass `node` try something else: the one with most left to try."""
-        sources = [source for value in operands(node) for source in reversed(self.sources.get(value, ()))]
-        source = max(sources, key=self._tries)
-        assert self._tries(source), f"{node} blocks a sharding that nobody made"
-        self.blockers.setdefault(source, node)
-        return self._retry(source)
-
-    def _tries(self, linear: Node) -> int:
-        """Return how many ways a linear has left: the digits of its columns, or a result that is not scattered."""
-        return int(linear in self.scattered) if linear in self.rows else len(self.digits[linear])
-
-    def _is_adapted(self, value: Node, node: Node) -> bool:
-        """Keep `A` whole if `value`, which `node` adds to a sharded one, is a low-rank `B(A(x))`."""
-        ranks = self.through.get(value, ())
-        if len(ranks) != 1 or self.linears[ranks[0]].column_count >= tensor_of(value).shape[-1]:
-            return False
-        self.adapters[ranks[0]] = node
-        self.digits[ranks[0]] = ()
-        return True
-
-    def _retry(self, linear: Node) -> bool:
-        """Leave out the result's scattering, or the digit, that failed."""
-        if linear in self.rows:
-            self.scattered.remove(linear)
-        else:
-            self.digits[linear] = self.digits[linear][1:]
-        return False

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from passes.ir.graph import input_of, operands, origin_of, tensor_of
 from passes.ir.layout import R, Shard
-from passes.recipes.megatron.carry import Carry
+from passes.recipes.megatron.carry import Carry, carry_shardings
 from passes.recipes.megatron.linears import Linear, find_linears, forward_nodes
 from passes.recipes.megatron.stream import depends_on_input, stream_placement
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
@@ -30,17 +30,17 @@ aten = torch.ops.aten
 def tensor_parallel(site: Site) -> Decisions:
     """Decide the axis of `site`: linears, embeddings and the values between blocks."""
     weights, forward = weights_of(site.gm.graph), forward_nodes(site.gm)
-    carry = Carry(forward, find_linears(forward, weights), weights, site.size)
+    carry = carry_shardings(forward, find_linears(forward, weights), weights, site.size)
     parameters = dict(_linear_parameters(carry))
     values: dict[Node, Decision] = {}
     remarks: list[tuple[Node, str]] = []
     for node in forward:
         if node.target is aten.embedding.default:
             _shard_table(node, carry, parameters, remarks)
-    for value, placement in carry.moved.items():
+    for value, placement in carry.stored.moved.items():
         values[value] = Decision(placement, "megatron: parts of a padded parameter")
     for node in forward:
-        if node in carry.rows and node in carry.scattered:
+        if node in carry.rows and node in carry.ways.scattered:
             scattered = Shard(carry.linears[node].column_dim)
             values[node] = Decision(scattered, "megatron: row-parallel output, scattered over channels")
         elif node in carry.rows:
@@ -58,7 +58,7 @@ def tensor_parallel(site: Site) -> Decisions:
 
 
 def _linear_parameters(carry: Carry) -> Iterator[tuple[str, Decision]]:
-    for parameter, (placement, by) in carry.placed.items():
+    for parameter, (placement, by) in carry.stored.placed.items():
         role = "column" if by in carry.columns else "row" if by in carry.rows else "with its column"
         yield input_of(parameter).name, Decision(placement, f"megatron: {role}-parallel")
 
@@ -95,9 +95,9 @@ def _why_whole(linear: Linear, carry: Carry) -> str:
     """Return why a linear is sharded neither by columns nor by rows."""
     if linear.column_count % carry.size:
         return f"its {linear.column_count} columns do not divide by {carry.size}"
-    if (adapted := carry.adapters.get(linear.node)) is not None:
+    if (adapted := carry.ways.adapters.get(linear.node)) is not None:
         return f"its {linear.column_count} columns are the rank of an adapter, which {_at(adapted)} adds to a sharded linear"
-    if (blocker := carry.blockers.get(linear.node)) is not None:
+    if (blocker := carry.ways.blockers.get(linear.node)) is not None:
         return f"its columns cannot be sharded past {_at(blocker)}"
     return "its columns cannot be sharded through to a row"
 

@@ -1,0 +1,109 @@
+"""Find which factors of a call are padded, where that puts padding, and what padding has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from passes._torch import OpOverload
+from passes.ir.graph import operands, tensor_of
+from passes.ir.padding import Digit, Dims, Padding, in_dims, in_factor
+from passes.paddings.padded_values import PaddedValues
+from passes.propagation.partial_sums import is_zero
+from passes.rules.rule import Call, Space
+
+aten = torch.ops.aten
+
+Paddings = dict[str, tuple[Digit, int]]  # by factor: the digit that is padded, and its new size
+
+_FROM_THE_END = (  # ops whose indices may be negative, and then count from the end of what is indexed
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+)
+
+
+def padded_factors(node: Node, space: Space, call: Call, values: PaddedValues, forced: Paddings) -> Paddings:
+    """Return the factors of a call that are padded, as its operands are and as `forced`."""
+    found: Paddings = dict(forced)
+    fixed = space.unpadded | _counted_from_the_end(node, space, call)
+    for value, dims in zip(operands(node), space.operands, strict=True):
+        for padding in values.of(value):
+            at = in_factor(space.sizes, dims, padding.dim, padding.digit)
+            if at is not None and at[0] not in fixed:
+                found.setdefault(at[0], (at[1], padding.padded))
+    for dims in (*space.operands, *space.results):  # of each dim, one factor at most
+        for dim in dims:
+            for other in [factor for factor in dim if factor in found][1:]:
+                del found[other]
+    return found
+
+
+def _counted_from_the_end(node: Node, space: Space, call: Call) -> frozenset[str]:
+    """Return the factors of dims whose end a negative index counts from."""
+    if node.target not in _FROM_THE_END:
+        return frozenset()
+    dims = zip(space.operands[0], call.args[1], strict=False)
+    return frozenset(factor for dim, index in dims if index is not None for factor in dim)
+
+
+def paddings_of(space: Space, dims: Dims, factors: Paddings) -> dict[str, Padding]:
+    """Return the paddings of an operand or result, by factor."""
+    found = {}
+    for factor, (digit, padded) in factors.items():
+        placed = in_dims(space.sizes, dims, factor, digit)
+        if placed is not None:
+            found[factor] = Padding(*placed, padded)
+    return found
+
+
+def longer(shape: tuple[int, ...], paddings: Iterable[Padding]) -> tuple[int, ...]:
+    """Return a shape with padding."""
+    lengths = {padding.dim: padding.length for padding in paddings}
+    return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
+
+
+def fill_of(node: Node, space: Space, factor: str, dtype: torch.dtype) -> float | int | None:
+    """Return what the padding of an operand must be, None if that does not matter."""
+    if all(any(factor in dim for dim in dims) for dims in space.results):
+        is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        return 0 if is_index and torch.Tag.pointwise not in _tags(node) else None
+    op = space.reductions.get(factor, "sum")
+    if op not in ("max", "min"):
+        return 1 if op == "product" else 0
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    lowest = float("-inf") if dtype.is_floating_point else limits.min
+    greatest = float("inf") if dtype.is_floating_point else limits.max
+    return lowest if op == "max" else greatest
+
+
+def makes_zeros(
+    node: Node, space: Space, factor: str, new: Sequence[Node], factors: Paddings, values: PaddedValues
+) -> bool:
+    """Return whether the results of a call on `new` operands have zeros where `factor` is padded."""
+    carrying = {i for i, dims in enumerate(space.operands) if any(factor in dim for dim in dims)}
+    if not carrying:
+        return node.target is aten.embedding_dense_backward.default or is_zero(node)
+    for i in carrying:
+        padding = paddings_of(space, space.operands[i], factors)[factor]
+        if not values.of(new[i])[padding]:
+            return False
+    if any(linear.operands and set(linear.operands) <= carrying for linear in space.linear):
+        return True
+    return len(carrying) == len(new) and torch.Tag.pointwise in _tags(node) and _is_zero_at_zero(node)
+
+
+def _is_zero_at_zero(node: Node) -> bool:
+    """Return whether a pointwise call on zeros gives zero."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: torch.zeros((), dtype=tensor_of(value).dtype))
+    assert callable(node.target)
+    made = node.target(*args, **kwargs)
+    return isinstance(made, torch.Tensor) and not bool(made)
+
+
+def _tags(node: Node) -> Sequence[torch.Tag]:
+    return node.target.tags if isinstance(node.target, OpOverload) else ()
