@@ -8,6 +8,7 @@ buffer and tensor argument is a placeholder, used or not; every output, new buff
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from passes._torch import (
 )
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole
+
+_log = logging.getLogger("autoshard.capture")
 
 aten = torch.ops.aten
 
@@ -114,14 +117,15 @@ class Captured:
 
 @contextmanager
 def _tracing(*, training: bool) -> Iterator[None]:
-    """Set up torch for tracing, and raise torch's errors as CaptureErrors."""
+    """Set up torch for tracing, and raise torch's errors as CaptureErrors; their pages of hints go to the log."""
     try:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
             yield
     except CaptureError:
         raise
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise capture_error(error) from error
+        _log.info("torch cannot trace the model", exc_info=error)
+        raise capture_error(error) from None
 
 
 def capture(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, **how: Any) -> Captured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from autoshard.capture.changes import Change, Traced, changes_of, stand_in
 from autoshard.capture.held_objects import Path, reach
 from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
 from passes.errors import CaptureError
+
+_log = logging.getLogger("autoshard.capture")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def _with_changes(
     try:
         traced = _traced(_Call(model, found), args, kwargs, mode)
     except RuntimeError as error:
-        raise _changed_error(found, first.side_effects) from error
+        _log.info("torch cannot trace what the model changes", exc_info=error)
+        raise _changed_error(found, first.side_effects) from None
     return TracedCall(traced, found.changes)
 
 

@@ -30,6 +30,7 @@ try:
         dtensor_spec,
         local_of_dtensor,
         relay_dtensor,
+        required_gradients,
         shard_of,
         strided_shard,
     )
@@ -107,6 +108,7 @@ __all__ = [
     "registered_group",
     "rehearsed",
     "relay_dtensor",
+    "required_gradients",
     "reserve_symmetric_memory",
     "run_joint_graph_passes",
     "select_decompositions",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +14,15 @@ from torch.distributed.tensor import Shard as DShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def required_gradients(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Return whether each tensor requires a gradient. Asking a DTensor takes half the time where its `__torch_function__`,
+    which does nothing, is not looked up."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(map(_REQUIRES_GRAD, tensors))
 
 
 def strided_shard(dim: int, factor: int) -> DPlacement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariabl
 from passes._torch.patches import replaced
 from passes._torch.results import SideEffect
 
+_log = logging.getLogger("autoshard.capture")
+_DYNAMO = "/torch/_dynamo/"  # in the paths of its files
 _SIDE_EFFECTS = "While compiling, we found certain side effects"  # how dynamo's warning begins
 
 
@@ -29,7 +32,7 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
 
     def show(message: Warning | str, *place: Any, **more: Any) -> None:
         if not str(message).startswith(_SIDE_EFFECTS):
-            report(message, *place, **more)
+            _report(message, place, report, more)
             return
         frame = sys._getframe()
         while not isinstance(frame.f_locals.get("self"), OutputGraph):
@@ -57,6 +60,14 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
         report = warnings.showwarning
         with replaced(warnings, "showwarning", show):
             yield effects
+
+
+def _report(message: Warning | str, place: tuple[Any, ...], report: Any, more: dict[str, Any]) -> None:
+    """Pass a warning on; one of dynamo's own, which is a page of hints, goes to the log."""
+    if _DYNAMO in str(place[1]):
+        _log.info("%s", message)
+    else:
+        report(message, *place, **more)
 
 
 def _objects(tracked: Any) -> dict[int, Any]:

@@ -9,6 +9,7 @@ import inspect
 import random
 import re
 import threading
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -430,11 +431,16 @@ def test_the_setting_of_a_library_that_avoids_it_is_named(tmp_path: Path, monkey
     )
 
 
-@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, HoldsLock])
-def test_the_original_error_is_chained(model: type[Model]) -> None:
-    with pytest.raises(CaptureError) as raised:
+@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, Draws])
+def test_torchs_own_pages_are_in_the_log_alone(
+    model: type[Model], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    with caplog.at_level("INFO", "autoshard.capture"), pytest.raises(CaptureError) as raised:
         capture(model(), (torch.ones(2, 4),), training=True)
-    assert raised.value.__cause__ is not None
+    shown = "".join(traceback.format_exception(raised.value))
+    assert "direct cause" not in shown and "During handling" not in shown
+    assert [str(one.message) for one in recwarn] == []
+    assert any(record.name == "autoshard.capture" and record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])

@@ -1,7 +1,7 @@
 """Notice changes of a model that capture read: attributes, flags, hooks, submodules, parameters, a patched forward.
 
 A *state* of a model is a description of all that a capture may read, by path. As long as nothing was written to the
-dicts of the model's modules, the state is the same, which takes about 20 ns a module to see; otherwise the model is
+dicts of the model's modules, the state is the same, which takes about 0.1 us a module to see; otherwise the model is
 described again and compared with the states that it had before.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -25,7 +25,7 @@ from autoshard.capture.held_objects import DEPTH_MAX, INTERNAL, inside_of
 from autoshard.capture.signature import format_tensor, is_constant
 from autoshard.runtime.calls.alone import Alone
 from autoshard.runtime.calls.stored_values import StoredValues
-from passes._torch import unchanged_since_now
+from passes._torch import required_gradients, unchanged_since_now
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -61,7 +61,6 @@ class Entry:
 
 
 Description = dict[str, Entry]
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass
@@ -94,7 +93,7 @@ class ModelStates:
         return (
             self._handles == RemovableHandle.next_id
             and self._unchanged()
-            and tuple(map(_REQUIRES_GRAD, self._parameters)) == self.trained
+            and required_gradients(self._parameters) == self.trained
         )
 
     def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
@@ -117,7 +116,7 @@ class ModelStates:
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
         self._handles, self._unchanged = RemovableHandle.next_id, found.watch(model, self.stored)
         self._parameters = tuple(model.parameters())
-        self.trained = tuple(map(_REQUIRES_GRAD, self._parameters))
+        self.trained = required_gradients(self._parameters)
         self.training = tuple(module.training for module in model.modules())
         return found.entries
 
