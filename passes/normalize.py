@@ -32,7 +32,8 @@ class Normalize(Pass):
     7. The sum of a row with one nonzero entry becomes that entry, so that the gradient of a cross-entropy never needs
        a whole row of the vocabulary.
     8. `_embedding_bag` over bags of one length becomes `embedding` and a sum, so that the batch can be sharded.
-    9. Equal calls without side effects and random numbers are merged; unused calls are removed.
+    9. Determinants become a factorization and products, which do not depend on the strides of a matrix.
+    10. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -76,7 +77,7 @@ class Normalize(Pass):
         return changed
 
 
-# --- 9: merge equal calls, remove unused ones
+# --- 10: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoshard import Options, check
 from autoshard.debug.bisection import bisect
-from autoshard.phases import Phases, inserted
+from autoshard.phases import Phases, default_passes, inserted, replaced
 from passes.base import Pass, PassContext
 from passes.ir.graph import (
     InputRole,
@@ -176,6 +176,7 @@ def test_a_wrong_program_is_found(edit: Edit, result: str, op: str) -> None:
     assert result in {one.value for one in found.check.results}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "result", "op"), FAULTS)
 def test_a_wrong_program_of_a_rank_is_found(edit: Edit, result: str, op: str) -> None:
     model, args = case()
@@ -187,6 +188,7 @@ def test_a_wrong_program_of_a_rank_is_found(edit: Edit, result: str, op: str) ->
     assert found.check.first.op.startswith(op), str(found.check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_a_stale_buffer_is_found(local: bool) -> None:
     model, args = case()
@@ -227,6 +229,7 @@ def a_collective_is_missing(graph: Graph) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "op"),
     [
@@ -242,3 +245,78 @@ def test_a_fault_between_ranks_is_found(edit: Edit, op: str) -> None:
     assert found.first is not None and found.first.pass_name == "plant_local"
     assert found.check is not None and found.check.first is not None
     assert found.check.first.op.startswith(op), str(found.check)
+
+
+# --- a fault of each kind of collective
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x * 2.0))
+
+
+FUNCTIONAL = torch.ops._c10d_functional
+GATHERED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "R"}})
+EXCHANGED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "S(1)"}})
+SUMMED = Options(recipe=None, inputs={"x": {"tp": "S(1)"}}, outputs={"output": {"tp": "R"}})
+SCATTERED = Options(recipe=None, inputs={"x": {"tp": "S(1)"}}, outputs={"output": {"tp": "S(0)"}})
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        (FUNCTIONAL.all_gather_into_tensor.default, GATHERED),
+        (FUNCTIONAL.all_to_all_single.default, EXCHANGED),
+        (FUNCTIONAL.all_reduce.default, SUMMED),
+        (FUNCTIONAL.reduce_scatter_tensor.default, SCATTERED),
+    ],
+)
+def test_a_collective_of_wrong_values_is_found(target: Any, options: Options) -> None:
+    torch.manual_seed(0)
+    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    fault = PlantLocal(lambda graph: scale_argument(first(graph, target), 0, 2.0))
+    passes = inserted(default_passes(), fault, before="decompose")
+    found = bisect(model, "tp=2", args, options=replace(options, passes=passes))
+    assert found.first is not None and found.first.pass_name == "plant_local"
+    assert found.check is not None and found.check.first is not None and not found.check
+
+
+# --- a fault of each pass
+
+
+@dataclass(frozen=True)
+class Broken(Pass):
+    """Run a pass, then change a constant."""
+
+    inner: Pass
+    name: ClassVar[str] = "broken"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        self.inner.run(gm, ctx)
+        node = next(node for node in gm.graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 2.0)
+        node.update_arg(1, 3.0)
+        return True
+
+
+def broken(inner: Pass) -> Pass:
+    """Return a pass of the same name and stages with a fault."""
+    stands_for = {"name": inner.name, "takes": inner.takes, "gives": inner.gives}
+    made: Pass = type("Broken", (Broken,), stands_for)(inner)
+    return made
+
+
+PASSES = Phases(Seed(("megatron",))).passes
+
+
+@pytest.mark.parametrize("name", [one.name for one in PASSES])
+def test_a_fault_of_a_pass_is_found_in_that_pass(name: str) -> None:
+    torch.manual_seed(0)
+    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    passes = replaced(PASSES, name, broken(next(one for one in PASSES if one.name == name)))
+    found = bisect(model, "tp=2", args, options=Options(passes=passes))
+    assert found.first is not None and found.first.pass_name == name
+    assert found.check is not None and not found.check

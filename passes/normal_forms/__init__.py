@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from passes.normal_forms import bags, parts, reductions, strides, views
+from passes.normal_forms import bags, determinants, parts, reductions, strides, views
 from passes.normal_forms.rewriting import At
 
 REWRITES: Mapping[Any, Callable[[At], bool]] = {
@@ -14,6 +14,7 @@ REWRITES: Mapping[Any, Callable[[At], bool]] = {
     **reductions.REWRITES,
     **parts.REWRITES,
     **bags.REWRITES,
+    **determinants.REWRITES,
 }
 
 __all__ = ["REWRITES", "At"]

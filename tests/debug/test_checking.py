@@ -114,6 +114,7 @@ class Plain(Normalized):
         return self.head(F.silu(self.norm(self.conv(x))).mean(-1)).logsumexp(-1).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 def test_rounding_is_that_of_what_is_computed_in(reduce: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -127,6 +128,7 @@ class Centred(Normalized):
         return super().forward(torch.ops.autoshard_test.centred(x.flatten(1)).unflatten(1, (6, 9)))
 
 
+@pytest.mark.slow
 def test_a_fault_before_rounding_is_found() -> None:
     torch.manual_seed(0)
     options = Options(recipe={"dp": "fsdp"}, inputs={"x": {"tp": "S(1)"}})
@@ -160,3 +162,24 @@ def test_a_check_needs_values() -> None:
         "up.weight is on meta: a check runs the model, so it needs values; give the model values (to_empty and your "
         "initialisation), and tensors as arguments"
     )
+
+
+class Determinants(nn.Module):
+    """The backward of a determinant depends on strides; a rank may hold the matrix with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_columns = nn.Parameter(torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0])
+        self.by_rows = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x[:, :, None] * self.by_rows + self.by_columns
+        logs = torch.linalg.slogdet(self.by_columns)[1] + torch.linalg.slogdet(self.by_rows)[1]
+        return logs + (torch.linalg.det(batch) * torch.linalg.det(batch.mT)).mean()
+
+
+def test_determinants_do_not_depend_on_strides() -> None:
+    torch.manual_seed(0)
+    model, x = Determinants(), torch.randn(4, 4, dtype=torch.float64)
+    found = check(model, "dp=2", (x,), options=Options(recipe="fsdp", compile="eager"))
+    assert found and found.compared > 20, str(found)

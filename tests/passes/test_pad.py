@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 import autoshard
 from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.debug import checking
 from examples.gpt import GPT, Config
+from passes.cost.kernel_time import kernel_flops
 from passes.ir.graph import results_of
 from passes.ir.text import parse_graph
 from passes.pad import Pad
+from passes.rules.rule import call_of
 from tests.passes.rewrite import assert_declines, assert_same_values
 
 VOCAB, DIM, HEADS, HEAD, WIDTH, BATCH, SEQ = 37, 8, 6, 4, 30, 2, 8
@@ -77,6 +81,7 @@ def local(made: ShardingPlan) -> GraphModule:
     return parse_graph(made.graph("LOCAL"))[0]
 
 
+@pytest.mark.slow
 def test_no_rank_has_full_logits(planned: ShardingPlan) -> None:
     values = [node for node in local(planned).graph.nodes if node.op != "output"]
     assert max(result.numel() for node in values for result in results_of(node)) < BATCH * SEQ * WIDTH
@@ -128,15 +133,23 @@ def test_numbers_are_those_of_one_device(mesh: str, recipe: str, heads: int, tie
 
 
 @pytest.mark.slow
-def test_gpt2_has_its_real_vocabulary_and_no_full_logits() -> None:
+def test_gpt2_has_its_real_vocabulary_and_a_fourth_of_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = GPT(Config(layers=1, dim=24, heads=6, vocab=50257, seq=8)).double()
     args = torch.randint(50257, (BATCH, SEQ)), torch.randint(50257, (BATCH, SEQ))
     made = plan(model, Mesh("tp=4", hardware="h100"), args, options=MEGATRON)
     values = [result for node in local(made).graph.nodes if node.op != "output" for result in results_of(node)]
     assert max(value.shape[-1] for value in values if value.dim() > 1 and value.shape[0] == BATCH * SEQ) <= 12565
+    one = plan(model, Mesh("tp=1", hardware="h100"), args, options=MEGATRON)
+    assert 0.25 < flops(local(made)) / flops(local(one)) < 0.25 * 1.01  # a fourth, and two heads beside six
+    monkeypatch.setitem(checking.TOLERANCE, torch.float64, 1e-10)
     found = autoshard.check(model, "tp=4", args, options=MEGATRON)
-    assert found and found.tolerance <= 1e-9, str(found)
+    assert found and found.tolerance == 1e-10, str(found)
+
+
+def flops(gm: GraphModule) -> float:
+    calls = (node for node in gm.graph.nodes if isinstance(node.target, OpOverload) and results_of(node))
+    return sum(kernel_flops(call_of(node)) for node in calls)
 
 
 @pytest.mark.slow
