@@ -58,7 +58,7 @@ def _step(got: Any, want: nn.Module, args: tuple[Any, ...], found: _Differences,
             ours = {key: _whole(gradient) for key, gradient in gradients.items()}
     found.compare(f"{name}, gradient", ours, gradients)
     for model in (got, want):
-        if parameters := list(model.parameters()):
+        if parameters := list(model.parameters()):  # an optimizer refuses none
             torch.optim.SGD(parameters, RATE).step()
         model.zero_grad()
     found.compare(f"{name}, parameter", {k: _whole(p) for k, p in got.named_parameters()}, dict(want.named_parameters()))
