@@ -17,6 +17,7 @@ export CHROMIUM ?= $(firstword $(foreach name,chromium $(BROWSER) google-chrome,
 SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
 export OMP_NUM_THREADS := 1
+unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, each of which would compile all sources
 
 .PHONY: help demo test test-fast test-browser fuzz fuzz-table lint clean
 .DEFAULT_GOAL := help
@@ -30,7 +31,7 @@ demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 test: lint ## lint, types and all tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about four minutes on two cores
+test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about three minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's

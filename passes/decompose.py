@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch.fx import GraphModule, Node
 
 from passes._torch import fake_mode_of, select_decompositions, trace_call
 from passes.base import Pass, PassContext
+from passes.ir.fake_calls import described, fake_call
 from passes.ir.graph import (
     Stage,
     copy_facts,
@@ -59,37 +61,61 @@ class Decompose(Pass):
     gives: ClassVar[Stage] = Stage.LOCAL
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        table = select_decompositions(whole=frozenset())
+        table, whole = select_decompositions(whole=frozenset()), list[Any]()
         changed = False
         for node in list(gm.graph.nodes):
             if node.op != "call_function" or node.target not in table:
                 continue
-            if _decompose(node, table):
-                changed = True
-            else:  # stays whole, as in capture
+            traced = _decomposed(node, table, whole)
+            if traced is None:
                 del table[node.target]
+                whole.append(node.target)
+            else:
+                _inline(node, traced)
+                changed = True
         return changed
 
 
-def _decompose(node: Node, table: dict[Any, Any]) -> bool:
+MOST_CALLS = 1 << 14  # kept forms of calls; a model has some hundreds
+_TRACED: dict[Any, GraphModule | None] = {}  # by the form of a call, as layers and the candidates of a search repeat it
+
+
+def _decomposed(node: Node, table: dict[Any, Any], whole: list[Any]) -> GraphModule | None:
+    """Return the decomposition of a call; None if it stays whole for its arguments, as those in `whole` do, which `table`
+    lacks.
+    """
+    order = list(dict.fromkeys(operands(node)))
+    places = tuple([order.index(operand) for operand in operands(node)])
+    key = node.target, tuple(whole), torch.get_default_dtype(), places, described(node.args), described(node.kwargs)
+    if key not in _TRACED:
+        if len(_TRACED) == MOST_CALLS:
+            _TRACED.clear()
+        _TRACED[key] = _trace(node, table)
+    return _TRACED[key]
+
+
+def _trace(node: Node, table: dict[Any, Any]) -> GraphModule | None:
     values = {value: tensor_of(value) for value in operands(node)}
     with fake_mode_of([value_of(node), *values.values()]):
         traced = trace_call(node.target, node.args, node.kwargs, values, table)
     if any(new.target is node.target for new in traced.graph.nodes):
-        return False  # kept as it is for these arguments
-    _inline(node, traced)
-    return True
+        return None
+    for new in traced.graph.nodes:  # values belong to the fake mode of this graph, and are computed again in others
+        for name in ("val", "tensor_meta"):
+            new.meta.pop(name, None)
+    return traced
 
 
 def _inline(node: Node, traced: GraphModule) -> None:
     given = dict.fromkeys(operands(node))
     inner: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
+    mode = fake_mode_of([value_of(node), *map(value_of, given)])
     with node.graph.inserting_before(node):
         for made in traced.graph.nodes:
             if made.op == "call_function":
                 inner[made] = node.graph.node_copy(made, inner.__getitem__)
                 copy_facts(node, inner[made])
-                set_value(inner[made], value_of(made))
+                set_value(inner[made], fake_call(mode, made.target, inner[made].args, inner[made].kwargs))
                 set_note(inner[made], note_of(node))
                 set_recompute(inner[made], is_recompute(node))
     results = traced.graph.output_node().args[0]

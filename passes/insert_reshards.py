@@ -24,6 +24,7 @@ from passes.ir.graph import (
     set_layouts,
     set_needs,
     set_note,
+    set_operands,
     set_value,
     value_of,
 )
@@ -67,7 +68,7 @@ class InsertReshards(Pass):
                 continue
             edges = zip(operands(node), needs_of(node), strict=True)
             news = [self._resharded(node, *edge, ctx, made) for edge in edges]
-            _replace_operands(node, news)
+            set_operands(node, news)
         return bool(made)
 
     def _resharded(
@@ -91,21 +92,3 @@ def _name(user: Node, value: Node) -> str:
     if user.op != "output":
         return str(user.target).removeprefix("aten.").removesuffix(".default")
     return outputs_of(user.graph)[returned(user.graph).index(value)].role.value
-
-
-def _replace_operands(node: Node, news: list[Node]) -> None:
-    """Replace the tensor operands of `node`, in order of appearance."""
-    if tuple(news) == operands(node):
-        return
-    queue = list(news)
-    node.args, node.kwargs = _swap(node.args, queue), _swap(node.kwargs, queue)
-
-
-def _swap(value: object, queue: list[Node]):  # type: ignore[no-untyped-def]
-    if isinstance(value, Node):
-        return queue.pop(0)
-    if isinstance(value, tuple | list):
-        return type(value)(_swap(item, queue) for item in value)
-    if isinstance(value, dict):
-        return {key: _swap(item, queue) for key, item in value.items()}
-    return value

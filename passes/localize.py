@@ -32,6 +32,7 @@ from passes.ir.graph import (
     needs_of,
     note_of,
     operands,
+    placeholders,
     results_of,
     set_input,
     set_layouts,
@@ -93,6 +94,7 @@ class Localize(Pass):
                 rewriter.placeholder(node)
             elif node.op == "call_function" and node not in rewriter.replaced:
                 rewriter.call(node)
+        rewriter.emitter.erase_skipped()
         return rewriter.changed
 
 
@@ -117,6 +119,7 @@ class _Rewriter:
 
     def call(self, node: Node) -> None:
         self.emitter.at = node
+        self.emitter.note_backward(node)
         set_stands_for(node, (node.name,))
         results = results_of(node)
         if results:
@@ -197,6 +200,8 @@ class _Emitter:
         self.inputs: dict[Input, Node] = {}
         self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
         self.randoms = 0
+        self.skipped: list[Node] = []  # views that were viewed again
+        self.backward = set(placeholders(gm.graph, InputRole.TANGENT))  # and all that depends on them
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like another, of another shape."""
@@ -220,24 +225,43 @@ class _Emitter:
         return self._add(operator.getitem, (results, number), {})
 
     def _unviewed(self, source: Node) -> Node:
-        """Return what a view of a view is a view of; erase the view if it was made for nothing else."""
+        """Return what a view of a view is a view of."""
         if source.target is not aten.view.default or has_layout(source):
             return source
-        inner = _as_node(source.args[0])
-        if not source.users:
-            self.graph.erase_node(source)
-        return inner
+        self.skipped.append(source)
+        return _as_node(source.args[0])
+
+    def erase_skipped(self) -> None:
+        """Erase views that were made only to be viewed again."""
+        for view in dict.fromkeys(reversed(self.skipped)):
+            if not view.users:
+                self.graph.erase_node(view)
 
     def _add(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         with self.graph.inserting_before(self.at):
             new = add_call(self.graph, op, args, kwargs)
         copy_facts(self.at, new)
+        self.note_backward(new)
         set_value(new, self.run(op, args, kwargs))
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
-        if kind_of_op(op) is not None:
-            set_transfer(new, Transfer(step_kind(self.at).name, step_axes(self.at), (self.at.name,)))
+        if (kind := kind_of_op(op)) is not None:
+            set_transfer(new, Transfer(kind.name, self.mesh.axes_of_group(str(args[-1])), (self.at.name,)))
+            self._mark_sent(new)
         return new
+
+    def _mark_sent(self, new: Node) -> None:
+        """Say of a collective that a local form makes why it is there; in the backward, it is never kept from the
+        forward.
+        """
+        if not is_step(self.at):
+            set_note(new, f"{Localize.name}: ring: passed from rank to rank")
+            set_recompute(new, self.at in self.backward and new not in self.backward)
+
+    def note_backward(self, node: Node) -> None:
+        """Remember a call that depends on gradients of outputs."""
+        if any(value in self.backward for value in node.all_input_nodes):
+            self.backward.add(node)
 
     def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the fake value of a call."""

@@ -20,13 +20,16 @@ from passes.ir.graph import (
     add_reshard,
     input_of,
     is_reshard,
+    operands,
     origin_of,
     output_node,
     outputs_of,
     pins_of,
     placeholders,
     returned,
+    set_operands,
     set_origin,
+    set_recompute,
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
@@ -177,10 +180,14 @@ def _constrain_output(value: Node, constraints: list[Constraint], pins: _Pins) -
 def _decide(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
     sizes = pins.mesh.sizes
     batch_parts = math.prod(sizes[axis] for axis, recipe in recipes.items() if recipe.carries_batch)
+    decided: list[tuple[int, Decisions]] = []  # of all axes, before one of them changes the graph
     for axis, recipe in recipes.items():
-        _apply(recipe.decide(Site(pins.gm, pins.mesh, axis, batch_parts)), axis, pins)
-        if not recipe.carries_batch:
+        cutting = (sizes[other] for other, one in recipes.items() if other != axis and one.shards_compute)
+        decided.append((axis, recipe.decide(Site(pins.gm, pins.mesh, axis, batch_parts, math.prod(cutting)))))
+        if not recipe.carries_batch and not recipe.carries_sequence:
             batch_parts *= sizes[axis]  # values between blocks may be sharded on the batch
+    for axis, decisions in decided:
+        _apply(decisions, axis, pins)
 
 
 def _apply(decisions: Decisions, axis: int, pins: _Pins) -> None:
@@ -193,6 +200,7 @@ def _apply(decisions: Decisions, axis: int, pins: _Pins) -> None:
         _pin_input(node, axis, decision, pins)
     for node, decision in decisions.values.items():
         _pin_value(node, axis, decision, pins)
+    _pin_operands(decisions.operands, axis, pins)
 
 
 def _pin_parameter(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
@@ -229,6 +237,21 @@ def _pin_value(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
     new = users[0] if is_pinned else add_reshard(node, f"seed: {decision.reason}")
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     pins.add(new, axis, decision.placement, decision.reason)
+
+
+def _pin_operands(uses: Mapping[tuple[Node, int], Decision], axis: int, pins: _Pins) -> None:
+    """Let calls take operands through reshards; those that need the same of a value share one."""
+    made: dict[tuple[Node, Decision], Node] = {}
+    for (user, number), decision in uses.items():
+        value = operands(user)[number]
+        if (value, decision) not in made:
+            made[value, decision] = new = add_reshard(value, f"seed: {decision.reason}")
+            set_recompute(new, decision.again)
+            set_origin(new, origin_of(user))
+            pins.add(new, axis, decision.placement, decision.reason)
+        changed = list(operands(user))
+        changed[number] = made[value, decision]
+        set_operands(user, changed)
 
 
 # --- 3: the batch

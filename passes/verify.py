@@ -56,6 +56,9 @@ from passes.rules.rule import Row, Space, linear_row, row_giving, row_sharding, 
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+MOST_CALLS = 1 << 16  # kept forms of calls; a model has some hundreds
+_RESULTS: dict[tuple[object, torch.dtype, str], str] = {}  # types of a call's results, as layers and passes repeat it
+
 
 def verify(gm: GraphModule, mesh: Mesh) -> None:
     """Check the laws of the stage that `gm` is at. Raises VerifyError, which names the node and the stage."""
@@ -274,21 +277,22 @@ def _no_reshards(checked: _Checked) -> None:
 
 def _values(checked: _Checked) -> None:
     """Check that every node's value has the type that its call gives on per-device operands."""
-    made: dict[str, str] = {}  # the types of a call's results, by the call, as layers repeat
     with fake_mode_of([value_of(node) for node in checked.graph.nodes if has_value(node)]):
         for node in checked.graph.nodes:
             if node.op == "call_function":
-                _computed(checked, node, made)
+                _computed(checked, node)
 
 
-def _computed(checked: _Checked, node: Node, made: dict[str, str]) -> None:
+def _computed(checked: _Checked, node: Node) -> None:
     assert callable(node.target)
     args, kwargs = _held(node.args), _held(node.kwargs)
-    call = f"{node.target} {_types((args, kwargs), strides=True)}"
-    if call not in made:
-        made[call] = _types(node.target(*args, **kwargs))
-    if made[call] != _types(value_of(node)):
-        checked.fail(node, f"the call gives {made[call]}")
+    call = node.target, torch.get_default_dtype(), _types((args, kwargs), strides=True)
+    if call not in _RESULTS:
+        if len(_RESULTS) == MOST_CALLS:
+            _RESULTS.clear()
+        _RESULTS[call] = _types(node.target(*args, **kwargs))
+    if _RESULTS[call] != _types(value_of(node)):
+        checked.fail(node, f"the call gives {_RESULTS[call]}")
 
 
 def _collectives(checked: _Checked) -> None:

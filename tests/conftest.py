@@ -1,12 +1,24 @@
-"""What tests share: a world of one process, for what needs a mesh but no second rank."""
+"""What tests share: a world of one process, for what needs a mesh but no second rank; and settings that save time."""
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Pytest adds its handler to loggers that do not propagate, which would turn on PyTorch's structured trace: every graph
+# would be written as text.
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of all garbage collections, which would walk it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

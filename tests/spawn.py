@@ -115,7 +115,8 @@ def _rank_main(
         report = Failure(type(error).__name__, str(error), traceback.format_exc())
     sender.send(report)
     sender.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a script may have done it
+        dist.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -146,6 +146,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "torch.distributed.
 """
 
 
+@pytest.mark.slow
 def test_an_import_patches_nothing_and_brings_no_compiler() -> None:
     found = subprocess.run([sys.executable, "-c", UNTOUCHED], capture_output=True, text=True, check=False)
     assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr

@@ -29,7 +29,8 @@ def run(*command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_train_gpt_starts_its_ranks_and_has_the_loss_of_one_device() -> None:
-    output = run(str(EXAMPLES / "train_gpt.py"), "--steps", "3", "--compile", "eager")
+    two = ("--mesh", "dp=2", "--recipe", "dp=fsdp")
+    output = run(str(EXAMPLES / "train_gpt.py"), *two, "--steps", "3", "--compile", "eager")
     (difference,) = re.findall(r"largest relative difference of the loss over all 3 steps: (\S+)", output)
     assert float(difference) < 1e-5
     assert re.search(r"blocks\.\d-3\n.*  attn\.qkv +In\[B_dp, ", output, re.DOTALL)
@@ -43,6 +44,7 @@ def test_train_gpt_runs_on_one_device_alone() -> None:
     assert "fsdp" not in output
 
 
+@pytest.mark.slow
 def test_every_rank_reads_the_same_text_and_labels_are_the_tokens_to_come() -> None:
     corpus, other = (Corpus(vocab=512, seq=16, batch=4) for _ in range(2))
     tokens, labels = corpus.step(3)
@@ -51,6 +53,7 @@ def test_every_rank_reads_the_same_text_and_labels_are_the_tokens_to_come() -> N
     assert not torch.equal(tokens, corpus.step(4)[0])
 
 
+@pytest.mark.slow
 def test_decoding_gives_the_text_back() -> None:
     corpus = Corpus(vocab=512, seq=16, batch=4)
     start = corpus.decode(corpus.train[:200])

@@ -176,6 +176,7 @@ def test_a_wrong_program_is_found(edit: Edit, result: str, op: str) -> None:
     assert result in {one.value for one in found.check.results}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "result", "op"), FAULTS)
 def test_a_wrong_program_of_a_rank_is_found(edit: Edit, result: str, op: str) -> None:
     model, args = case()
@@ -187,6 +188,7 @@ def test_a_wrong_program_of_a_rank_is_found(edit: Edit, result: str, op: str) ->
     assert found.check.first.op.startswith(op), str(found.check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [False, True])
 def test_a_stale_buffer_is_found(local: bool) -> None:
     model, args = case()
@@ -227,6 +229,7 @@ def a_collective_is_missing(graph: Graph) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "op"),
     [

@@ -32,6 +32,12 @@ _UNKNOWN_SHAPE = (
 )
 
 
+_BACKWARD = (
+    "the model calls backward() in its forward, but the backward is derived from the forward's graph; move it into the "
+    "training step, or use torch.autograd.grad"
+)
+
+
 def _sends(call: str) -> str:
     """Return the message for a model that calls a collective itself."""
     return (
@@ -68,6 +74,12 @@ _CAUSES = (
     ),
     _Cause(
         "^TorchRuntimeError$",
+        "the model differentiates by a value that needs no gradient, or that requires_grad_() marks inside of the model, which a "
+        "graph leaves out; use torch.func.grad, or differentiate by an argument that is given with requires_grad=True",
+        "differentiated Tensors does not require grad",
+    ),
+    _Cause(
+        "^TorchRuntimeError$",
         "the model fails for these arguments, as it would on one device: {0}",
         r"got \w+\([\"'](.*)[\"']\)$",
     ),
@@ -88,11 +100,7 @@ _CAUSES = (
         "a module of the model has a backward hook, but the backward is part of the graph; remove the hook and "
         "write what it does as a torch.autograd.Function",
     ),
-    _Cause(
-        r"backward\(\)|autograd\.grad",
-        "the model computes gradients in its forward, but the backward is derived from the forward's graph; move it "
-        "into the training step",
-    ),
+    _Cause(r"backward\(\)|autograd\.grad", _BACKWARD),
 )
 
 
@@ -201,6 +209,8 @@ def _message(failure: TraceFailure) -> str:
 
 def side_effect_error(effect: SideEffect) -> CaptureError:
     """Return the CaptureError for a Python object that the model changes."""
+    if isinstance(effect.changed, torch.Tensor) and effect.names == ("grad",):
+        return CaptureError(_BACKWARD + format_place(user_frame(effect.stack)))
     name = user_name(effect.source)
     if effect.source.endswith(("_buffers", "['_buffers']")):
         return CaptureError(

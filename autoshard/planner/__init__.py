@@ -3,6 +3,7 @@
 In reading order:
 
 1. `make_plan` drives it: a `request` becomes a `problem` (graph, mesh with hardware, options), the problem a plan.
+   `decision` says by which way: the recipe that is asked for, an earlier plan, or a search.
 2. `candidates` compares the solver's plan (`solver_candidate`) with the experts' (`recipe_candidates`) in `standings`;
    `effort` limits how much is tried, and `shrink` repeats with less memory what the simulator finds too large.
 3. `evaluation` makes and simulates the program of one candidate; `recomputation` chooses what its backward recomputes,

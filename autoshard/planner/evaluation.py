@@ -19,7 +19,7 @@ from autoshard.planner.effort import Effort
 from autoshard.planner.prediction import cost_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recomputation import Settling
-from autoshard.plans.collectives import collectives_of, with_remade
+from autoshard.plans.collectives import collectives_of, sends_of, with_remade
 from autoshard.plans.outcome import Cost, Recomputation
 from autoshard.plans.plan_values import inputs_of, layouts_by_name, results_by_name
 from passes.base import Observer, Pass, PassContext, Remark
@@ -34,6 +34,7 @@ from passes.ir.numbering import numbered
 from passes.ir.propagation_edges import Edge
 from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
+from passes.localize import Localize
 from passes.manager import PassManager
 from passes.observers import Logger
 from passes.pad import Pad
@@ -297,5 +298,7 @@ class Recorder(Observer):
                 layouts=layouts_by_name(gm),
                 collectives=collectives_of(gm, ctx.mesh),
             )
+        if pass_.name == Localize.name:
+            self.facts["collectives"] = (*self.facts["collectives"], *sends_of(gm))
         if pass_.name == Rematerialize.name and changed:
             self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

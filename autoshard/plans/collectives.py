@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from passes.errors import VerifyError
-from passes.ir.collectives import is_collective, step_axes, step_kind
+from passes.ir.collectives import SEND, is_collective, step_axes, step_kind
 from passes.ir.graph import (
     InputRole,
     Origin,
@@ -52,6 +52,8 @@ class Collective:
     @property
     def way(self) -> str:
         """Return how it is sent, and by which pass, if not in one message of its own."""
+        if self.kind == SEND.name:
+            return f"in {self.chunks} message{'s' if self.chunks != 1 else ''}"
         if self.chunks != 1:
             way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
             return f"{way} (decompose_matmuls)"
@@ -71,6 +73,33 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
         )
         for node in gm.graph.nodes
         if is_collective(node)
+    )
+
+
+def sends_of(gm: GraphModule) -> tuple[Collective, ...]:
+    """Return the messages that local forms send, read off a LOCAL graph: one entry for all of one call."""
+    in_backward, by_call = _depends_on_tangents(gm), dict[str, list[Node]]()
+    for node in gm.graph.nodes:
+        transfer = transfer_of(node)
+        if transfer is not None and transfer.kind == SEND.name:
+            by_call.setdefault(transfer.steps[0], []).append(node)
+    return tuple(_sent(call, nodes, backward=nodes[-1] in in_backward) for call, nodes in by_call.items())
+
+
+def _sent(call: str, nodes: Sequence[Node], *, backward: bool) -> Collective:
+    transfer = transfer_of(nodes[0])
+    assert transfer is not None
+    return Collective(
+        id=call,
+        kind=transfer.kind,
+        axes=transfer.axes,
+        bytes=sum(tensor_of(node).numel() * tensor_of(node).element_size() for node in nodes),
+        backward=backward,
+        recomputed=False,
+        origin=origin_of(nodes[0]),
+        reason=_reason(nodes[0]),
+        what="keys and values" if not backward else "keys and values, and their gradients",
+        chunks=len(nodes),
     )
 
 

@@ -57,11 +57,12 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
+    from passes._torch.operators.neighbours import SEND
+    from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import InductorCode, JointGraph, LeftOut, SideEffect, TracedModule, TraceFailure
     from passes._torch.structured_trace import is_traced, trace_artifact
-    from passes._torch.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
 except (ImportError, AttributeError) as error:
     raise unsupported(error) from error
 
@@ -76,6 +77,7 @@ __all__ = [
     "LeftOut",
     "MATMUL_REDUCE_SCATTER",
     "OpOverload",
+    "SEND",
     "SideEffect",
     "TraceFailure",
     "TracedModule",

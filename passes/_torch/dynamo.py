@@ -42,6 +42,7 @@ def trace_module(
     """
     config = torch._dynamo.config.patch(
         allow_rnn=True,
+        trace_autograd_ops=True,
         assume_static_by_default=True,
         automatic_dynamic_shapes=False,
         specialize_float=True,

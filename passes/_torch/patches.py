@@ -22,6 +22,7 @@ For the rest of the process, once (`once`):
 | what | from when | where it applies | where |
 |---|---|---|---|
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
+| Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
 | dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 

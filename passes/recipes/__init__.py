@@ -1,7 +1,7 @@
 """Expert plans, one record a file, which recognize structures in graphs and know no model by name.
 
     ddp zero2 fsdp hsdp   data parallelism
-    context               context parallelism: sequences of inputs are sharded
+    context_parallel/     sequences of inputs are sharded; attention in one of three ways
     megatron/             tensor and sequence parallelism, found in the graph
     recipe                what a recipe is
     registry              recipes by name

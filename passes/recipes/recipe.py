@@ -8,6 +8,7 @@ one record, registered with `register_recipe`:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -26,6 +27,7 @@ class Site:
     mesh: Mesh
     axis: int
     batch_parts: int  # how many parts other axes cut the batch into
+    feature_parts: int = 1  # how many parts other axes cut heads and channels into
 
     @property
     def size(self) -> int:
@@ -39,6 +41,7 @@ class Decision:
 
     placement: Placement
     reason: str
+    again: bool = False  # of an operand: brought there again in the backward, instead of kept
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Decisions:
     values: Mapping[Node, Decision] = field(default_factory=dict)  # by the call that makes the value
     remarks: tuple[tuple[Node, str], ...] = ()
     inputs: Mapping[Node, Decision] = field(default_factory=dict)  # by placeholder: how the caller splits it
+    operands: Mapping[tuple[Node, int], Decision] = field(default_factory=dict)  # by call and number: how it is taken
 
 
 Decide = Callable[[Site], Decisions]
@@ -66,6 +70,7 @@ class Recipe:
     """One expert's plan for one mesh axis.
 
     - `carries_batch`: inputs are split over the axis along dim 0, as in data parallelism.
+    - `carries_sequence`: inputs are split over the axis along their positions, as in context parallelism.
     - `decide`: finds in the graph which parameters and values the axis shards, as in tensor parallelism.
     - `store(layout, axis, shape, mesh)`: how the axis holds a parameter between steps, given the layout on other axes:
       `R` whole, `S(dim)` in parts, None if it cannot be split. A parameter in parts is gathered before use; gradients
@@ -82,6 +87,7 @@ class Recipe:
     summary: str  # one line
     _: KW_ONLY
     carries_batch: bool = False
+    carries_sequence: bool = False
     decide: Decide = decide_nothing
     store: Store | None = None
     frees_gathered: bool = False
@@ -92,10 +98,10 @@ class Recipe:
     @property
     def shards_compute(self) -> bool:
         """Return whether the axis may shard parameters while they are used."""
-        return self.decide is not decide_nothing
+        return self.decide is not decide_nothing and not self.carries_sequence
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name in ("auto", "none"):
+        if not re.fullmatch(r"[^\W\d]\w*(\(\w+\))?", self.name) or self.name in ("auto", "none"):
             raise RecipeError(f"Recipe({self.name!r}): a recipe's name is a word such as 'fsdp', and not 'auto' or 'none'")
         if self.frees_gathered and self.store is None:
             raise RecipeError(

@@ -3,7 +3,7 @@
 All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions `s`, key
 positions `t`, and head dims `e` and `v`. Batch and heads are independent. Query positions are too, unless the mask is
 causal with another number of keys; the gradients of keys and values are sums over them. Sharded queries of causal
-attention have a local form (`causal`).
+attention have a local form (`causal`), and so do keys and values that are sharded with the queries (`ring`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from passes.rules.local_forms.causal import causal_backward, causal_forward
-from passes.rules.rule import Call, Dims, Linear, Space, Tensor, register
+from passes.rules.local_forms.ring import ring_backward, ring_forward
+from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, call_of, register
 
 aten = torch.ops.aten
 
@@ -32,6 +34,16 @@ EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to i
 def is_attention(op: object) -> bool:
     """Return whether `op` is the forward of an attention."""
     return op in _FORWARD
+
+
+def is_attention_backward(op: object) -> bool:
+    """Return whether `op` is the backward of an attention."""
+    return op in _BACKWARD
+
+
+def operand_names(node: Node) -> tuple[str, ...]:
+    """Return the names of the tensor operands of a call of attention, in the order of `operands`."""
+    return tuple(name for name, _ in _named_operands(call_of(node)))
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
+        rings={"t": "s"} if "logsumexp" in factors.named and not _is_masked(call) else {},
     )
 
 
@@ -182,6 +195,14 @@ def _split_rows(dims: Dims) -> Dims:
     return tuple(("s", "row") if factors == ("s",) else factors for factors in dims)
 
 
+def _local_forward(call: LocalCall) -> tuple[Node, ...] | None:
+    return ring_forward(call) or causal_forward(call)
+
+
+def _local_backward(call: LocalCall) -> tuple[Node, ...] | None:
+    return ring_backward(call) or causal_backward(call)
+
+
 _FLASH = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -191,16 +212,17 @@ _FLASH = (
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _MATH = aten._scaled_dot_product_attention_math.default
 _FORWARD = (*_FLASH, _EFFICIENT, _MATH)
-
-register(*_FLASH, space=_forward, local=causal_forward)
-register(
+_FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-    space=_backward,
-    local=causal_backward,
 )
-register(_EFFICIENT, space=_tiled(_forward), local=causal_forward)
-register(aten._scaled_dot_product_efficient_attention_backward.default, space=_tiled(_backward), local=causal_backward)
+_EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+_BACKWARD = (*_FLASH_BACKWARD, _EFFICIENT_BACKWARD)
+
+register(*_FLASH, space=_forward, local=_local_forward)
+register(*_FLASH_BACKWARD, space=_backward, local=_local_backward)
+register(_EFFICIENT, space=_tiled(_forward), local=_local_forward)
+register(_EFFICIENT_BACKWARD, space=_tiled(_backward), local=_local_backward)
 register(_MATH, space=_math)

@@ -133,6 +133,9 @@ class Space:
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
+    rings: Mapping[str, str] = field(default_factory=dict)
+    # ^ factor that a call needs whole -> the factor with which it may be sharded all the same, at the same digit: the local
+    # form passes the parts of its operands around the ranks. No row of `rows`, and nothing that a search tries
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
 
@@ -168,7 +171,9 @@ def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
 
 
 def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
-    if factor in space.blocked or space.sizes[factor] % (outer * size) or not _is_padded_alike(space, factor, outer, size):
+    if factor in space.rings:
+        return _ring_row(space, factor, outer, size)
+    if not _splits(space, factor, outer, size):
         return None
     operands: list[Placement] = []
     accumulators = space.partial_operands.get(factor, ())
@@ -181,6 +186,24 @@ def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
         whole = R if i in space.replicated_results else Partial(space.reductions.get(factor, "sum"))
         results.append(at if at is not None else whole)
     return Row(factor, tuple(operands), tuple(results))
+
+
+def _splits(space: Space, factor: str, outer: int, size: int) -> bool:
+    if factor in space.blocked or space.sizes[factor] % (outer * size):
+        return False
+    return _is_padded_alike(space, factor, outer, size)
+
+
+def _ring_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
+    """Return the row that shards a factor and the one that goes with it: nothing is partial."""
+    other = space.rings[factor]
+    if space.sizes[factor] % (outer * size) or not _splits(space, other, outer, size) or factor in space.held:
+        return None
+    placed = [
+        tuple(_place(space, dims, factor, outer) or _place(space, dims, other, outer) or R for dims in side)
+        for side in (space.operands, space.results)
+    ]
+    return Row(factor, *placed)
 
 
 def _is_padded_alike(space: Space, factor: str, outer: int, size: int) -> bool:
@@ -223,7 +246,7 @@ def rows(space: Space, size: int) -> tuple[Row, ...]:
     """Return all rows with a contiguous digit of each factor, on an axis of `size`."""
     found = [replicated_row(len(space.operands), len(space.results))]
     for factor in space.sizes:
-        row = factor_row(space, factor, 1, size)
+        row = None if factor in space.rings else factor_row(space, factor, 1, size)
         if row is not None and row not in found:
             found.append(row)
     for linear in space.linear:

@@ -164,13 +164,22 @@ class Mismatches(Model):
 
 
 class Differentiates(Model):
-    """the model computes gradients in its forward, but the backward is derived from the forward's graph; move it into
-    the training step <line>"""
+    """the model calls backward() in its forward, but the backward is derived from the forward's graph; move it into the
+    training step, or use torch.autograd.grad <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         loss = self.layer(x).sum()
         loss.backward()  # <line>
         return loss
+
+
+class DifferentiatesByItsOwnLeaf(Model):
+    """the model differentiates by a value that needs no gradient, or that requires_grad_() marks inside of the model, which a
+    graph leaves out; use torch.func.grad, or differentiate by an argument that is given with requires_grad=True <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)[0]  # <line>
 
 
 class HasBackwardHook(Model):

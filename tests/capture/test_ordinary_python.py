@@ -143,6 +143,26 @@ def test_a_value_that_is_made_a_leaf_changes_no_gradient_of_a_parameter() -> Non
     check(RequiresGradient().double(), torch.ones(2, 4, dtype=torch.float64))
 
 
+class Penalty(Model):
+    """Adds the norm of a gradient to its loss, by one of its inputs, one of its weights, or a value between."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        loss = y.square().sum()
+        by = {"x": x, "weight": self.layer.weight, "y": y}[self.of]
+        return loss + torch.autograd.grad(loss, by, create_graph=True)[0].square().sum()
+
+
+@pytest.mark.parametrize("of", ["x", "weight", "y"])
+def test_a_gradient_inside_of_the_model(of: str) -> None:
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4)
+    check(Penalty(of).double(), x.requires_grad_(of == "x"))
+
+
 class Sequence(Model):
     def __init__(self) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ def test_a_reduction_on_two_links_one_after_the_other_is_one() -> None:
     assert exposed_bound(program(*path, *tasks, gather("s", 8, "r", stream=ACROSS))) == 5 + 8
 
 
+@pytest.mark.slow
 @LAW
 @given(programs())
 def test_no_schedule_is_below_the_bound(given: Program) -> None:

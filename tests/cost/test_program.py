@@ -99,6 +99,7 @@ def test_a_fused_program_has_fewer_kernels_and_moves_fewer_bytes() -> None:
     assert [t.flops for t in fused.tasks if "mm" in t.name] == [t.flops for t in apart.tasks if "mm" in t.name]
 
 
+@pytest.mark.slow
 def test_memory_is_by_kind() -> None:
     program = _program("gpt", "dp=4", "fsdp")
     kinds = {b.kind for b in program.buffers}

@@ -133,6 +133,7 @@ def test_a_folded_mlp_unrolls_to_the_whole_one(recipes: tuple[str, ...]) -> None
     assert described(unroll(folded, repeats)) == described(whole)
 
 
+@pytest.mark.slow
 def test_a_folded_mlp_of_alternating_sizes_unrolls_by_twos() -> None:
     case = models.mlp(sizes=(64, 32) * 7)
     whole, _ = planned(case, ("zero2", "fsdp"))

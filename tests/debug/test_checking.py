@@ -107,6 +107,7 @@ class Plain(Normalized):
         return self.head(F.silu(self.norm(self.conv(x))).mean(-1)).logsumexp(-1).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 def test_rounding_is_that_of_what_is_computed_in(reduce: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -120,6 +121,7 @@ class Centred(Normalized):
         return super().forward(torch.ops.autoshard_test.centred(x.flatten(1)).unflatten(1, (6, 9)))
 
 
+@pytest.mark.slow
 def test_a_fault_before_rounding_is_found() -> None:
     torch.manual_seed(0)
     options = Options(recipe={"dp": "fsdp"}, inputs={"x": {"tp": "S(1)"}})

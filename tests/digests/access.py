@@ -19,20 +19,6 @@ from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
 from passes.ir.text import format_graph
 
-RENAMED: Mapping[str, str] = {
-    "no constraint; chosen": "nobody insisted; chosen",
-    "before its users": "in front of its users",
-    "constraint": "insisted",
-    "rematerialize": "checkpoint",
-    "plan.replan": "plan.with_",
-    "sharded over": "is cut over",
-    "partial sum over": "a term of a sum over",
-    "cast before it to": "cast in front of it to",
-    "cast after": "cast behind",
-    "in the backward, except": "in the backward, but for",
-}
-"""Words of texts that were renamed on purpose since the baseline, such as names of passes: new name -> name there."""
-
 
 @dataclass(frozen=True)
 class Program:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autoshard import ShardingPlan
-from tests.digests.access import RENAMED, Program, layout_text, table_text
+from tests.digests.access import Program, layout_text, table_text
 
 Texts = dict[str, str]  # by kind: "LOCAL program text", ...
 Record = dict[str, str]  # by kind: a digest of a text, or a figure
@@ -35,11 +35,8 @@ def digest_of(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """Return `text` without lines and files of the model's code or addresses, and with names as they were at the baseline."""
-    text = ADDRESS.sub("<address>", LINE.sub("<line>", text))
-    for new, old in RENAMED.items():
-        text = re.sub(rf"\b{re.escape(new)}\b", old, text)
-    return text
+    """Return `text` without lines and files of the model's code or addresses."""
+    return ADDRESS.sub("<address>", LINE.sub("<line>", text))
 
 
 def word_by_word(text: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +20,7 @@ import torch
 from autoshard import Dump, Mesh, Options, Overlap, plan
 from autoshard.cli.main import _parser, main
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of, code_spans, hidden_code, links
+from tests.spawn import run_on_ranks
 
 README, QUICKSTART = ROOT / "README.md", ROOT / "examples" / "quickstart.py"
 SLOW = ("README", "checkpoints", "debugging", "reading_a_plan", "recipes", "search")  # pages that plan for seconds
@@ -158,12 +161,18 @@ def test_readme_shows_the_example_and_its_plan(monkeypatch: pytest.MonkeyPatch) 
     assert str(made).splitlines() == shown.replace("4 ranks of cpu", "4 ranks").splitlines()
 
 
+def _quickstart(rank: int) -> str:
+    """Run the example on a rank as torchrun would, and return what it prints."""
+    os.environ["COLUMNS"] = "100"
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(QUICKSTART), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_quickstart_prints_what_readme_shows_and_trains() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(QUICKSTART)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    output = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True).stdout
+    output = run_on_ranks(_quickstart, 4)[0]
     assert blocks_of(README)[1].text in output
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)

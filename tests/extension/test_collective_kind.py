@@ -1,4 +1,4 @@
-"""What a kind of collective of one's own costs: one entry. Here a send to a neighbour, as ring attention passes keys on."""
+"""A kind of collective of one's own costs one entry: here, parts are shifted around the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from passes.manager import PassManager
 from passes.observers import Verifier
 from passes.verify import verify
 
-# --- an op that sends: in a process group it would call isend and irecv, here it has a form on fake tensors alone
+# --- an op that shifts: in a process group it would call isend and irecv, here it has a form on fake tensors alone
 
-torch.library.define("autoshard_ring::send", "(Tensor part, int offset, str group) -> Tensor")
-torch.library.impl("autoshard_ring::send", "Meta")(lambda part, offset, group: torch.empty_like(part))
+torch.library.define("autoshard_ring::shift", "(Tensor part, int offset, str group) -> Tensor")
+torch.library.impl("autoshard_ring::shift", "Meta")(lambda part, offset, group: torch.empty_like(part))
 
 
 # --- the kind
 
 
-def send(value: Tensor, axes: Sequence[str], offset: int = 1) -> Tensor:
+def shift(value: Tensor, axes: Sequence[str], offset: int = 1) -> Tensor:
     """Give each rank of an axis the part of the rank `offset` places after it, around the ring."""
     return value
 
 
-def lower_send(call: StepCall) -> Node:
+def lower_shift(call: StepCall) -> Node:
     offset = call.args[0] if call.args else 1
-    return call.wait(call.emit(torch.ops.autoshard_ring.send.default, call.contiguous(call.value), offset, call.group))
+    return call.wait(call.emit(torch.ops.autoshard_ring.shift.default, call.contiguous(call.value), offset, call.group))
 
 
 def sent_around(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
@@ -52,11 +52,11 @@ def sent_around(calls: Sequence[Sequence[Any]]) -> list[Tensor]:
     return [calls[(place + offset) % len(calls)][0] for place, (_, offset, _) in enumerate(calls)]
 
 
-SEND = Kind(
-    step=send,
+SHIFT = Kind(
+    step=shift,
     moves=lambda have, to: isinstance(have, Shard) and have == to,
-    lower=lower_send,
-    ops={torch.ops.autoshard_ring.send.default: sent_around},
+    lower=lower_shift,
+    ops={torch.ops.autoshard_ring.shift.default: sent_around},
     received=lambda before, after, ranks: before,
     pieces=lambda before, after, ranks: before,
     seconds=lambda fabric: s + a + N / b + 2 * N / c if fabric.where == "inside" else S + A + N / B,
@@ -69,9 +69,9 @@ SEND = Kind(
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    register(SEND)
+    register(SHIFT)
     yield
-    unregister(SEND)
+    unregister(SHIFT)
 
 
 # --- what it takes part in
@@ -81,8 +81,8 @@ mesh dp=2,cp=3
 stage COLLECTIVE
 %x: f32[4, 6] {dp:S(0), cp:S(1)} = input("x")
 %relu: f32[4, 6] {dp:S(0), cp:S(1)} = relu(%x)
-%send: f32[4, 6] {dp:S(0), cp:S(1)} = send(%relu, ["cp"], 2)      # | ring_attention: keys of the next rank
-return output("0") %send
+%shift: f32[4, 6] {dp:S(0), cp:S(1)} = shift(%relu, ["cp"], 2)      # | ring_attention: keys of the next rank
+return output("0") %shift
 """
 MESH = Mesh("dp=2,cp=3", hardware="h100")
 
@@ -99,7 +99,7 @@ def lowered() -> GraphModule:
 def test_it_is_written_and_read() -> None:
     gm, mesh = parse_graph(TEXT)
     assert format_graph(gm, mesh) == TEXT
-    assert "autoshard_ring.send(%relu, 2, " in format_graph(lowered(), MESH)
+    assert "autoshard_ring.shift(%relu, 2, " in format_graph(lowered(), MESH)
 
 
 def test_simulated_ranks_pass_their_parts_on() -> None:
@@ -114,15 +114,15 @@ def test_simulated_ranks_pass_their_parts_on() -> None:
 def test_it_is_listed_and_takes_time() -> None:
     (listed,) = collectives_of(parse_graph(TEXT)[0], MESH)
     part = 2 * 2 * 4  # bytes: f32[2, 2]
-    assert (listed.kind, listed.axes, listed.bytes) == ("send", ("cp",), part)
-    (task,) = [task for task in program_of_graph(lowered(), MESH).tasks if task.kind == "send"]
+    assert (listed.kind, listed.axes, listed.bytes) == ("shift", ("cp",), part)
+    (task,) = [task for task in program_of_graph(lowered(), MESH).tasks if task.kind == "shift"]
     assert task.nbytes == part
-    assert task.seconds == collective_seconds("send", part, MESH.group_shape(("cp",)), hardware_named("h100")) > 0
+    assert task.seconds == collective_seconds("shift", part, MESH.group_shape(("cp",)), hardware_named("h100")) > 0
 
 
 @pytest.mark.parametrize(
     ("changed", "to", "message"),
-    [("{dp:S(0), cp:S(1)} = send", "{dp:S(0), cp:R} = send", r"on cp it goes from S\(1\) to R")],
+    [("{dp:S(0), cp:S(1)} = shift", "{dp:S(0), cp:R} = shift", r"on cp it goes from S\(1\) to R")],
 )
 def test_what_it_does_not_do_is_refused(changed: str, to: str, message: str) -> None:
     gm, _ = parse_graph(TEXT.replace(changed, to))
@@ -139,5 +139,5 @@ def test_a_call_over_another_group_is_refused() -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is a collective 'send' already"):
-        register(SEND)
+    with pytest.raises(ValueError, match="there is a collective 'shift' already"):
+        register(SHIFT)

@@ -196,7 +196,8 @@ def test_dumps_as_differences(tmp_path: Path) -> None:
     )
 
 
-def test_dumps_go_to_the_structured_trace(caplog: pytest.LogCaptureFixture) -> None:
+def test_dumps_go_to_the_structured_trace(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [logging.NullHandler()])
     gm, ctx = graph()
     with caplog.at_level(logging.DEBUG, logger="torch.__trace"):
         PassManager((Sigmoid(),), (Dumper(None),)).run(gm, ctx)

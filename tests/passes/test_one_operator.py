@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
-from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode, symmetric
+from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, fake_mode
+from passes._torch.operators import symmetric
 from passes.base import PassContext
 from passes.cost.build_program import program_of_graph
 from passes.cost.scheduling.best_schedule import schedule

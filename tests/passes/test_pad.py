@@ -81,6 +81,7 @@ def local(made: ShardingPlan) -> GraphModule:
     return parse_graph(made.graph("LOCAL"))[0]
 
 
+@pytest.mark.slow
 def test_no_rank_has_full_logits(planned: ShardingPlan) -> None:
     values = [node for node in local(planned).graph.nodes if node.op != "output"]
     assert max(result.numel() for node in values for result in results_of(node)) < BATCH * SEQ * WIDTH

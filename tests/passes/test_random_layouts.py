@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch.fx import GraphModule, Node
@@ -204,6 +205,7 @@ def _hardware(random: Random) -> Hardware:
     return replace(h100, name=f"random {random.random()}", inside=link, across=link)
 
 
+@pytest.mark.slow
 def test_random_programs_have_the_same_bits_and_every_rewrite_is_among_them() -> None:
     hit = Counter[str]()
     for seed in range(PROGRAMS):

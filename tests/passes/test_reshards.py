@@ -59,6 +59,7 @@ def value() -> torch.Tensor:
     return torch.arange(math.prod(SHAPE), dtype=torch.float64).view(SHAPE) + 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_reshard_keeps_the_value(data: st.DataObject) -> None:

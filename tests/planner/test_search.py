@@ -98,6 +98,7 @@ def test_a_searched_plan_saves_and_loads() -> None:
     assert ShardingPlan.from_json(found.to_json()) == found
 
 
+@pytest.mark.slow
 def test_many_equal_layers_are_all_in_the_plan() -> None:
     found = searched(1024, 64, Mesh("dp=2,tp=2", hardware="h100"), Options(recipe="fsdp"), layers=12)
     assert set(found.parameters) == {f"layers.{i}.{j}.{k}" for i in range(12) for j in (0, 2) for k in ("weight", "bias")}
@@ -105,6 +106,7 @@ def test_many_equal_layers_are_all_in_the_plan() -> None:
     assert {f"layers.{i}.0" for i in range(12)} <= gathered
 
 
+@pytest.mark.slow
 def test_equal_layers_that_a_recipe_lays_out_by_turns_are_all_planned() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
@@ -281,6 +283,7 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
         assert state_of(placed, folded.repeats, mesh, "adamw") == stored <= timeline.peak_memory
 
 
+@pytest.mark.slow
 def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
     """A search propagates `fsdp` and `zero2` once; what gathers again takes longer by its model."""
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options()

@@ -75,6 +75,7 @@ def test_text_in_a_pipe_has_no_colours() -> None:
     assert str(made).splitlines()[0] == "plan on 4 ranks of cpu: dp=2 fsdp, tp=2 megatron"
 
 
+@pytest.mark.slow
 def test_meta_real_and_named_meshes_make_the_same_plan() -> None:
     real = plan(
         Residual(), "dp=2,tp=2", (torch.randn(6, 4, 8), torch.randn(6, 4, 8)), options=Options(recipe="fsdp+megatron")

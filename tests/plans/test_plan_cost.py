@@ -81,6 +81,7 @@ def test_a_recipe_alone_has_a_cost_and_no_candidates() -> None:
     assert "search" not in text and "candidate" not in text
 
 
+@pytest.mark.slow
 def test_what_is_proven_is_said() -> None:
     def said(objective: float | None, bound: float | None) -> str:
         text = format_plan(made(replace(SEARCH, objective=objective, bound=bound)), width=120, colour=False)
@@ -117,7 +118,6 @@ def test_a_plan_of_32_layers_is_one_screen() -> None:
     ("axes", "recipe", "reduced", "in_buckets"),
     [
         ("dp=8", "fsdp", torch.float32, set()),
-        ("dp=4,tp=2", "fsdp+megatron", torch.float32, set()),
         ("dp=4,tp=2", "fsdp+megatron", torch.bfloat16, {("dp", "bf16"), ("tp", "f32")}),  # and none over dp in f32
     ],
 )

@@ -93,6 +93,7 @@ def products(model: AdaptedBlock, mesh: str) -> float:
     return float(sum(tensor_of(node).numel() * tensor_of(operands(node)[0]).shape[1] for node in nodes))
 
 
+@pytest.mark.slow
 def test_the_remark_names_the_adapter() -> None:
     args = (torch.randn(BATCH, SEQ, 32),)
     made = plan(AdaptedBlock(4), Mesh("tp=2"), args=args, options=Options(recipe="megatron"))

@@ -79,6 +79,7 @@ def operations(made: ShardingPlan) -> float:
     return sum(task.flops for task in made.timeline.program.tasks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS])
 def test_a_rank_does_its_part_of_the_operations(name: str) -> None:
     torch.manual_seed(0)

@@ -52,6 +52,7 @@ EMBEDDINGS: dict[str, Embed] = {
 QUICK = ("positions on the left", "three ways, as in BERT", "scaled", "joined")  # one of each kind, in `make test-fast`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EMBEDDINGS]
 )

@@ -9,6 +9,8 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoshard import ShardingPlan
 from autoshard.inspection.report.html_page import format_page, page_data
 from passes.base import Remark
@@ -16,6 +18,7 @@ from passes.ir.graph import Origin
 from tests.report.plans import deep, searched, tiny_llama, unknown_hardware
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     tiny_llama().to_html(path)
@@ -27,6 +30,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert "<title>plan: dp=2,tp=2 h100</title>" in text
 
 
+@pytest.mark.slow
 def test_the_data_in_the_page_are_the_plan_whatever_it_says() -> None:
     said = Remark("propagate", "</script><b>&", Origin("a.b", "é.py", 3, "x < 1 </script>"), "mm")
     text = format_page(replace(searched(), remarks=(said,)))
@@ -37,6 +41,7 @@ def test_the_data_in_the_page_are_the_plan_whatever_it_says() -> None:
     assert json.loads(data) == json.loads(json.dumps(page_data(replace(searched(), remarks=(said,)))))
 
 
+@pytest.mark.slow
 def test_tasks_and_buffers_stand_in_columns_of_one_length() -> None:
     timeline = deep().timeline
     step = page_data(deep())["step"]

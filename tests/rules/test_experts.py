@@ -86,6 +86,7 @@ class Experts(torch.nn.Module):
         return torch.zeros_like(x).index_add(0, order, down).square().mean()
 
 
+@pytest.mark.slow
 def test_experts_are_cut_by_columns_and_then_by_rows_and_share_the_tokens() -> None:
     torch.manual_seed(0)
     model, x = Experts().double(), torch.randn(16, 8, dtype=torch.float64)

@@ -264,6 +264,7 @@ def broadcast_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(shapes)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(broadcast_shapes())
 def test_broadcast_operands_are_sharded_where_they_span_the_dim(shapes: tuple[tuple[int, ...], ...]) -> None:

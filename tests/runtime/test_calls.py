@@ -44,6 +44,7 @@ def tokens(batch: int, length: int) -> Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 11
 
 
+@pytest.mark.slow
 def test_every_kind_of_call_has_a_program_of_its_own(one_rank: DeviceMesh) -> None:
     model, sharded = sharded_of(one_rank)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -33,10 +33,10 @@ FSDP_MEGATRON = {"dp": "fsdp", "tp": "megatron"}
 
 
 def sharded(
-    shape: dict[str, int], recipes: dict[str, str], *, mode: Any = "eager", now: bool = True
+    shape: dict[str, int], recipes: dict[str, str], *, name: str = "gpt", mode: Any = "eager", now: bool = True
 ) -> tuple[Case, Any]:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    case = build("gpt")
+    case = build(name)
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     args = case.args if now else None
     return case, autoshard(case.model, mesh, args, options=Options(recipe=recipes, compile=mode))
@@ -163,7 +163,7 @@ def test_the_sampler_splits_samples_over_data_axes_alone() -> None:
 
 def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    case, model = sharded({"tp": 2}, {"tp": "megatron"}, mode="inductor")
+    case, model = sharded({"tp": 2}, {"tp": "megatron"}, name="mlp", mode="inductor")
     loss = model(*model.shard(*case.args))
     loss.backward()
     equal = float((loss - case.model(*case.args)).abs()) < 1e-10

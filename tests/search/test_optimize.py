@@ -166,6 +166,7 @@ def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
     assert len(plan.strategies) == len(factor_graph.variables)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_no_short_step_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of the time takes long where no assignment fits; one of the bytes tells."""
     factor_graph, unit_costs = problem_of(deep_graph(4, "dp=4", rows=1 << 12))

@@ -113,6 +113,7 @@ def test_zero2_keeps_what_it_gathered(name: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_reshard_after_forward_holds_for_recipes() -> None:
     case = build("mlp")
     kept = plan(case.model, Mesh("dp=2"), case.args, options=Options(recipe="fsdp", reshard_after_forward=False))
@@ -160,6 +161,7 @@ def test_fsdp_times_megatron_is_the_sum_of_both(name: str, mesh: str) -> None:
     assert counts == fsdp | megatron
 
 
+@pytest.mark.slow
 @EACH_DECODER
 @pytest.mark.parametrize(
     ("mesh", "recipe"),
@@ -183,6 +185,7 @@ def test_no_device_holds_more_than_its_part_of_the_logits(name: str, mesh: str, 
     assert sizes[largest] == batch * seq * vocab // 4, f"%{largest} has {sizes[largest]} elements"
 
 
+@pytest.mark.slow
 def test_a_fused_projection_is_sharded_inside_each_of_its_parts() -> None:
     made = _plan("gpt", "dp=2,tp=2", "fsdp+megatron")
     layouts = {name: str(value.layout.on(1)) for name, value in made.parameters.items() if name.startswith("blocks.0")}
@@ -213,6 +216,7 @@ def test_tensor_parallelism_lies_outside_of_the_data_axis_on_one_dim(mesh: str) 
     assert {c.axes for c in gathers} == {("dp",)}
 
 
+@pytest.mark.slow
 def test_every_collective_knows_who_caused_it() -> None:
     made = _plan("llama", "dp=2,tp=2", "fsdp+megatron")
     for one in made.collectives:

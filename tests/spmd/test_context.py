@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Options, RecipeError, autoshard
+from passes.cost.kernel_time import kernel_flops
+from passes.rules.attention import is_attention
+from passes.rules.rule import call_of
 from tests.models import Case
 from tests.spawn import run_on_ranks
 from tests.spmd.decoders import DECODERS, decoder
@@ -19,6 +22,7 @@ from tests.spmd.oracle import Reference, compare, plan_ranks, relative_error
 from tests.spmd.oracle import run_on_ranks as run_on_simulated
 
 TOLERANCE = 1e-12  # relative, float64
+GATHER, RING, EXCHANGE = "context(gather)", "context(ring)", "context(all_to_all)"
 
 
 class Attend(nn.Module):
@@ -73,15 +77,39 @@ def reference(name: str) -> Reference:
 @pytest.mark.parametrize(
     ("name", "mesh", "recipe"),
     [
-        ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": "context"}),
-        ("grouped", "cp=4", "context"),
-        ("cross", "cp=4", "context"),
-        pytest.param("full", "cp=2", "context", marks=pytest.mark.slow),
-        pytest.param("rotary", "cp=2", "context", marks=pytest.mark.slow),
-        pytest.param("shifted", "cp=2", "context", marks=pytest.mark.slow),
-        pytest.param("causal", "cp=2,tp=2", {"cp": "context", "tp": "megatron"}, marks=pytest.mark.slow),
-        pytest.param("causal", "a=2,b=2", "context", marks=pytest.mark.slow),
-        pytest.param("causal", "cp=8", "context", marks=pytest.mark.slow),
+        ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": GATHER}),
+        ("grouped", "cp=4", GATHER),
+        ("cross", "cp=4", GATHER),
+        ("grouped", "cp=4", RING),
+        ("full", "cp=4", RING),
+        ("cross", "cp=2", RING),
+        ("grouped", "cp=2", EXCHANGE),
+        ("full", "cp=2", EXCHANGE),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("full", "cp=2", GATHER),
+                ("rotary", "cp=2", GATHER),
+                ("shifted", "cp=2", GATHER),
+                ("causal", "cp=2,tp=2", {"cp": GATHER, "tp": "megatron"}),
+                ("causal", "a=2,b=2", GATHER),
+                ("causal", "cp=8", GATHER),
+                ("rotary", "cp=2", RING),
+                ("shifted", "cp=2", RING),
+                ("causal", "tp=2,cp=2", {"cp": RING, "tp": "megatron"}),
+                ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": RING}),
+                ("causal", "a=2,b=2", RING),
+                ("causal", "a=2,b=2", {"a": RING, "b": GATHER}),
+                ("causal", "a=2,b=2", {"a": GATHER, "b": RING}),
+                ("causal", "cp=8", RING),
+                ("rotary", "cp=2", EXCHANGE),
+                ("shifted", "cp=2", EXCHANGE),
+                ("cross", "cp=2", EXCHANGE),
+                ("causal", "cp=2,tp=2", {"cp": EXCHANGE, "tp": "megatron"}),
+                ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": EXCHANGE}),
+                ("causal", "a=2,b=2", EXCHANGE),
+            )
+        ),
     ],
 )
 def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str, recipe: str | Mapping[str, str | None]) -> None:
@@ -92,14 +120,40 @@ def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str, recipe: st
 
 
 def test_ranks_have_a_part_of_each_block_and_gradients_of_keys_are_scattered() -> None:
-    plan = reference("grouped").plan("cp=4", Options(recipe="context")).planned.plan
+    plan = reference("grouped").plan("cp=4", Options(recipe=GATHER)).planned.plan
     assert str(plan.inputs["x"].layout.on(0)) == "S(1/4)"
     assert plan.count("reduce_scatter", backward=True) > 0
 
 
-def refusal(case: Case) -> str:
+def test_a_ring_sends_parts_of_keys_and_then_their_gradients() -> None:
+    plan = reference("grouped").plan("cp=4", Options(recipe=RING)).planned.plan
+    part = 2 * 2 * 2 * 4 * 6 * 8  # bytes: keys and values, f64[2, 2, 4, 6] each
+    sent = [(one.bytes, one.way, one.backward) for one in plan.collectives if one.kind == "send"]
+    assert sent == [(3 * part, "in 3 messages", False), (6 * part, "in 6 messages", True)]
+    assert plan.count("all_gather") == 0
+
+
+def test_heads_are_exchanged_for_positions_and_back() -> None:
+    plan = reference("grouped").plan("cp=2", Options(recipe=EXCHANGE)).planned.plan
+    assert str(plan.inputs["x"].layout.on(0)) == "S(1)"
+    assert (plan.count("all_to_all", backward=False), plan.count("all_to_all", backward=True)) == (4, 4)
+
+
+@pytest.mark.parametrize(("way", "blocks"), [(GATHER, 4), (RING, 4), (EXCHANGE, 0)])
+def test_calls_of_causal_attention_compute_few_pairs_that_nobody_needs(way: str, blocks: int) -> None:
+    """All ranks run one program, so that their work is equal."""
+    size, whole = 2, reference("grouped")
+    ranks = whole.plan(f"cp={size}", Options(recipe=way))
+    calls = [node for node in ranks.planned.graph.graph.nodes if is_attention(node.target)]
+    computed = sum(kernel_flops(call_of(node)) for node in calls)
+    query, pairs = call_of(calls[0]).arg("query"), 16 * 17 / 2
+    needed = 2 * 2 * 4 * pairs * 2 * query.shape[-1] / size
+    assert computed / needed < 1.01 * (1 + 1 / blocks - 1 / (blocks * size) if blocks else 1)
+
+
+def refusal(case: Case, recipe: str = "context", mesh: str = "cp=2") -> str:
     with pytest.raises(RecipeError) as caught:
-        plan_ranks(case, "cp=2", Options(recipe="context"))
+        plan_ranks(case, mesh, Options(recipe=recipe))
     return str(caught.value)
 
 
@@ -128,7 +182,37 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
     ids=["length", "causal_lengths", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
-    assert refusal(case) == f"recipe 'context' on axis 'cp': {why}{BY_HAND}"
+    assert refusal(case, GATHER) == f"recipe 'context(gather)' on axis 'cp': {why}{BY_HAND}"
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe", "mesh", "why"),
+    [
+        (attend((2, 8, 12)), EXCHANGE, "cp=4", "2 heads of keys do not divide by 4"),
+        (attend((2, 8, 12), (2, 7, 12)), RING, "cp=2", "7 keys do not divide by 2"),
+        (
+            attend((2, 8, 12), (2, 6, 12), mask=(2, 1, 8, 6)),
+            RING,
+            "cp=2",
+            "a ring takes no mask, and no kernel without a logsumexp",
+        ),
+    ],
+    ids=["heads", "keys", "mask"],
+)
+def test_a_way_that_cannot_be_is_refused(case: Case, recipe: str, mesh: str, why: str) -> None:
+    said = refusal(case, recipe, mesh)
+    assert said == f"recipe {recipe!r} on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
+
+
+def test_a_ring_over_axes_in_another_order_than_the_blocks_is_refused() -> None:
+    case = attend((2, 32, 12), causal=True)
+    with pytest.raises(RecipeError) as caught:
+        plan_ranks(case, "a=2,b=2", Options(recipe=None, inputs={"x": {"a": "S(1/8)", "b": "S(1/4)"}}))
+    assert str(caught.value) == (
+        "causal attention with queries {a:S(2/8), b:S(2/4)} cannot pass keys {a:S(2/8), b:S(2/4)} around a ring: the ring's axes "
+        "shard the same blocks, outside of other axes and in the order of the mesh; give all axes that shard the sequence the "
+        "same way, such as context(gather)"
+    )
 
 
 def test_a_remark_says_that_attention_runs_whole() -> None:
@@ -178,7 +262,7 @@ def _train(rank: int) -> tuple[float, str]:
     torch.manual_seed(0)
     case = decoder(layers=1, seq=16)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = autoshard(case.model, mesh, case.args, options=Options(recipe="context", compile="eager"))
+    model = autoshard(case.model, mesh, case.args, options=Options(recipe=RING, compile="inductor"))
     loss, want = model(*model.shard(*case.args)), case.model(*case.args)
     loss.backward()
     want.backward()

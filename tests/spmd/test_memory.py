@@ -37,6 +37,7 @@ def test_parameters_and_gradients_are_stored_in_parts(name: str, mesh: str, reci
             assert gradients.get(parameter, parts[parameter]).shape == parts[parameter].shape, parameter
 
 
+@pytest.mark.slow
 def test_what_divides_has_no_padding() -> None:
     plan = plan_ranks(build("llama"), "dp=8", Options(recipe="fsdp")).planned.plan
     for name, value in plan.parameters.items():
@@ -63,9 +64,9 @@ def test_gathered_parameters_are_not_kept_for_the_backward() -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_stored_bytes_and_graphs_on_real_ranks() -> None:
-    reports = run_on_ranks(_measure, 4, "mlp_uneven", fresh=True)
+    reports = run_on_ranks(_measure, 2, "mlp_uneven", fresh=True)
     model = build("mlp_uneven").model
-    bounds = {name: _bound(tuple(p.shape), 4) * p.element_size() for name, p in model.named_parameters()}
+    bounds = {name: _bound(tuple(p.shape), 2) * p.element_size() for name, p in model.named_parameters()}
     for parameters, gradients, _ in reports:
         assert parameters.keys() == gradients.keys() == bounds.keys()
         for name, bound in bounds.items():

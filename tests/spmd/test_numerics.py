@@ -252,6 +252,7 @@ def test_whatever_is_insisted_on_gives_the_same_numbers(options: Options) -> Non
                 assert isinstance(placement, Shard) == got.startswith("S"), f"{name} is {got} on {axis}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
     [
@@ -276,6 +277,7 @@ def dropped() -> Step:
     return run_on_ranks(build("gpt_dropout"), "dp=1", Options(recipe="fsdp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "recipe"),
     [FAST[2], *(pytest.param(*choice, marks=pytest.mark.slow) for choice in (FAST[1], *FAST[3:5]))],
@@ -286,6 +288,7 @@ def test_dropout_is_the_same_on_every_mesh(mesh: str, recipe: Recipe, dropped: S
     compare(step, dropped, TOLERANCE[torch.float64])
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_steps_and_from_no_dropout() -> None:
     ranks = plan_ranks(build("gpt_dropout"), "dp=2", Options(recipe="ddp"))
     losses = [ranks.run(seed).step.outputs["output"].item() for seed in (1, 2)]
@@ -293,6 +296,7 @@ def test_dropout_differs_between_steps_and_from_no_dropout() -> None:
     assert len({round(loss, 9) for loss in losses}) == 3
 
 
+@pytest.mark.slow
 def test_dropout_in_evaluation_does_nothing() -> None:
     case = build("gpt_dropout")
     case.model.eval()

@@ -58,6 +58,7 @@ def _saved(split: Split) -> int:
     return sum(node.meta["val"].nbytes for node in nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "recipe", "mode"),
     [
@@ -100,6 +101,7 @@ def _made(options: Options) -> Planned:
     return make_plan(PlanRequest(_llama().model, _llama().args, {}, MESH, options))
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_makes_a_step_fit() -> None:
     auto = _plan()
     block, roomy = auto.replan(recompute="block"), auto.replan(memory_limit=None)
@@ -115,6 +117,7 @@ def test_what_is_computed_again_makes_a_step_fit() -> None:
     assert "each layer in the backward, except what enters it, layers.*" in " ".join(str(auto).split())
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_followed_computes_the_same_again() -> None:
     loaded = ShardingPlan.from_json(_plan().to_json())
     assert loaded.recomputation == _plan().recomputation
@@ -124,6 +127,7 @@ def test_a_plan_that_is_followed_computes_the_same_again() -> None:
     assert " remade = " in followed.plan.graph("LOCAL") and " saved = " in followed.plan.graph("LOCAL")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [AUTO, BLOCK], ids=["auto", "block"])
 def test_predicted_memory_is_what_an_eager_step_takes(options: Options) -> None:
     split = split_program(_made(options).graph, mode="eager")

@@ -21,8 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor.inductor_patterns import possible_patterns
+from passes._torch.inductor.inductor_sends import lower_sends
 from passes._torch.inductor.inductor_settings import order_settings
-from passes._torch.patches import replaced
+from passes._torch.patches import once, replaced
 from passes._torch.results import InductorCode
 
 _KEEP_ORDER = order_settings(inductor_config.get_config_copy())
@@ -94,6 +95,7 @@ def inductor_compile(
     options: dict[str, Any] = {"fx_graph_cache": True}
     if keep_order:
         options |= _KEEP_ORDER
+    once("the lowering of sends", lower_sends)
     gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible_outputs)
     with (
         _compiling(inputs),

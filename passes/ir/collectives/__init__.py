@@ -23,6 +23,7 @@ from passes.ir.collectives.kind import (
 from passes.ir.collectives.local_steps import TAKE_PART, TAKE_TERM, take_part, take_term
 from passes.ir.collectives.lowering import Emitter, StepCall
 from passes.ir.collectives.reduce_scatter import REDUCE_SCATTER, reduce_scatter
+from passes.ir.collectives.send import SEND, send
 
 __all__ = [
     "ALL_GATHER",
@@ -33,6 +34,7 @@ __all__ = [
     "KINDS",
     "Kind",
     "REDUCE_SCATTER",
+    "SEND",
     "Simulated",
     "Step",
     "StepCall",
@@ -49,6 +51,7 @@ __all__ = [
     "kind_of_step",
     "reduce_scatter",
     "register",
+    "send",
     "step_axes",
     "step_kind",
     "take_part",

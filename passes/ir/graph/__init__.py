@@ -1,7 +1,15 @@
 """The graph beyond FX: facts of nodes and graphs, stages, inputs and outputs, values, the reshard op."""
 
 from passes.ir.graph.again import made_again
-from passes.ir.graph.calls import add_call, add_reshard, copy_graph, inserting_after, is_reshard, reshard
+from passes.ir.graph.calls import (
+    add_call,
+    add_reshard,
+    copy_graph,
+    inserting_after,
+    is_reshard,
+    reshard,
+    set_operands,
+)
 from passes.ir.graph.draws import draws, is_random
 from passes.ir.graph.ends import (
     has_backward,
@@ -131,6 +139,7 @@ __all__ = [
     "set_made_for",
     "set_needs",
     "set_note",
+    "set_operands",
     "set_origin",
     "set_outputs",
     "set_recompute",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, module_of
 from passes.ir.graph.facts import copy_facts, set_note
-from passes.ir.graph.node_values import set_value, value_of
+from passes.ir.graph.node_values import operands, set_value, value_of
 
 
 def reshard(value: torch.Tensor) -> torch.Tensor:
@@ -44,6 +44,24 @@ def add_reshard(value: Node, note: str) -> Node:
     set_value(new, value_of(value))
     set_note(new, note)
     return new
+
+
+def set_operands(node: Node, news: Sequence[Node]) -> None:
+    """Replace the tensor operands of `node`, in order of appearance."""
+    if tuple(news) == operands(node):
+        return
+    queue = list(news)
+    node.args, node.kwargs = _swap(node.args, queue), _swap(node.kwargs, queue)
+
+
+def _swap(value: Any, queue: list[Node]) -> Any:
+    if isinstance(value, Node):
+        return queue.pop(0)
+    if isinstance(value, tuple | list):
+        return type(value)(_swap(item, queue) for item in value)
+    if isinstance(value, dict):
+        return {key: _swap(item, queue) for key, item in value.items()}
+    return value
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

@@ -206,7 +206,7 @@ class _RowTable:
             return
         self.added.add((node, factor, digit))
         space = self.spaces[node]
-        if space is None or factor in space.counted:
+        if space is None or factor in space.counted or factor in space.rings:
             return
         row = factor_row(space, factor, digit, self.size)
         if row is not None:

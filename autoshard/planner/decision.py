@@ -1,0 +1,180 @@
+"""Decide how to distribute a problem: recipes or a solution, what is recomputed, and what a step costs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
+from autoshard.config.progress import Progress
+from autoshard.config.topology import hardware_of
+from autoshard.planner.candidates import Choice, compared, search
+from autoshard.planner.earlier_plans import replayed
+from autoshard.planner.effort import FULL, QUICK, Effort
+from autoshard.planner.evaluation import Evaluation, Folded, fold
+from autoshard.planner.memory_limit import check_memory, plan_evaluation
+from autoshard.planner.prediction import timed
+from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.recomputation import fits_surely
+from autoshard.plans.collectives import Collective
+from autoshard.plans.outcome import Cost, Recomputation, Search
+from autoshard.plans.record import PlanRecord
+from passes.base import Remark
+from passes.cost.simulate import Timeline
+from passes.errors import MemoryLimitError
+from passes.ir.graph import Origin, has_backward
+from passes.ir.units import format_seconds
+from passes.search.prepared import Prepared
+from passes.search.solution import Solution
+
+_log = logging.getLogger("autoshard.planner")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decisions of a plan; `evaluation` and all costs are None where no step was simulated."""
+
+    recipes: Recipes
+    solution: Solution | None = None
+    search: Search | None = None
+    cost: Cost | None = None
+    timeline: Timeline | None = None
+    evaluation: Evaluation | None = None
+    recomputation: Recomputation | None = None
+    collectives: tuple[Collective, ...] = ()  # with predicted times
+    remarks: tuple[Remark, ...] = ()
+    prepared: Prepared | None = None
+    pads: bool = True
+    folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
+
+    def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
+        """Return the problem and the folded graph that were decided on: with dims that are padded, or without."""
+        return replace(problem, pads=self.pads), self.folded or folded
+
+
+def folded_variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
+    """Return the folded graph of `problem` with padding or without, given the one with it."""
+    return folded if pads or not folded.is_padded else fold(replace(problem, pads=False))
+
+
+def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Decision:
+    """Decide by the recipe that is asked for, by a plan for an earlier call, or by a search."""
+    options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
+    if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
+        problem.check_batch(recipes)
+        return Decision(recipes, recomputation=_recomputation(problem, folded))
+    if problem.mesh.hardware is None:
+        problem.check_batch(recipes)
+        return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
+    for pads in (True, False) if problem.earlier else ():
+        graph = folded_variant(problem, folded, pads=pads)
+        if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
+            kept, remarks = replay.recomputation, (replay.remark,)
+            return Decision(
+                replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
+            )
+    choice, pads, folded = _best_of_variants(problem, folded, effort, progress)
+    for one in choice.search.candidates:
+        time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
+        _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
+    _log.info("chose %s in %s", choice.search.chosen, format_seconds(choice.search.seconds))
+    evaluation = choice.evaluation
+    return Decision(
+        evaluation.recipes,
+        choice.solution,
+        choice.search,
+        evaluation.cost,
+        evaluation.timeline,
+        evaluation,
+        evaluation.recomputation,
+        timed(evaluation.facts["collectives"], evaluation.timeline),
+        prepared=choice.prepared,
+        pads=pads,
+        folded=folded,
+    )
+
+
+def _best_of_variants(
+    problem: Problem, folded: Folded, effort: Effort, progress: Progress
+) -> tuple[Choice, bool, Folded]:
+    """Search with padding and, if that changes the graph, without it; return the better plan."""
+    if not folded.is_padded:
+        return search(problem, folded, effort, progress), True, folded
+    found, errors = list[tuple[Choice, bool, Folded]](), list[MemoryLimitError]()
+    for pads in (True, False):
+        graph = folded_variant(problem, folded, pads=pads)
+        try:
+            found.append((search(replace(problem, pads=pads), graph, effort, progress), pads, graph))
+        except MemoryLimitError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    best, pads, graph = min(found, key=lambda one: one[0].evaluation.cost.step_time)
+    return compared(best, [one for one, *_ in found if one is not best], pads=pads), pads, graph
+
+
+def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Decision:
+    """Decide as `decide` does, and simulate the step if the user named the hardware or memory may be short."""
+    decision = decide(problem, folded, QUICK if problem.earlier else FULL, progress)
+    problem, folded = decision.variant(problem, folded)
+    if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
+        return predicted(problem, folded, decision)
+    if decision.evaluation is None and _may_need_memory(problem):
+        evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+        check_memory(problem, folded, evaluation)
+        return replace(decision, recomputation=evaluation.recomputation)
+    return decision
+
+
+def decision_of(plan: PlanRecord, folded: Folded) -> Decision:
+    """Return the decisions of a plan that is followed."""
+    return Decision(
+        plan.recipes,
+        plan.solution,
+        plan.search,
+        plan.cost,
+        plan.timeline,
+        recomputation=plan.recomputation,
+        collectives=plan.collectives,
+        pads=plan.pads,
+        folded=folded,
+    )
+
+
+def _may_need_memory(problem: Problem) -> bool:
+    """Return whether only a simulated step can tell what has to be recomputed, or whether it fits at all."""
+    options = problem.options
+    is_asked = options.memory_limit is not None or (options.recompute == "auto" and problem.training)
+    return is_asked and options.passes is None and problem.mesh.hardware is not None and not fits_surely(problem)
+
+
+def _recomputation(problem: Problem, folded: Folded) -> Recomputation | None:
+    """Return what is recomputed if no step is simulated."""
+    return Recomputation(()) if problem.options.recompute == "block" and has_backward(folded.graph.graph) else None
+
+
+def predicted(problem: Problem, folded: Folded, decision: Decision) -> Decision:
+    """Add the predicted cost of a step, if the search has not found it and the hardware is known."""
+    if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
+        return decision
+    evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+    check_memory(problem, folded, evaluation)
+    collectives = timed(evaluation.facts["collectives"], evaluation.timeline)
+    return replace(
+        decision,
+        evaluation=evaluation,
+        cost=evaluation.cost,
+        timeline=evaluation.timeline,
+        recomputation=evaluation.recomputation,
+        collectives=collectives,
+    )
+
+
+def _not_searched(problem: Problem) -> Remark:
+    chosen = ", ".join(f"{axis}: {one}" for axis, one in zip(problem.mesh.names, rule_of_thumb(problem.mesh), strict=True))
+    text = (
+        f"the figures of this device are not known, so that nothing was searched for: {chosen}; give "
+        "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
+    )
+    first = next(iter(problem.captured.call.tensors))
+    return Remark("search", text, Origin(), first.name.replace(".", "_"))

@@ -1,0 +1,156 @@
+"""Decide context parallelism on one axis: the sequence of inputs is sharded, and attention runs in one of three ways.
+
+The recipe finds inputs by the rules, backwards from attention: those whose positions become the positions of its queries. All
+else follows by propagation. Gathering is the way of Llama 3 (Llama Team 2024, section 3.3.2), the ring that of Liu et al.
+2023 ("Ring Attention with Blockwise Transformers"), the exchange for heads that of DeepSpeed Ulysses (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch.fx import Node
+
+from passes.errors import RecipeError
+from passes.ir.graph import (
+    InputRole,
+    input_of,
+    is_reshard,
+    item_of,
+    operands,
+    placeholders,
+    results_of,
+    tensor_of,
+)
+from passes.ir.layout import Shard
+from passes.recipes.context_parallel.ways import POSITIONS, WAYS, Attention, Uses
+from passes.recipes.recipe import Decision, Decisions, Recipe, Site
+from passes.rules.attention import is_attention, is_attention_backward
+from passes.rules.rule import call_of, row_giving, space_of
+
+# Blocks of a sequence for causal attention, of each of which a rank has a part. Of the pairs of a query and a key that are
+# needed, `passes/rules/local_forms/causal.py` then computes up to 1.25 times as many, in 11 calls of the kernel; with 8
+# blocks 1.125 times, in 23 calls.
+BLOCKS = 4
+
+
+def shard_sequences(site: Site, way: str | None = None) -> Decisions:
+    """Decide the axis of `site`: the dims of inputs that become the positions of queries, and how attention runs.
+
+    Without `way`, each call runs in the one that is predicted to be the fastest.
+    """
+    found, uses = dict[Node, Shard](), Uses()
+    refused: list[tuple[Node, str]] = []
+    for one in _attentions(site, way):
+        why = _why_not(one, way)
+        if why:
+            refused.append((one.node, why))
+            continue
+        chosen = way or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)
+        for value, reached in _inputs_of(one, chosen):
+            found.setdefault(value, reached)
+        uses |= one.uses(chosen)
+    if not found:
+        axis = site.mesh.names[site.axis]
+        name = "context" if way is None else f"context({way})"
+        raise RecipeError(
+            f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, refused)}, or shard inputs by hand, such as "
+            f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
+        )
+    _add_alike(site, found)
+    inputs = {value: Decision(placement, "context: sequence") for value, placement in found.items()}
+    whole = f"attention runs whole on all {site.size} ranks"
+    return Decisions(inputs=inputs, operands=uses, remarks=tuple((node, f"{whole}: {why}") for node, why in refused))
+
+
+def _attentions(site: Site, way: str | None) -> list[Attention]:
+    """Return the calls of attention; causal ones come first, as they decide how the sequence is cut."""
+    calls = [node for node in site.gm.graph.nodes if is_attention(node.target)]
+    is_cut = way != "all_to_all" and any(bool(call_of(node).arg("is_causal")) for node in calls)
+    found = []
+    for node in calls:
+        outer, length = BLOCKS if is_cut else 1, results_of(node)[0].shape[POSITIONS]
+        while length % (outer * site.size) and outer > 1:
+            outer //= 2
+        found.append(Attention(node, _backward_of(node), site, Shard(POSITIONS, outer)))
+    return sorted(found, key=lambda one: one.is_causal, reverse=True)
+
+
+def _backward_of(node: Node) -> Node | None:
+    users = (user for item in node.users for user in item.users)
+    return next((user for user in users if is_attention_backward(user.target)), None)
+
+
+def _why_not(one: Attention, way: str | None) -> str:
+    """Return why a call runs in no way, or not in the one that is given; empty if it does."""
+    length, size = results_of(one.node)[0].shape[POSITIONS], one.site.size
+    if length % size:
+        return f"{length} positions do not divide by {size}; pad them to a multiple of {size}"
+    refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
+    return refusals[0] if all(refusals) else ""
+
+
+def _inputs_of(one: Attention, way: str) -> Iterator[tuple[Node, Shard]]:
+    """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded."""
+    size, seen = one.site.size, set[object]()
+    queue = [(operand, 0, placement) for operand, placement in one.before(way)]
+    while queue:
+        entry = node, number, placement = queue.pop()
+        if entry in seen:
+            continue
+        seen.add(entry)
+        if node.op == "placeholder":
+            if input_of(node).role is InputRole.INPUT:
+                yield node, placement
+        elif (item := item_of(node)) is not None:
+            queue.append((*item, placement))
+        elif is_reshard(node):
+            queue.append((operands(node)[0], 0, placement))
+        elif (space := space_of(node)) is not None and (row := row_giving(space, number, placement, size)) is not None:
+            needs = zip(operands(node), row.operands, strict=True)
+            queue += [(operand, 0, need) for operand, need in needs if isinstance(need, Shard)]
+
+
+def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
+    if not any(is_attention(node.target) for node in site.gm.graph.nodes):
+        return (
+            "the model calls no kernel of attention (on CPU, one with dropout is written out as products); call "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if refused:
+        return f"attention cannot be sharded: {refused[0][1]}"
+    return "the positions of attention's queries are no dim of an input; use another recipe"
+
+
+def _add_alike(site: Site, found: dict[Node, Shard]) -> None:
+    """Add inputs of the same batch and positions that attention does not depend on: labels."""
+    like = {tensor_of(value).shape[: placement.dim + 1]: placement for value, placement in found.items()}
+    for value in placeholders(site.gm.graph, InputRole.INPUT):
+        for shape, placement in like.items():
+            if value not in found and tensor_of(value).shape[: placement.dim + 1] == shape:
+                found[value] = placement
+
+
+CONTEXT = Recipe(
+    "context",
+    "sequences of inputs are split; attention runs in the fastest of the ways below",
+    carries_sequence=True,
+    decide=shard_sequences,
+    in_search=False,
+)
+_SUMMARIES = {
+    "gather": "sequences of inputs are split; attention gathers keys and values",
+    "ring": "sequences of inputs are split; keys and values go around a ring of neighbours",
+    "all_to_all": "sequences of inputs are split; attention exchanges positions for heads",
+}
+CONTEXT_WAYS = tuple(
+    Recipe(
+        f"context({way})",
+        _SUMMARIES[way],
+        carries_sequence=True,
+        decide=partial(shard_sequences, way=way),
+        in_search=False,
+    )
+    for way in WAYS
+)

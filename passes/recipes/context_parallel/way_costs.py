@@ -1,0 +1,154 @@
+"""Predict the seconds of a layer's attention on a sharded sequence, for each way to run it.
+
+The calls of each way are those that its local form makes, on per-device shapes, and its messages those that it sends. What
+hides: a send of a ring behind the calls of its step. Gathers and exchanges stand before attention, which needs them, and
+after it, so that they hide behind nothing of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from passes.cost.collective_time import collective_seconds
+from passes.cost.kernel_time import kernel_seconds, region_seconds, tensor_bytes
+from passes.hardware.hardware import Group, Hardware
+from passes.rules.rule import Call, Tensor
+
+_QUERIES = ("query", "out", "grad_out", "grad_out_")
+_KEYS = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Attending:
+    """An attention as one axis finds it: its calls with the shapes that other axes leave, forward and perhaps backward, on
+    `ranks` ranks. A rank has a piece of each of `blocks` equal blocks of the sequence.
+    """
+
+    calls: tuple[Call, ...]
+    ranks: int
+    blocks: int
+    group: Group
+    hardware: Hardware
+
+    @property
+    def is_causal(self) -> bool:
+        return bool(self.calls[0].arg("is_causal"))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole operand of the forward: all positions."""
+        found = self.calls[0].arg(name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def sent(self, kind: str, nbytes: float) -> float:
+        return collective_seconds(kind, nbytes, self.group, self.hardware)
+
+    def kernel(self, call: Call, queries: int, keys: int, **changes: Any) -> float:
+        """Return the seconds of a call with other numbers of positions."""
+        return kernel_seconds(resized(call, queries=queries, keys=keys, **changes), self.hardware)
+
+
+def gather_seconds(one: Attending) -> float:
+    """Return the seconds where keys and values are gathered, again in the backward, and their gradients scattered."""
+    keys = [tensor_bytes(one.tensor(name)) for name in _KEYS]
+    moved = sum(one.sent("all_gather", nbytes) for nbytes in keys)
+    scattered = sum(one.sent("reduce_scatter", nbytes) for nbytes in keys)
+    total = 0.0
+    for call in one.calls:
+        total += _gathered_calls(one, call) + moved + (scattered if call is not one.calls[0] else 0.0)
+    return total
+
+
+def _gathered_calls(one: Attending, call: Call) -> float:
+    queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
+    if not one.is_causal:
+        return one.kernel(call, queries // one.ranks, keys)
+    piece = queries // (one.ranks * one.blocks)
+    own = one.kernel(call, piece, piece)
+    others = one.kernel(call, piece, piece, is_causal=False, times=one.ranks - 1)
+    earlier = (one.kernel(call, piece, i * queries // one.blocks, is_causal=False) for i in range(1, one.blocks))
+    return one.blocks * (own + others) + sum(earlier)
+
+
+def ring_seconds(one: Attending) -> float:
+    """Return the seconds where keys and values, and then their gradients, go around a ring."""
+    message = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
+    width = 8 if one.tensor("query").dtype == torch.float64 else 4  # bytes of a sum
+    wide = width * sum(tensor_bytes(one.tensor(name)) / one.tensor(name).dtype.itemsize for name in _KEYS) / one.ranks
+    out = width * tensor_bytes(one.tensor("query")) / one.tensor("query").dtype.itemsize / one.ranks
+    merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
+    keys, grads = one.sent("send", message), one.sent("send", wide)
+    total = 0.0
+    for call in one.calls:
+        is_backward = call is not one.calls[0]
+        step = _step_calls(one, call, is_causal=False) + merged
+        sent = keys + (grads if is_backward else 0.0)
+        total += _step_calls(one, call, is_causal=one.is_causal) + (one.ranks - 1) * step
+        total += (one.ranks - 1) * max(0.0, sent - step) + (grads if is_backward else 0.0)  # the last brings them home
+    return total
+
+
+def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
+    """Return the seconds of the calls of one step; those of the first are causal if the attention is."""
+    queries, keys = (one.tensor(name).shape[2] // one.ranks for name in ("query", "key"))
+    if not one.is_causal:
+        return one.kernel(call, queries, keys)
+    piece = queries // one.blocks
+    own = one.kernel(call, piece, piece, is_causal=is_causal, times=one.blocks)
+    return own + sum(one.kernel(call, piece, i * piece, is_causal=False) for i in range(1, one.blocks))
+
+
+def exchange_seconds(one: Attending) -> float:
+    """Return the seconds where positions are exchanged for heads, and back."""
+    names = ("query", "key", "value", "query")  # the result is as large as the queries
+    moved = sum(one.sent("all_to_all", tensor_bytes(one.tensor(name)) / one.ranks) for name in names)
+    queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
+    return sum(one.kernel(call, queries, keys, parts=one.ranks) + moved for call in one.calls)
+
+
+def resized(
+    call: Call,
+    *,
+    queries: int,
+    keys: int,
+    times: int = 1,
+    batch_parts: int = 1,
+    parts: int = 1,
+    is_causal: bool | None = None,
+) -> Call:
+    """Return a call of attention with other numbers of positions, a batch that is `times` as large or a part of it, and one
+    of `parts` of the heads.
+    """
+
+    def cut(tensor: Tensor, length: int) -> Tensor:
+        batch, heads, _, *rest = tensor.shape
+        return replace(tensor, shape=(max(1, batch * times // batch_parts), max(1, heads // parts), length, *rest))
+
+    def changed(name: str, value: Any) -> Any:
+        if name == "is_causal":
+            return value if is_causal is None else is_causal
+        if not isinstance(value, Tensor) or name not in (*_QUERIES, *_KEYS, "logsumexp"):
+            return value
+        return cut(value, keys if name in _KEYS else queries)
+
+    names = [parameter.name for parameter in call.op._schema.arguments]
+    results = list(call.results)
+    lengths = (queries, keys, keys) if "grad_out" in names or "grad_out_" in names else (queries, queries)
+    results[: len(lengths)] = map(cut, results, lengths)
+    return replace(
+        call,
+        args=tuple(changed(name, value) for name, value in zip(names, call.args, strict=False)),
+        kwargs={name: changed(name, value) for name, value in call.kwargs.items()},
+        results=tuple(results),
+    )
+
+
+SECONDS: dict[str, Callable[[Attending], float]] = {
+    "gather": gather_seconds,
+    "ring": ring_seconds,
+    "all_to_all": exchange_seconds,
+}

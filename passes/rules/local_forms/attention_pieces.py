@@ -1,0 +1,149 @@
+"""Cuts and joins of attention's per-device operands and results, which its local forms are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from passes.ir.graph import tensor_of
+from passes.ir.layout import Layout, R, Shard
+from passes.rules.rule import LocalCall
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+SEQUENCE = 2  # the dim of positions in queries, keys, values and the logsumexp
+Pair = tuple[Node, Node]
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One axis that shards the queries: of each of `outer` blocks, cut into `ranks` pieces, this rank has one."""
+
+    outer: int
+    ranks: int
+    coordinate: Node  # i64[1]
+    places: Node  # 0, 1, ...: i64[ranks]
+
+
+def takes(call: LocalCall, name: str) -> bool:
+    return any(parameter.name == name for parameter in call.call.op._schema.arguments)
+
+
+def named(call: LocalCall, name: str) -> Node:
+    """Return a per-device operand by its name in the schema."""
+    positional = [p.name for p in call.call.op._schema.arguments if not p.kwarg_only]
+    found = call.kwargs[name] if name in call.kwargs else call.args[positional.index(name)]
+    assert isinstance(found, Node)
+    return found
+
+
+def operand(call: LocalCall, name: str) -> int:
+    return call.operands.index(named(call, name))
+
+
+def digits_of_queries(call: LocalCall, query: int) -> tuple[Digit, ...]:
+    """Return the digits of the queries' positions, outermost first; none if the call is not causal."""
+    if not call.call.arg("is_causal"):
+        return ()
+    layout = call.operand_layout(query)
+    return inner_digits(call, layout, layout.axes_on(SEQUENCE))
+
+
+def inner_digits(call: LocalCall, layout: Layout, axes: tuple[int, ...], end: int = 1) -> tuple[Digit, ...]:
+    """Return the digits of positions on `axes`, outermost first, inside of one block of `end` equal ones."""
+    found = []
+    for axis in axes:
+        placement, ranks = layout.on(axis), call.mesh.sizes[axis]
+        assert isinstance(placement, Shard)
+        places = call.positions(Layout((R,) * call.mesh.ndim), 0, ranks)
+        found.append(Digit(placement.outer // end, ranks, call.coordinate(axis), places))
+        end = placement.outer * ranks
+    return tuple(found)
+
+
+class Pieces:
+    """Cuts and joins of per-device values, which both directions need."""
+
+    def __init__(self, call: LocalCall) -> None:
+        self.call = call
+
+    def cast(self, value: Node, dtype: torch.dtype) -> Node:
+        return value if tensor_of(value).dtype == dtype else self.call.emit(convert, value, dtype)
+
+    def wide(self, value: Node) -> Node:
+        """Return a value in the dtype of sums."""
+        dtype = torch.float64 if tensor_of(value).dtype == torch.float64 else torch.float32
+        return self.cast(value, dtype)
+
+    def sum(self, a: Node, b: Node) -> Node:
+        return self.call.emit(aten.add.Tensor, a, b)
+
+    def span(self, value: Node, start: int, end: int, dim: int = SEQUENCE) -> Node:
+        whole = tensor_of(value).shape[dim] == end - start
+        return value if whole else self.call.emit(aten.slice.Tensor, value, dim, start, end)
+
+    def block(self, value: Node, number: int, of: int) -> Node:
+        """Return one of `of` equal blocks of positions."""
+        length = tensor_of(value).shape[SEQUENCE] // of
+        return self.span(value, number * length, (number + 1) * length)
+
+    def joined(self, values: list[Node]) -> Node:
+        return values[0] if len(values) == 1 else self.call.emit(aten.cat.default, values, SEQUENCE)
+
+    def turned(self, block: Node, digit: Digit) -> tuple[Node, Node]:
+        """Return this rank's piece of a block, and the others in the order of the ranks after it, as a larger batch."""
+        shape = tensor_of(block).shape
+        length = shape[2] // digit.ranks
+        pieces = self.call.emit(aten.view.default, block, [*shape[:2], digit.ranks, length, shape[3]])
+        order = self._modulo(self.call.emit(aten.add.Tensor, digit.places, digit.coordinate), digit.ranks)
+        turned = self.call.emit(aten.index_select.default, pieces, 2, order)
+        others = self.call.emit(aten.permute.default, self.span(turned, 1, digit.ranks), [2, 0, 1, 3, 4])
+        return self.call.emit(aten.select.int, turned, 2, 0), self._as_batch(others)
+
+    def turned_back(self, own: Node, others: Node, digit: Digit) -> Node:
+        """Undo `turned`."""
+        batch, heads, length, size = tensor_of(own).shape
+        apart = self.call.emit(aten.permute.default, self.apart(others, digit), [1, 2, 0, 3, 4])
+        turned = self.call.emit(aten.cat.default, [self.call.emit(aten.unsqueeze.default, own, 2), apart], 2)
+        order = self._modulo(self.call.emit(aten.sub.Tensor, digit.places, digit.coordinate), digit.ranks)
+        pieces = self.call.emit(aten.index_select.default, turned, 2, order)
+        return self.call.emit(aten.view.default, pieces, [batch, heads, digit.ranks * length, size])
+
+    def repeated(self, value: Node, digit: Digit) -> Node:
+        """Return queries (or what has their positions) once for each other piece, as a larger batch."""
+        if digit.ranks == 2:
+            return value
+        shape = [digit.ranks - 1, *tensor_of(value).shape]
+        return self._as_batch(self.call.emit(aten.expand.default, self.call.emit(aten.unsqueeze.default, value, 0), shape))
+
+    def apart(self, value: Node, digit: Digit) -> Node:
+        """Return a larger batch with the other pieces as dim 0."""
+        batch, *rest = tensor_of(value).shape
+        return self.call.emit(aten.view.default, self.dense(value), [digit.ranks - 1, batch // (digit.ranks - 1), *rest])
+
+    def later(self, digit: Digit, ndim: int) -> Node:
+        """Return a mask, true for each other piece that comes after this rank's own, which broadcasts to `apart`."""
+        place = self.span(digit.places, 1, digit.ranks, dim=0)
+        late = self.call.emit(aten.lt.Scalar, self.call.emit(aten.add.Tensor, place, digit.coordinate), digit.ranks)
+        return self.call.emit(aten.view.default, late, [-1] + [1] * (ndim - 1))
+
+    def without_later(self, value: Node, digit: Digit, fill: float) -> Node:
+        """Return what calls with the other pieces gave, those after this rank's own replaced by `fill`: dim 0 is the
+        piece."""
+        apart = self.apart(value, digit)
+        return self.call.emit(aten.masked_fill.Scalar, apart, self.later(digit, tensor_of(apart).dim()), fill)
+
+    def _modulo(self, places: Node, ranks: int) -> Node:
+        return self.call.emit(aten.remainder.Scalar, places, ranks)
+
+    def _as_batch(self, value: Node) -> Node:
+        pieces, batch, *rest = tensor_of(value).shape
+        return self.call.emit(aten.view.default, self.dense(value), [pieces * batch, *rest])
+
+    def dense(self, value: Node) -> Node:
+        if tensor_of(value).is_contiguous():
+            return value
+        return self.call.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
