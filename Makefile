@@ -8,6 +8,7 @@ PIP_FLAGS ?=
 PROGRAMS ?= 1000
 SEED ?= 0
 RESULTS ?= fuzz.jsonl
+COMMIT ?= $(shell git rev-parse --short HEAD)
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -57,8 +58,8 @@ $(UNPACKED)/chromium:
 fuzz: $(INSTALLED) ## try random programs, on all cores; goes on where RESULTS ends: make fuzz PROGRAMS=10000 SEED=0
 	$(BIN)/python -m tests.random_programs run --programs $(PROGRAMS) --seed $(SEED) --results $(RESULTS)
 
-fuzz-table: $(INSTALLED) ## write what RESULTS comes to into docs/fuzzing.md
-	$(BIN)/python -m tests.random_programs table $(RESULTS) docs/fuzzing.md
+fuzz-table: $(INSTALLED) ## add RESULTS, made on COMMIT, to the parts that are kept, and write their table into docs/fuzzing.md
+	$(BIN)/python -m tests.random_programs table $(RESULTS) tests/random_programs/parts.json docs/fuzzing.md $(COMMIT)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

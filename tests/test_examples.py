@@ -38,6 +38,15 @@ def test_train_gpt_starts_its_ranks_and_has_the_loss_of_one_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
+def test_long_context_has_the_loss_of_one_device() -> None:
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "long_context.py"))
+    output = run(*command, "--seq", "256", "--steps", "3", "--compile", "eager", "--recipe", "context(ring)")
+    (difference,) = re.findall(r"largest difference of the loss: (\S+)", output)
+    assert float(difference) < 1e-4
+
+
+@pytest.mark.slow
 def test_train_gpt_runs_on_one_device_alone() -> None:
     output = run(str(EXAMPLES / "train_gpt.py"), "--single", "--steps", "3", "--compile", "eager")
     assert "one device" in output

@@ -4,7 +4,8 @@
     python -m tests.random_programs show SEED ...       # the programs of seeds, and how they end
     python -m tests.random_programs shrink SEED ...     # the least that fails in the same way
     python -m tests.random_programs summary FILE
-    python -m tests.random_programs table FILE PAGE     # write the table into a page of the documentation
+    python -m tests.random_programs table FILE PARTS PAGE COMMIT   # add a file's results, made on a commit, to the parts
+                                                         # that are kept, and write the table of all into a page
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 
 from tests.random_programs.draw import draw
 from tests.random_programs.evaluate import GOOD, Outcome
+from tests.random_programs.parts import Parts, write_table
 from tests.random_programs.program import Case
-from tests.random_programs.results import read, result_of, summary, write_table
+from tests.random_programs.results import read, result_of, summary
 from tests.random_programs.shrink import shrunk
 from tests.random_programs.workers import Worker, evaluate_seeds
 
@@ -37,7 +39,9 @@ def main() -> int:
         case "summary":
             print(summary(read(given.results)))
         case "table":
-            write_table(given.page, read(given.results))
+            parts = Parts.load(given.parts).with_results(read(given.results), given.commit)
+            parts.save(given.parts)
+            write_table(given.page, parts)
     return 0
 
 
@@ -92,7 +96,9 @@ def _arguments() -> argparse.Namespace:
     commands.add_parser("summary").add_argument("results", type=Path)
     table = commands.add_parser("table")
     table.add_argument("results", type=Path)
+    table.add_argument("parts", type=Path)
     table.add_argument("page", type=Path)
+    table.add_argument("commit")
     return parser.parse_args()
 
 

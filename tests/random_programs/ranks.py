@@ -58,7 +58,8 @@ def _step(got: Any, want: nn.Module, args: tuple[Any, ...], found: _Differences,
             ours = {key: _whole(gradient) for key, gradient in gradients.items()}
     found.compare(f"{name}, gradient", ours, gradients)
     for model in (got, want):
-        torch.optim.SGD(model.parameters(), RATE).step()
+        if parameters := list(model.parameters()):  # an optimizer refuses none
+            torch.optim.SGD(parameters, RATE).step()
         model.zero_grad()
     found.compare(f"{name}, parameter", {k: _whole(p) for k, p in got.named_parameters()}, dict(want.named_parameters()))
     found.compare(f"{name}, buffer", {key: _whole(b) for key, b in got.named_buffers()}, dict(want.named_buffers()))

@@ -13,9 +13,10 @@ from tests.random_programs.draw import draw, runs
 from tests.random_programs.evaluate import EQUAL, GOOD, REFUSED, Outcome, evaluate
 from tests.random_programs.found import FOUND
 from tests.random_programs.holes import SIZES, Scope
+from tests.random_programs.parts import CLOSING, OPENING, Parts, write_table
 from tests.random_programs.productions import PRODUCTIONS
 from tests.random_programs.program import Case, Layer, Program, Setting, default_dtype
-from tests.random_programs.results import CLOSING, OPENING, read, result_of, summary, write_table
+from tests.random_programs.results import read, result_of, summary
 from tests.random_programs.shrink import shrunk
 
 SLOW = 22  # cases of one slow test; a case takes half a second of CPU in the mean
@@ -140,6 +141,13 @@ def test_ranks_are_compared_with_the_model(ranks: str) -> None:
     assert outcome.kind == EQUAL, outcome.detail
 
 
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_ranks_train_a_model_without_parameters() -> None:
+    program = Program({"a0": "torch.randn(8, 4).requires_grad_()"}, {}, ("v0 = a0.exp()",), "v0.sum()")
+    assert evaluate(Case(program, Setting("dp=2", "h100", {"dp": "ddp"}, ranks="eager"))).kind == EQUAL
+
+
 # --- results
 
 
@@ -163,13 +171,27 @@ OUTCOMES: list[Outcome] = [
 
 
 def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
-    page, results = tmp_path / "page.md", [result_of(0, Case(PROGRAM, Setting("dp=2")), OUTCOMES[0], 0.5)]
+    page, parts = tmp_path / "page.md", _parts(*OUTCOMES)
     page.write_text(f"Before.\n{OPENING}\nold\n{CLOSING}\nAfter.\n", encoding="utf-8")
-    write_table(page, results)
+    write_table(page, parts)
     text = page.read_text(encoding="utf-8")
     assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-    assert "| the search | 1 | 1 | 0 | 0 | 0 | 0 | 0 |" in text
-    write_table(page, results)
+    assert "| the search | 3 | 1 | 1 | 1 | 0 | 0 | 0 |" in text
+    assert "seeds 0 to 2 on commit abc" in text and "seed 2: wrong: results of mm; not mended" in text
+    write_table(page, parts)
     assert page.read_text(encoding="utf-8") == text
 
 
+def test_parts_survive_json_and_a_rerun_tells_what_is_mended(tmp_path: Path) -> None:
+    file, again = tmp_path / "parts.json", result_of(2, Case(PROGRAM, Setting("dp=2")), OUTCOMES[0], 0.5)
+    _parts(*OUTCOMES).save(file)
+    parts = Parts.load(file)
+    assert parts == _parts(*OUTCOMES)
+    (part,) = parts.with_results([again], "def").parts
+    assert part.outcomes["all"] == {"equal": 1, "refused": 1, "wrong": 1} and part.commit == "abc"
+    assert [(one.kind, one.now) for one in part.failures] == [("wrong", "equal")]
+
+
+def _parts(*outcomes: Outcome) -> Parts:
+    case = Case(PROGRAM, Setting("dp=2"))
+    return Parts().with_results([result_of(seed, case, one, 0.5) for seed, one in enumerate(outcomes)], "abc")
