@@ -113,12 +113,12 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
     Buffers and all attributes that are not modules are shared with `module`: the copy can be read, but not run.
     """
-    shared = (*module.buffers(), *(tensor for _, tensor in held_tensors(module)))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        if id(parameter) not in memo:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            memo[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    for tensor in (*module.buffers(), *(tensor for _, tensor in held_tensors(module))):
+        memo.setdefault(id(tensor), tensor)  # a list of parameters, as an LSTM has, holds none of its own
     return copy.deepcopy(module, memo)
 
 

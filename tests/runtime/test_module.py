@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import Options, autoshard
+from autoshard.runtime.parameters import plain_copy
 from autoshard.runtime.sharded_module import ShardedModule
 from passes.errors import CaptureError, InputError, UserError
 
@@ -297,3 +298,11 @@ def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
         "Linear cannot be copied: cannot pickle '_thread.lock' object; keep what cannot be copied (locks, files, process "
         "groups) out of the module's attributes"
     )
+
+
+def test_a_copy_of_a_recurrent_model_has_no_parameters_of_the_model() -> None:
+    """An LSTM holds its parameters in a list as well; a later program is captured from the copy."""
+    model = nn.LSTM(3, 4)
+    copied = plain_copy(model)
+    assert all(parameter.is_meta for parameter in copied.parameters())
+    assert [id(one) for one in copied._flat_weights] == [id(one) for one in copied.parameters()]
