@@ -184,7 +184,10 @@ def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> s
 def digest(tensor: torch.Tensor) -> str:
     """Return a fingerprint of shape, dtype and values."""
     local = tensor.detach()
-    flat = local.contiguous().reshape(-1).view(torch.uint8)
+    values = local.resolve_conj().resolve_neg().reshape(-1)
+    if values.stride(0) != 1:  # of one element, too: its stride may be any, and `contiguous` keeps it
+        values = values.clone(memory_format=torch.contiguous_format)
+    flat = values.view(torch.uint8)
     if flat.numel() > HASHED_BYTES_MAX:
         folded = _fold(flat)
     else:
