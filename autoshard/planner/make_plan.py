@@ -158,7 +158,7 @@ def _programmed(
     plan = PlanRecord(
         mesh=problem.mesh,
         recipes=decision.recipes,
-        remarks=_remarks((*problem.captured.call.remarks, *decision.remarks, *ctx.remarks)),
+        remarks=_remarks((*problem.remarks, *decision.remarks, *ctx.remarks)),
         graphs={"CAPTURED": folded.text, **recorder.graphs},
         settings=settings_of(options, training=problem.training, device=problem.device),
         cost=decision.cost,
@@ -198,7 +198,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         outputs=evaluation.facts["outputs"],
         layouts=expand_names(folded.repeats, evaluation.facts["layouts"]),
         collectives=decision.collectives,
-        remarks=_remarks((*problem.captured.call.remarks, *decision.remarks, *folded.remarks, *evaluation.remarks)),
+        remarks=_remarks((*problem.remarks, *decision.remarks, *folded.remarks, *evaluation.remarks)),
         graphs={"CAPTURED": captured, **evaluation.graphs},
         settings=settings_of(problem.options, training=problem.training, device=problem.device),
         cost=evaluation.cost,

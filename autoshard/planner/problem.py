@@ -17,9 +17,10 @@ from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
+from passes.base import Remark
 from passes.cast_parameters import CastParameters
 from passes.errors import ConstraintError, InputError
-from passes.ir.graph import InputRole, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
+from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
 from passes.pad import Pad
@@ -99,9 +100,9 @@ class Problem:
         """
         if self.batch_axes is None:
             return ()
-        first = next((shape for shape in inputs.values() if shape), None)
-        axes = _dividing(self.batch_axes, self.mesh, first[0]) if first is not None else ()
-        split = {name for name, shape in inputs.items() if shape and first is not None and shape[0] == first[0]}
+        _, first = _first_batch(inputs)
+        axes = _dividing(self.batch_axes, self.mesh, first)
+        split = {name for name, shape in inputs.items() if shape and shape[0] == first}
         constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
             Constraint(name, axis, Shard(0) if name in split and number in axes else R)
@@ -109,6 +110,19 @@ class Problem:
             for number, axis in enumerate(self.mesh.names)
             if (name, axis) not in constrained
         )
+
+    @property
+    def remarks(self) -> tuple[Remark, ...]:
+        """Return the remarks of capture, and one for a batch that the caller's axes do not divide."""
+        found, inputs = self.captured.call.remarks, self.captured.shapes(InputRole.INPUT)
+        name, batch = _first_batch(inputs)
+        whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
+        constrained = {one.axis for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh) if one.name == name}
+        names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
+        if not names:
+            return found
+        text = f"a batch of {batch} is not split over {' and '.join(names)}: every rank there computes all of it"
+        return *found, Remark(Seed.name, text, Origin(), name.replace(".", "_"))
 
     def parameter_constraints(self) -> tuple[Constraint, ...]:
         """Return the user's constraints on parameters of the whole model, by their names in the graph.
@@ -136,8 +150,7 @@ class Problem:
             return
         axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
-        inputs = self.captured.shapes(InputRole.INPUT).items()
-        name, batch = next(((name, shape[0]) for name, shape in inputs if shape), ("", 0))
+        name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
         if batch % ways:
             names = " x ".join(self.mesh.names[axis] for axis in axes)
             raise InputError(
@@ -156,6 +169,11 @@ def freeing(recipes: Recipes, *, frees_gathered: bool) -> Recipes:
     return tuple(
         None if name is None else with_frees(recipe_named(name), frees_gathered=frees_gathered).name for name in recipes
     )
+
+
+def _first_batch(inputs: Mapping[str, torch.Size]) -> tuple[str, int]:
+    """Return the first input that has dims, and the length of its dim 0; an empty name and 0 if none has."""
+    return next(((name, shape[0]) for name, shape in inputs.items() if shape), ("", 0))
 
 
 def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:

@@ -143,6 +143,8 @@ def test_a_batch_that_the_caller_splits_is_split_over_its_axes_alone(batch: int,
     mesh = Mesh("dp=2,tp=2", hardware="cpu")
     made = make_plan(PlanRequest(model, args, {}, mesh, Options(), batch_axes=(0,))).plan
     assert [str(placement) for placement in made.inputs["x"].layout.placements] == [expected, "R"]
+    told = [remark.text for remark in made.remarks if "batch" in remark.text]
+    assert told == ([] if expected == "S(0)" else ["a batch of 7 is not split over dp: every rank there computes all of it"])
 
 
 def test_without_figures_of_the_hardware_a_rule_of_thumb_is_followed_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
