@@ -30,7 +30,7 @@ demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
 test: lint ## lint, types and all tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about three minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"

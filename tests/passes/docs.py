@@ -31,6 +31,7 @@ from typing import Any
 import passes
 from passes.base import Pass, PassContext
 from passes.ir.graph import set_stage, stage_of
+from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.verify import verify
 
@@ -86,4 +87,4 @@ def _context(example: Example, ctx: PassContext) -> tuple[Pass, PassContext]:
 
 
 def _evaluate(expression: ast.expr, module: dict[str, Any]) -> Any:
-    return eval(compile(ast.Expression(expression), "<Context>", "eval"), module)
+    return eval(compile(ast.Expression(expression), "<Context>", "eval"), {"Mesh": Mesh, **module})
