@@ -67,7 +67,7 @@ def _do(block: Block, page: Path, module: ModuleType) -> None:
 
 def _checked_command(words: list[str]) -> list[str] | None:
     """Return the arguments of `python -m autoshard`; None for another command, which has to be there."""
-    if words[0] == "torchrun":
+    if words[0] == "torchrun" and "-m" not in words:
         assert (ROOT / words[-1]).is_file(), words
         return None
     name = words[words.index("-m") + 1] if "-m" in words else words[0]
