@@ -20,7 +20,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, each of which would compile all sources
 
-.PHONY: help demo test test-fast test-browser fuzz fuzz-table lint clean
+.PHONY: help demo test test-fast test-browser test-models fuzz fuzz-table lint clean
 .DEFAULT_GOAL := help
 
 help: ## what there is

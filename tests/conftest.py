@@ -1,4 +1,4 @@
-"""What tests share: a world of one process, for what needs a mesh but no second rank; and settings that save time."""
+"""Provide a world of one process, for tests that need a mesh but no second rank, and settings that save time."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The calls of each way are those that its local form makes, on per-device shapes, and its messages those that it sends. What
 hides: a send of a ring behind the calls of its step. Gathers and exchanges stand before attention, which needs them, and
-after it, so that they hide behind nothing of the layer.
+after it, so that nothing in the layer hides them.
 """
 
 from __future__ import annotations
