@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from passes.rules.local_forms.causal import causal_backward, causal_forward
 from passes.rules.local_forms.ring import ring_backward, ring_forward
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, call_of, register
+from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
 
 aten = torch.ops.aten
 
@@ -41,9 +41,9 @@ def is_attention_backward(op: object) -> bool:
     return op in _BACKWARD
 
 
-def operand_names(node: Node) -> tuple[str, ...]:
+def operand_names(call: Call) -> tuple[str, ...]:
     """Return the names of the tensor operands of a call of attention, in the order of `operands`."""
-    return tuple(name for name, _ in _named_operands(call_of(node)))
+    return tuple(name for name, _ in _named_operands(call))
 
 
 @dataclass(frozen=True)
