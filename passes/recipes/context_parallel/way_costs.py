@@ -24,6 +24,7 @@ from passes.rules.rule import Call, Tensor
 POSITIONS = 2  # the dim of positions in an attention's operands and results
 _QUERIES = ("query", "out", "grad_out", "grad_out_")
 _KEYS = ("key", "value")
+_MASKS = ("attn_mask", "attn_bias")
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,15 @@ def resized(
         batch, heads, _, *rest = tensor.shape
         return replace(tensor, shape=(max(1, batch * times // batch_parts), max(1, heads // parts), length, *rest))
 
+    def cut_mask(tensor: Tensor) -> Tensor:
+        *others, rows, columns = tensor.shape
+        return replace(tensor, shape=(*others, min(rows, queries), min(columns, keys)))
+
     def changed(name: str, value: Any) -> Any:
         if name == "is_causal":
             return value if is_causal is None else is_causal
+        if name in _MASKS and isinstance(value, Tensor) and value.ndim > 1:
+            return cut_mask(value)
         if not isinstance(value, Tensor) or name not in (*_QUERIES, *_KEYS, "logsumexp"):
             return value
         return cut(value, keys if name in _KEYS else queries)

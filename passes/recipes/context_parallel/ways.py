@@ -71,7 +71,7 @@ class Attention:
         if way == "ring" and keys[POSITIONS] % (size * self.positions.outer):
             return f"{keys[POSITIONS]} keys do not divide by {size * self.positions.outer}"
         if way == "ring" and not self.refusal("gather"):
-            return "a ring takes no mask, and no kernel without a logsumexp"
+            return "a ring takes no bias of this kernel, and no kernel without a logsumexp; use context(gather)"
         return (
             "no rule shards the positions of this call; leave out dropout, a mask beside is_causal, and is_causal where keys "
             "have another length"
