@@ -131,8 +131,8 @@ def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
 def _refuse(call: LocalCall, queries: Layout, keys: Layout) -> None:
     raise RecipeError(
         f"causal or masked attention with queries {queries.format(call.mesh)} cannot pass keys {keys.format(call.mesh)} around "
-        "a ring: the ring's axes shard the same blocks, outside of other axes and in the order of the mesh; give all axes that shard "
-        "the sequence the same way, such as context(gather)"
+        "a ring: the ring's axes shard the same blocks, outside of other axes and in the order of the mesh; give all axes that "
+        "shard the sequence the same way, such as context(gather)"
     )
 
 
