@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
+from autoshard.capture.garbage import uncollected
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
@@ -149,6 +150,7 @@ def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:
     return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
 
 
+@uncollected()
 def _programmed(
     problem: Problem, folded: Folded, decision: Decision, timer: Timer, watching: tuple[Observer, ...] = ()
 ) -> Planned:

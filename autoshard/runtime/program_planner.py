@@ -26,8 +26,9 @@ from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.shared_plan import Decided
-from passes.ir.layout import Layout, next_digit, Shard
+from passes.ir.layout import Layout, Shard, next_digit
 from passes.ir.mesh import Mesh
+from passes.recipes import recipe_named
 
 
 class ProgramPlanner:
@@ -119,7 +120,7 @@ class ProgramPlanner:
         recipes.
         """
         if self.first is None:
-            return Splits(self.mesh, self._data_axes(), self.options.inputs)
+            return Splits(self.mesh, self._data_axes(), self.options.inputs, self._sequence_axes(), is_planned=False)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         if self.first.padded_axes:
             layouts = self._split_when_it_divides(self.first)
@@ -141,6 +142,11 @@ class ProgramPlanner:
         if self.options.recipe == AUTO:
             return batch_axes_of(self.options, self.mesh)
         return data_axes(recipes_of(self.options.recipe, self.mesh))
+
+    def _sequence_axes(self) -> tuple[str, ...]:
+        """Return the axes whose recipe finds in the model which dims of inputs are positions, and splits these."""
+        axes = zip(self.mesh.names, self.mesh.sizes, recipes_of(self.options.recipe, self.mesh), strict=True)
+        return tuple(axis for axis, size, one in axes if size > 1 and one is not None and recipe_named(one).carries_sequence)
 
 
 def _placements(layout: Layout, mesh: Mesh) -> dict[str, str]:

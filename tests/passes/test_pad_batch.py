@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options
-from autoshard.debug.checking import Call, Check, Keeper, comparison
+from autoshard.debug.checking import Check, Keeper, comparison
+from autoshard.debug.simulated_ranks import Call
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
@@ -45,7 +46,8 @@ class Along(nn.Module):
         a, b = self.a(x), self.b(x)
         pairs = F.cross_entropy(a @ b.T, torch.arange(len(x)))
         order = a.cumsum(0) * b.flip(0) + a.sort(0).values + a[-1]
-        return pairs + (a.softmax(0) * b).sum() + a.std(0).sum() + a.amax(0).mean() + order.mean() + (b > 0).all(0).sum() * b.mean()
+        positive = (b > 0).all(0).sum() * b.mean()
+        return pairs + (a.softmax(0) * b).sum() + a.std(0).sum() + a.amax(0).mean() + order.mean() + positive
 
 
 class Attention(nn.Module):
