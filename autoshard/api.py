@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.options import Options, options_given
+from autoshard.config.progress import say
 from autoshard.config.progress import shown as shown_on_terminal
 from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
@@ -175,6 +176,8 @@ def _distribute_together(
     shows = options.progress and groups.rank == groups.mesh.ranks[0]
     settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows)
     if args is None and kwargs is None:
+        later = "captured, planned and compiled at its first call; with args=..., now"
+        say(f"{type(model).__name__} on {place.mesh}: {later}", enabled=shows)
         return shard_module(model, place, groups, planner, settings)
 
     def attempt(followed: Decided | None) -> LocalProgram:

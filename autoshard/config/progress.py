@@ -15,6 +15,13 @@ def silent(phase: str) -> None:
     """Report nothing."""
 
 
+def say(text: str, *, enabled: bool) -> None:
+    """Write one line about what follows; only on a terminal, as `shown` does."""
+    if enabled and sys.stderr.isatty():
+        display = importlib.import_module("autoshard.config.display")
+        display.Console(stderr=True).print(text, highlight=False, markup=False)
+
+
 @contextmanager
 def shown(title: str, *, enabled: bool) -> Iterator[Progress]:
     """Show `title`, and below it each phase with a clock, while the block runs.

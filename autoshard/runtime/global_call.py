@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.signature import bind_call
 from autoshard.config.constraints import placement_of
 from autoshard.config.options import Placements
-from passes.errors import CaptureError
+from passes.errors import CaptureError, InputError
 from passes.ir.layout import Layout, Shard, is_even, next_digit, replicated
 from passes.ir.mesh import Mesh
 
@@ -27,14 +27,26 @@ class Splits:
     mesh: Mesh
     data_axes: tuple[int, ...]  # axes whose recipe splits the batch: dim 0
     inputs: Placements | None  # the user's constraints
+    unknown_axes: tuple[str, ...] = ()  # axes that split inputs as only a plan says, while there is none
+    is_planned: bool = True
+
+    @property
+    def is_constrained(self) -> bool:
+        """Return whether the user's constraints decide, as long as there is no plan, how inputs are split."""
+        return not self.is_planned and bool(self.inputs)
 
     def whole(self, path: str, tensor: torch.Tensor, batch: int | None) -> torch.Tensor:
         """Return a meta tensor of global shape for `tensor`, one rank's part of the input `path`."""
+        shape = self.whole_shape(path, tensor, batch)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    def whole_shape(self, path: str, tensor: torch.Tensor, batch: int | None) -> tuple[int, ...]:
+        """Return the global shape of `tensor`, one rank's part of the input `path` (a DTensor has it itself)."""
         shape = list(tensor.shape)
         if not isinstance(tensor, DTensor):
             for axis, shard in self._shards(path, tensor, batch):
                 shape[shard.dim] *= self.mesh.sizes[axis]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        return tuple(shape)
 
     def layout(self, path: str, whole: torch.Tensor, batch: int | None) -> Layout:
         """Return the layout of the input `path` of this global shape: split where axes divide it, else whole."""
@@ -44,12 +56,6 @@ class Splits:
             split = layout.with_on(axis, digit)
             layout = split if is_even(split, whole.shape, self.mesh) else layout
         return layout
-
-    def divide(self, path: str, whole: torch.Tensor, batch: int | None) -> bool:
-        """Return whether every axis that callers split the input over divides this global shape."""
-        asked = [axis for axis, _ in self._shards(path, whole, batch) if self.mesh.sizes[axis] > 1]
-        layout = self.layout(path, whole, batch)
-        return all(isinstance(layout.on(axis), Shard) for axis in asked)
 
     def _shards(self, path: str, tensor: torch.Tensor, batch: int | None) -> Iterator[tuple[int, Shard]]:
         """Yield the axes that split the input. `batch` is the size of dim 0 that marks a tensor as part of a batch."""
@@ -63,6 +69,11 @@ class Splits:
             if fnmatch.fnmatchcase(path, pattern) and name in axes:
                 placement = placement_of(axes[name], "inputs", path, tensor.shape)
                 return placement if isinstance(placement, Shard) else None
+        if name in self.unknown_axes and tensor.dim():
+            raise InputError(
+                f"how axis {name!r} splits the input {path!r} is known once the model is captured: give one global batch to "
+                f"autoshard(..., args=...) or kwargs=, or say it: Options(inputs={{{path!r}: {{{name!r}: 'S(1)'}}}})"
+            )
         is_batch = tensor.dim() > 0 and tensor.shape[0] == batch
         return Shard(0) if axis in self.data_axes and is_batch else None
 

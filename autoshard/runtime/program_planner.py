@@ -28,6 +28,7 @@ from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.shared_plan import Decided
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
+from passes.recipes import recipe_named
 
 
 class ProgramPlanner:
@@ -119,7 +120,7 @@ class ProgramPlanner:
         recipes.
         """
         if self.first is None:
-            return Splits(self.mesh, self._data_axes(), self.options.inputs)
+            return Splits(self.mesh, self._data_axes(), self.options.inputs, self._sequence_axes(), is_planned=False)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
         placements = {name: _placements(layout, self.mesh) for name, layout in layouts.items()}
         first = next(iter(layouts.values()), None)
@@ -129,6 +130,11 @@ class ProgramPlanner:
         if self.options.recipe == AUTO:
             return batch_axes_of(self.options, self.mesh)
         return data_axes(recipes_of(self.options.recipe, self.mesh))
+
+    def _sequence_axes(self) -> tuple[str, ...]:
+        """Return the axes whose recipe finds in the model which dims of inputs are positions, and splits these."""
+        axes = zip(self.mesh.names, self.mesh.sizes, recipes_of(self.options.recipe, self.mesh), strict=True)
+        return tuple(axis for axis, size, one in axes if size > 1 and one is not None and recipe_named(one).carries_sequence)
 
 
 def _placements(layout: Layout, mesh: Mesh) -> dict[str, str]:

@@ -94,9 +94,10 @@ class ShardedModule(nn.Module):
             loss = model(**model.shard(**batch))
 
         A tensor that the axes do not divide, such as a last batch, comes back as a DTensor, whole on every rank. Raises
-        InputError for a call that does not fit, and before anything was captured.
+        InputError for a call that does not fit, and, before anything was captured, with the recipe `context`.
         """
-        self._first()
+        if not self._autoshard.programs:
+            self._autoshard.mode(self, gradients=torch.is_grad_enabled())  # reads the signature of the forward
         positional, named = parts_of(self._autoshard, args, kwargs)
         if not named:
             return positional
@@ -123,12 +124,14 @@ class ShardedModule(nn.Module):
         """Return a sampler for a DataLoader: different samples on axes that split the batch, the same samples on
         others.
 
-        The loader's batch size is this rank's part of the batch. Raises InputError before anything was captured.
+        The loader's batch size is this rank's part of the batch. Before anything was captured, the recipes say which axes
+        split the batch; raises InputError if `Options(inputs=...)` does.
         """
-        execution = self._first().execution
-        batched = [item.layout for item in execution.inputs if item.spec.shape]
-        place, ways, part = execution.place, 1, 0
-        for axis in batched[0].axes_on(0) if batched else ():
+        state = self._autoshard
+        if not state.programs and state.planner.splits().is_constrained:
+            self._first()
+        place, ways, part = state.place, 1, 0
+        for axis in state.planner.splits().data_axes:
             ways *= place.mesh.sizes[axis]
             part = part * place.mesh.sizes[axis] + place.coordinate[axis]
         return DistributedSampler(dataset, ways, part, shuffle=shuffle, seed=seed, drop_last=drop_last)

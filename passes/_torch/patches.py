@@ -7,6 +7,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `distributed_c10d._process_group_name` | a group is made | ranks name a group by its members, not by a count | groups.py |
 | `GraphModule.recompile` | a graph is partitioned | no code is generated that nobody calls | graphs.py |
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
+| `partitioners.fx_graph_cse` | a graph is partitioned | torch's imports Inductor's compiler | partition.py |
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |

@@ -54,3 +54,14 @@ def test_calls_on_a_terminal(
     with torch.no_grad():
         model.eval()(torch.ones(3, 4))
     assert "program 3, for evaluation without gradients" in capsys.readouterr().err
+
+
+def test_a_model_without_arguments_on_a_terminal(
+    one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (False, True):
+        if terminal:
+            on_terminal(monkeypatch)
+        autoshard(nn.Linear(4, 4), one_rank, options=Options(recipe="fsdp", compile="eager"))
+        said = "Linear on dp=1: captured, planned and compiled at its first call; with args=..., now\n"
+        assert capsys.readouterr().err == (said if terminal else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,10 +221,27 @@ def test_a_parameter_changed_before_its_backward(one_rank: DeviceMesh) -> None:
     )
 
 
-def test_shard_before_anything_was_captured(one_rank: DeviceMesh) -> None:
+def test_a_batch_is_sharded_before_anything_was_captured(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    parts = sharded.shard(*batch())
+    assert not sharded.programs and _same(parts, batch())
+    torch.testing.assert_close(sharded(*parts)["loss"], model(*batch())["loss"])
+
+
+@pytest.mark.parametrize("constrained", [{}, {"*": {"dp": "S(0)"}}], ids=("recipes", "constraints"))
+def test_samplers_before_anything_was_captured(one_rank: DeviceMesh, constrained: Any) -> None:
+    sharded: Any = autoshard(AnyCall(), one_rank, options=replace(EAGER, inputs=constrained))
+    if not constrained:
+        assert list(sharded.sampler(range(3), shuffle=False)) == [0, 1, 2]
+        return
+    with pytest.raises(InputError, match="nothing was captured yet"):
+        sharded.sampler(range(3))
+
+
+def test_the_plan_before_anything_was_captured(one_rank: DeviceMesh) -> None:
     _, sharded = made(one_rank)
     with pytest.raises(InputError) as error:
-        sharded.shard(*batch())
+        print(sharded.plan)
     assert str(error.value) == ("nothing was captured yet: give autoshard(..., args=...) or call the model once before")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,20 +19,36 @@ def parts_of(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call on a global batch with every tensor cut to this rank's part.
 
-    A tensor that is split in another way than callers split it, since axes do not divide it, comes back as a DTensor:
-    its global shape could not be told from its part. Raises InputError for arguments that `forward` does not take.
+    A tensor whose global shape could not be told from its part, since axes do not divide it or since it is whole and as
+    long as a part of the batch, comes back as a DTensor. Before there is a plan, the axes of data-parallel recipes split
+    the batch. Raises InputError for arguments that `forward` does not take, and for a recipe that splits inputs as only a
+    plan says.
     """
     call = bound_call(state, args, kwargs)
     tensors = tensors_of(call.leaves)
-    batch, splits = batch_of(tensors), state.planner.splits()
-    parts = {path: _part(path, tensor, batch, splits, state.place) for path, tensor in tensors.items()}
+    parts = _parts(tensors, state.planner.splits(), state.place)
     return call.as_written(call.leaves | parts, args, kwargs)
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], splits: Splits, place: Place) -> dict[str, torch.Tensor]:
+    batch = batch_of(tensors)
+    parts = {path: _part(path, tensor, batch, splits, place) for path, tensor in tensors.items()}
+    while unclear := [path for path in parts if not _is_clear(path, parts, tensors[path], splits)]:
+        parts |= {path: _whole(tensors[path], place) for path in unclear}
+    return parts
+
+
+def _is_clear(path: str, parts: Mapping[str, torch.Tensor], tensor: torch.Tensor, splits: Splits) -> bool:
+    """Return whether a call with `parts` is taken for one with `tensor`, as it is given here."""
+    return splits.whole_shape(path, parts[path], batch_of(parts)) == tuple(tensor.shape)
 
 
 def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, place: Place) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor
-    if not splits.divide(path, tensor, batch):
-        storage = place.storage(replicated(place.mesh), tuple(tensor.shape))
-        return distributed_tensor(tensor.to(place.device).contiguous(), storage, place)
     return local_part(tensor, splits.layout(path, tensor, batch), place.mesh, place.coordinate).to(place.device)
+
+
+def _whole(tensor: torch.Tensor, place: Place) -> DTensor:
+    storage = place.storage(replicated(place.mesh), tuple(tensor.shape))
+    return distributed_tensor(tensor.to(place.device).contiguous(), storage, place)

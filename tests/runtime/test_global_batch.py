@@ -1,0 +1,35 @@
+"""A global batch is cut before there is a plan so that a call with the parts is taken for one with the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard import InputError, Options
+from autoshard.runtime.calls.global_batch import _is_clear
+from autoshard.runtime.global_call import Splits
+from autoshard.runtime.program_planner import ProgramPlanner
+from passes.ir.mesh import Mesh
+
+
+def test_a_tensor_as_long_as_a_part_of_the_batch_is_not_taken_for_one() -> None:
+    splits = Splits(Mesh("dp=2"), (0,), None)
+    tokens, mask = torch.zeros(8, 4), torch.zeros(4, 4)
+    parts = {"tokens": tokens[:4], "mask": mask}
+    assert _is_clear("tokens", parts, tokens, splits)
+    assert not _is_clear("mask", parts, mask, splits)  # it would be taken for a part of one of [8, 4]
+    assert _is_clear("mask", {"tokens": tokens[:4], "mask": mask[:3]}, mask[:3], splits)
+
+
+def test_how_a_sequence_is_split_is_not_known_before_a_plan() -> None:
+    splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), Options(recipe={"dp": "fsdp", "cp": "context"}), None).splits()
+    assert splits.data_axes == (0,)
+    with pytest.raises(InputError) as error:
+        splits.whole("tokens", torch.zeros(4, 4), 4)
+    assert str(error.value) == (
+        "how axis 'cp' splits the input 'tokens' is known once the model is captured: give one global batch to "
+        "autoshard(..., args=...) or kwargs=, or say it: Options(inputs={'tokens': {'cp': 'S(1)'}})"
+    )
+    options = Options(recipe={"dp": "fsdp", "cp": "context"}, inputs={"tokens": {"cp": "S(1)"}})
+    splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), options, None).splits()
+    assert splits.whole_shape("tokens", torch.zeros(4, 4), 4) == (8, 8)
