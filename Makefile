@@ -4,16 +4,20 @@ PYTHON ?= python3
 # For a machine whose package index has CUDA builds only: make PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_FLAGS ?=
 
+# The versions to use, in an environment of their own: make test-fast CONSTRAINTS=constraints-2.14.txt makes .venv-2.14
+CONSTRAINTS ?= constraints.txt
+
 # Of `make fuzz`: how many programs, the seed of the first one, and the file of results.
 PROGRAMS ?= 1000
 SEED ?= 0
 RESULTS ?= fuzz.jsonl
 COMMIT ?= $(shell git rev-parse --short HEAD)
 
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+VENV := .venv$(patsubst constraints%.txt,%,$(CONSTRAINTS))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 BROWSER := chromium-headless-shell
-UNPACKED := .venv/chromium
+UNPACKED := $(VENV)/chromium
 export CHROMIUM ?= $(firstword $(foreach name,chromium $(BROWSER) google-chrome,$(shell command -v $(name))))
 SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 
@@ -40,12 +44,12 @@ test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start n
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
 
 test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CHROMIUM=path, one on PATH, Debian's, or playwright's
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,browser]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[test,browser]"
 	test -n "$(CHROMIUM)" || $(MAKE) $(UNPACKED)/chromium || $(BIN)/python -m playwright install chromium
 	CHROMIUM="$${CHROMIUM:-$$(ls $(CURDIR)/$(UNPACKED)/chromium 2>/dev/null)}" $(BIN)/python -m pytest -q -m browser
 
 test-models: $(INSTALLED) ## train the models of docs/models.md, the fast half, on simulated ranks: ten minutes on two cores
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[models]"
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(CONSTRAINTS) -e ".[models]"
 	$(BIN)/python -m benchmarks.models --fast
 
 # Debian's packages, unpacked and not installed, so that it takes no root; and what starts the browser among its libraries.
@@ -72,10 +76,10 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean: ## remove everything that make and the tools created
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c constraints.txt -e ".[test]"
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) constraints-common.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(CONSTRAINTS) -e ".[test]"
 	@touch $@
