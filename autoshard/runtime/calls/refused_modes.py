@@ -43,7 +43,7 @@ def check_modes() -> None:
 
 
 class Refusals(nn.Module):
-    """What a module inherits that a sharded one cannot do."""
+    """Methods that a module inherits, and that a sharded one refuses."""
 
     def share_memory(self) -> Any:
         raise UserError(
