@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.kernel_time import kernel_flops
 from passes.ir.graph import (
     InputRole,
     Pin,
@@ -29,8 +28,9 @@ from passes.propagation.choice import Call, choose
 from passes.propagation.partial_sums import reduction
 from passes.propagation.placed import Placed
 from passes.propagation.returned import output_needs, output_of_tangent, output_placement, wanted_shardings
+from passes.recipes.context_parallel import repeated_work
 from passes.rules.attention import is_attention
-from passes.rules.rule import Row, call_of
+from passes.rules.rule import Row
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,7 @@ def _place_call(axis: Axis, node: Node, wanted: Placement | None) -> None:
 def _remark_attention(axis: Axis, call: Call, row: Row) -> None:
     """Say that ranks repeat the work of an attention whose operands they hold parts of."""
     if is_attention(call.node.target) and all(p == R for p in row.operands) and any(p != R for p in call.have):
-        flops = kernel_flops(call_of(call.node))
-        each = f"each computes {flops:.3g} FLOP, and as a part {flops / axis.size:.3g}"
-        axis.remark(call.node, f"attention runs whole on all {axis.size} ranks: {each}")
+        axis.remark(call.node, repeated_work(call.node, axis.size))
 
 
 def _reduce(axis: Axis, node: Node) -> None:

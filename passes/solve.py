@@ -11,6 +11,7 @@ from passes._torch import OpOverload
 from passes.base import Pass, PassContext
 from passes.errors import UserError
 from passes.ir.graph import (
+    InputRole,
     OutputRole,
     Stage,
     copy_facts,
@@ -29,10 +30,12 @@ from passes.ir.graph import (
     set_layouts,
     set_needs,
 )
-from passes.ir.layout import Layout
+from passes.ir.layout import Layout, R
 from passes.ir.mesh import Mesh
+from passes.recipes.context_parallel import repeated_work
 from passes.recipes.storage import reshard_for_use
 from passes.recipes.weights import weights_of
+from passes.rules.attention import is_attention
 from passes.rules.rule import space_of
 from passes.rules.unknown import why_whole
 from passes.search.goal import Goal
@@ -45,7 +48,7 @@ class Solve(Pass):
     """Give every value a layout and every operand a needed layout, by cost.
 
     1. `solution` gives the layouts by name; without it, they are searched for.
-    2. A call that no rule can shard runs replicated, with a remark.
+    2. A call that no rule can shard runs replicated, with a remark. Another says where attention of a sharded sequence is whole.
     3. A parameter that the forward or the backward needs in another layout than it is stored in is gathered after the
        last cast or reshard that the search chose; again in the backward, unless the search keeps it. Other values whose
        reshard the search repeats in the backward, rather than keep its result, get such reshards too.
@@ -84,6 +87,9 @@ class Solve(Pass):
         _place(gm, solution)
         for node, why in whole:
             ctx.remark(self, node, f"{why}: runs replicated")
+        for node in filter(_is_attention, gm.graph.nodes):
+            for axis in _repeating_axes(gm, node):
+                ctx.remark(self, node, f"on {ctx.mesh.names[axis]}: {repeated_work(node, ctx.mesh.sizes[axis])}")
         _gather(gm, solution)
         return True
 
@@ -93,6 +99,18 @@ def _has_no_space(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or not results_of(node):
         return False
     return space_of(node) is None
+
+
+def _is_attention(node: Node) -> bool:
+    return is_attention(node.target)
+
+
+def _repeating_axes(gm: GraphModule, node: Node) -> list[int]:
+    """Return the axes that shard inputs or operands of an attention of which every rank takes all."""
+    made = [layout_of(value) for value in (*placeholders(gm.graph, InputRole.INPUT), *operands(node))]
+    needs = needs_of(node)
+    axes = range(len(needs[0].placements))
+    return [axis for axis in axes if all(need.on(axis) == R for need in needs) and any(at.on(axis) != R for at in made)]
 
 
 def _with_hardware(mesh: Mesh) -> Mesh:

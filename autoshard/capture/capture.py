@@ -107,6 +107,7 @@ class Captured:
     def _whole(self) -> tuple[GraphModule, dict[str, torch.Tensor]]:
         return self.joint_of(self.call)
 
+    @uncollected()
     def joint_of(self, call: FlatCall) -> tuple[GraphModule, dict[str, torch.Tensor]]:
         """Return the joint graph of `call` (this one, or one with fewer layers) and the literals that became BUFFERs.
         """

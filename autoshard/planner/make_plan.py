@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
+from autoshard.capture.garbage import uncollected
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
@@ -140,6 +141,7 @@ def program_problem(
     return _programmed(problem, folded, decision, timer, observers)
 
 
+@uncollected()
 def _programmed(
     problem: Problem, folded: Folded, decision: Decision, timer: Timer, watching: tuple[Observer, ...] = ()
 ) -> Planned:

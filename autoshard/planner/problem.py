@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
+from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_of_thumb
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
@@ -183,6 +184,7 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
+@uncollected()
 def captured_problem(request: PlanRequest) -> Problem:
     """Capture the call. Raises UserErrors for what cannot be captured.
 

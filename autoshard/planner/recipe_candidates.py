@@ -18,9 +18,11 @@ from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
 from passes.errors import InputError, RecipeError
+from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
+from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.search.prepared import Prepared
 
 # Part of a step: a recipe that the solver's model finds slower than the best by more is not simulated. The model is up to a
@@ -109,6 +111,20 @@ def expert_names() -> Iterator[str]:
             yield from (f"{outer.name}+{inner.name}" for outer in recipes if outer.carries_batch)
 
 
+def context_names(mesh: Mesh) -> Iterator[str]:
+    """Yield recipes for a mesh that has axes for the sequence, each with `context` there: `fsdp+context+megatron`."""
+    others = [axis for axis in range(mesh.ndim) if mesh.names[axis] not in CONTEXT_AXES]
+    if len(others) == mesh.ndim:
+        return
+    beside = Mesh(tuple(mesh.names[axis] for axis in others), tuple(mesh.sizes[axis] for axis in others))
+    for name in expert_names() if others else ("",):
+        try:
+            chosen = iter(recipes_of(name, beside) if others else ())
+        except RecipeError:
+            continue
+        yield "+".join(str(next(chosen)) if axis in others else CONTEXT.name for axis in range(mesh.ndim))
+
+
 @dataclass(frozen=True)
 class Experts:
     """Estimates for recipes before they are simulated."""
@@ -119,7 +135,7 @@ class Experts:
     def __iter__(self) -> Iterator[tuple[str, Recipes]]:
         """Yield recipes by name; of equivalent ones only the first."""
         seen: set[Recipes] = set()
-        for name in expert_names():
+        for name in (*expert_names(), *context_names(self.problem.mesh)):
             try:
                 recipes = recipes_of(name, self.problem.mesh)
             except RecipeError:

@@ -12,11 +12,11 @@ from autoshard.phases import Phases
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.prediction import memory_of, run_step
 from autoshard.planner.problem import Problem
-from autoshard.planner.shrink import Tried, shrink
 from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.cost.program import Program
+from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.folded_layers import Repeats

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
 from autoshard.planner.recomputation import memory_budget_of
-from autoshard.planner.shrink import Tried, shrink
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
+from passes.cost.shrink import Tried, shrink
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.search.goal import Goal

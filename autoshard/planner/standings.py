@@ -14,7 +14,7 @@ from autoshard.planner.evaluation import Evaluation, Folded, evaluate
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.plans.outcome import Candidate
-from passes.errors import UserError
+from passes.errors import RecipeError, UserError
 from passes.search.solution import Solution
 
 SOLVED = "solved"
@@ -92,10 +92,12 @@ class Standings:
         """Leave the candidate out, with a warning, if a bug in autoshard makes it fail; the search goes on with the
         others.
 
-        A UserError is passed on, since the user can fix its cause.
+        A recipe that does not suit the model is declined. Any other UserError is passed on, since the user can fix its cause.
         """
         try:
             yield
+        except RecipeError as error:
+            self.decline(name, str(error))
         except UserError:
             raise
         except Exception as error:  # only this candidate fails: a plan without it is better than none

@@ -1,6 +1,6 @@
 """The only package that imports private parts of torch: one module per subsystem, one function per borrowed feature.
 
-Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. `patches`
+Supported: torch 2.13 and newer, tested up to 2.14 (`supported`); developed on the version that constraints.txt pins. `patches`
 lists what is replaced in torch; `deferred` imports what is slow to import, at its first call.
 """
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from passes.rules.local_forms.causal import causal_backward, causal_forward
 from passes.rules.local_forms.ring import ring_backward, ring_forward
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, call_of, register
+from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
 
 aten = torch.ops.aten
 
@@ -26,6 +26,7 @@ _KEY: Dims = (("b",), ("k",), ("t",), ("e",))
 _VALUE: Dims = (("b",), ("k",), ("t",), ("v",))
 _OUT: Dims = (("b",), ("k", "g"), ("s",), ("v",))
 _WEIGHTS: Dims = (("b",), ("k", "g"), ("s",), ("t",))
+_MASK: Dims = (("b",), ("k", "g"), ("s",), ("m",))  # `m` are all keys, also where a ring shards `t`
 _BLOCKED = frozenset({"t", "e", "v"})
 
 EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to it (kAlignLSE in kernel_forward.h)
@@ -41,9 +42,9 @@ def is_attention_backward(op: object) -> bool:
     return op in _BACKWARD
 
 
-def operand_names(node: Node) -> tuple[str, ...]:
+def operand_names(call: Call) -> tuple[str, ...]:
     """Return the names of the tensor operands of a call of attention, in the order of `operands`."""
-    return tuple(name for name, _ in _named_operands(call_of(node)))
+    return tuple(name for name, _ in _named_operands(call))
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class _Factors:
 
     def _mask(self, tensor: Tensor) -> Dims:
         """Return the factors of a mask, which broadcasts with the attention weights."""
-        dims = _WEIGHTS[4 - tensor.ndim :]
+        dims = _MASK[4 - tensor.ndim :]
+        self.sizes["m"] = self.sizes["t"]
+        self.blocked.add("m")
         return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
 
 
@@ -95,8 +98,11 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
 
 
 def _is_masked(call: Call) -> bool:
-    names = {parameter.name for parameter in call.op._schema.arguments}
-    return any(call.arg(name) is not None for name in ("attn_mask", "attn_bias") if name in names)
+    return _is_given(call, "attn_mask") or _is_given(call, "attn_bias")
+
+
+def _is_given(call: Call, name: str) -> bool:
+    return any(parameter.name == name for parameter in call.op._schema.arguments) and call.arg(name) is not None
 
 
 def _logsumexp(factors: _Factors, tensor: Tensor) -> Dims:
@@ -124,7 +130,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
-        rings={"t": "s"} if "logsumexp" in factors.named and not _is_masked(call) else {},
+        rings={"t": "s"} if "logsumexp" in factors.named and not _is_given(call, "attn_bias") else {},
     )
 
 

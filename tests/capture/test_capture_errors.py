@@ -141,11 +141,27 @@ class Seeds(Model):
 
 
 class Draws(Model):
-    """the model calls Random.random while it runs, but a graph has tensor operations only; remove the call, or make it
-    only where torch.compiler.is_compiling() is False <line>"""
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * random.random()  # <line>
+
+
+class DrawsUniformly(Model):
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.uniform(0.0, 2.0)  # <line>
+
+
+class DrawsAnInteger(Model):
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.randint(1, 3)  # <line>
 
 
 class Raises(Model):
@@ -446,7 +462,7 @@ def test_the_setting_of_a_library_that_avoids_it_is_named(
     )
 
 
-@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, Draws])
+@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches])
 def test_torchs_own_pages_are_in_the_log_alone(
     model: type[Model], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:

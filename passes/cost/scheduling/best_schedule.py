@@ -13,11 +13,12 @@ from passes.cost.program import Program
 from passes.cost.scheduling.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
 from passes.cost.scheduling.list_scheduling import list_schedule
 from passes.cost.scheduling.movable_tasks import MovableTasks
+from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 
 # Heuristics: `python -m benchmarks.overlap` shows, for each case, what the order exposes and the lower bound of any order.
 WINDOWS = (1, 2, 4, 8, 16)  # prefetch windows to try, in largest gathers: doubled until that saves nothing
-BUDGET_TRIES = 3  # memory budgets to try until a window fits: each is lower by the excess of the last one
+BUDGET_TRIES = 3  # memory budgets to try until a window fits: many windows are tried, each with its budgets
 MORE_MEMORY = 1.05  # times the memory of the given order, allowed without a limit: 5 % for prefetches
 MOST_SAVED = 0.25  # fraction of a step that other buckets save at most, by assumption: prunes programs that are slower yet
 MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
@@ -226,19 +227,19 @@ def _best_window(
 def _within(orders: _Orders, found: Schedule, memory_limit: int | None) -> Schedule:
     """Return the same order with less prefetched where memory is short: less by the excess, until it fits."""
     assert memory_limit is not None
-    budget = memory_limit
-    for _ in range(BUDGET_TRIES):
-        found = orders.tried(
+
+    def attempt(budget: float) -> Tried[Schedule]:
+        tried = orders.tried(
             found.window_bytes,
             found.bucket_bytes,
             fill=found.fill,
             held_seconds=found.held_seconds,
-            memory_budget=budget,
+            memory_budget=int(budget),
         )
-        if _fits(found.timeline, memory_limit):
-            break
-        budget -= found.timeline.peak_memory - memory_limit
-    return found
+        excess = tried.timeline.peak_memory - memory_limit
+        return Tried(tried, budget - excess if excess > 0 else None)
+
+    return shrink(memory_limit, attempt, tries=BUDGET_TRIES) or found
 
 
 def prefetch(

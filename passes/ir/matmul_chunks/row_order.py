@@ -2,6 +2,9 @@
 
 A row is a slice of a value along its last dim. A gather gives the rows of one rank after those of the other; if they
 have to be interleaved, views and a copy do that after the gather, and undo it before a reduce-scatter.
+
+An order of rows is a nest of loops, the outermost first: each has a size, and a stride in rows of the value before the
+moves. `[B, A][R, B A][A, 1]` reads A rows, skips to the next rank's, and so on for R ranks, then the next A rows.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch.fx import Node
@@ -18,7 +20,8 @@ from passes.ir.graph import tensor_of
 
 aten = torch.ops.aten
 
-_Move = tuple[str, tuple[int, ...]]  # "view" and a shape, or "permute" and an order
+Move = tuple[str, tuple[int, ...]]  # "view" and a shape, or "permute" and an order
+Loops = tuple[tuple[int, int], ...]  # sizes and strides
 
 
 @dataclass(frozen=True)
@@ -45,40 +48,48 @@ def width_of(node: Node) -> int:
 
 def rows_gathered(wait: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
     """Return the order into which `moves` bring the rows of a gather, None if they split rows."""
-    shape = tuple(tensor_of(wait).shape)
-    return _gathered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
+    return gathered_order(tuple(tensor_of(wait).shape), [_described(move) for move in moves], ranks)
 
 
 def rows_scattered(value: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
     """Return the order in which `value` holds the rows that `moves` divide by rank, None if they split rows."""
-    shape = tuple(tensor_of(value).shape)
-    return _scattered(shape, tuple(map(_described, moves)), ranks) if len(shape) > 1 else None
+    return scattered_order(tuple(tensor_of(value).shape), [_described(move) for move in moves], ranks)
 
 
-@lru_cache(maxsize=1 << 10)
-def _gathered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> Rows | None:
-    order = _order(shape, moves)
-    rows = None if order is None else _rows_in(order, ranks)
-    return rows if order is not None and rows is not None and torch.equal(order[_by_rank(rows)], _identity(rows)) else None
+def gathered_order(shape: tuple[int, ...], moves: Sequence[Move], ranks: int) -> Rows | None:
+    """Return the order after `moves` of the rows of a value of `shape`, which has them as [ranks, before, after]."""
+    loops = _order(shape, moves)
+    if loops is None:
+        return None
+    before = 1 if len(loops) == 1 else loops[0][0]
+    rows = _rows(shape, before, ranks)
+    return rows if rows and loops == _merged(_gathered(rows)) else None
 
 
-@lru_cache(maxsize=1 << 10)
-def _scattered(shape: tuple[int, ...], moves: tuple[_Move, ...], ranks: int) -> Rows | None:
-    order = _order(shape, moves)
-    rows = None if order is None else _rows_in(order, ranks)
-    return rows if order is not None and rows is not None and torch.equal(order, _by_rank(rows)) else None
+def scattered_order(shape: tuple[int, ...], moves: Sequence[Move], ranks: int) -> Rows | None:
+    """Return the order of the rows of a value of `shape`, which `moves` bring to [ranks, before, after]."""
+    loops = _order(shape, moves)
+    if loops is None:
+        return None
+    before = 1 if len(loops) == 1 else loops[1][0]
+    rows = _rows(shape, before, ranks)
+    return rows if rows and loops == _merged(_scattered(rows)) else None
 
 
-def _rows_in(order: torch.Tensor, ranks: int) -> Rows | None:
-    """Return `order` as [before, ranks, after], None if it is not of that form."""
-    count = len(order)
-    moved = (order != torch.arange(count, device="cpu")).nonzero()
-    after = int(moved[0]) if len(moved) else count // ranks
-    rows = Rows(count // ranks // after, ranks, after)
-    return rows if rows.count == count else None
+def _gathered(rows: Rows) -> Loops:
+    return (rows.before, rows.after), (rows.ranks, rows.before * rows.after), (rows.after, 1)
 
 
-def _described(node: Node) -> _Move:
+def _scattered(rows: Rows) -> Loops:
+    return (rows.ranks, rows.after), (rows.before, rows.ranks * rows.after), (rows.after, 1)
+
+
+def _rows(shape: tuple[int, ...], before: int, ranks: int) -> Rows | None:
+    count = math.prod(shape[:-1])
+    return Rows(before, ranks, count // before // ranks) if count % (before * ranks) == 0 else None
+
+
+def _described(node: Node) -> Move:
     kind = "permute" if node.target is aten.permute.default else "view"
     given = tensor_of(node).shape if kind == "view" else [dim % len(tensor_of(node).shape) for dim in _order_of(node)]
     return kind, tuple(given)
@@ -90,26 +101,53 @@ def _order_of(node: Node) -> Sequence[int]:
     return [int(dim) for dim in order if isinstance(dim, int)]
 
 
-def _order(shape: tuple[int, ...], moves: tuple[_Move, ...]) -> torch.Tensor | None:
-    """Return, for each row after `moves`, its place in a value of `shape`."""
-    width = shape[-1]
-    rows = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
+def _order(shape: tuple[int, ...], moves: Sequence[Move]) -> Loops | None:
+    """Return the order of the rows of a value of `shape` after `moves`; None if they split rows or cut across loops."""
+    if len(shape) < 2 or 0 in shape:
+        return None
+    width, sizes = shape[-1], (*shape[:-1], 1)
+    loops: Loops = ((math.prod(sizes), 1),)
     for kind, given in moves:
+        if kind == "permute" and given == tuple(range(len(given))):
+            continue
         if kind == "permute":
-            if given[-1] != len(given) - 1:
+            dims = _loops_of_dims(loops, sizes) if given[-1] == len(given) - 1 else None
+            if dims is None:
                 return None
-            rows = rows.permute(given)
+            loops, sizes = _merged(tuple(loop for dim in given for loop in dims[dim])), tuple(sizes[dim] for dim in given)
         elif given and given[-1] % width == 0:
-            rows = rows.reshape(*given[:-1], given[-1] // width)
+            sizes = (*given[:-1], given[-1] // width)
         else:
             return None
-    return rows.flatten()
+    return _merged(loops)
 
 
-def _identity(rows: Rows) -> torch.Tensor:
-    return torch.arange(rows.count, device="cpu")
+def _merged(loops: Loops) -> Loops:
+    """Join loops that go on where the next inner one ends, and leave out those of one round, all but one."""
+    found: list[tuple[int, int]] = []
+    for size, stride in loops:
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = (found[-1][0] * size, stride)
+        else:
+            found.append((size, stride))
+    return tuple(found) or ((1, 1),)
 
 
-def _by_rank(rows: Rows) -> torch.Tensor:
-    """Return the rows, numbered as they stand in [before, ranks, after], in the order [ranks, before, after]."""
-    return torch.arange(rows.count, device="cpu").view(rows.before, rows.ranks, rows.after).transpose(0, 1).flatten()
+def _loops_of_dims(loops: Loops, sizes: tuple[int, ...]) -> list[Loops] | None:
+    """Return the loops of each dim, some of which are parts of `loops`; None if a dim ends within a round of one."""
+    rest, found = list(loops), list[Loops]()
+    for left in sizes:
+        dim: list[tuple[int, int]] = []
+        while left > 1:
+            size, stride = rest.pop(0)
+            part = math.gcd(size, left)
+            if part < min(size, left):
+                return None
+            if part < size:
+                rest.insert(0, (size // part, stride))
+            dim.append((part, stride * (size // part)))
+            left //= part
+        found.append(tuple(dim))
+    return found

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from passes.recipes.context_parallel.long_sequences import CONTEXT_AXES, blocks_of, is_long, repeated_work
 from passes.recipes.context_parallel.sequences import CONTEXT, CONTEXT_WAYS
+from passes.recipes.context_parallel.way_costs import POSITIONS, sharded_seconds
 
-__all__ = ["CONTEXT", "CONTEXT_WAYS"]
+__all__ = [
+    "CONTEXT",
+    "CONTEXT_AXES",
+    "CONTEXT_WAYS",
+    "POSITIONS",
+    "blocks_of",
+    "is_long",
+    "repeated_work",
+    "sharded_seconds",
+]

@@ -24,15 +24,12 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Shard
-from passes.recipes.context_parallel.ways import POSITIONS, WAYS, Attention, Uses
+from passes.recipes.context_parallel.long_sequences import blocks_of
+from passes.recipes.context_parallel.way_costs import POSITIONS
+from passes.recipes.context_parallel.ways import WAYS, Attention, Uses
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention, is_attention_backward
 from passes.rules.rule import call_of, row_giving, space_of
-
-# Blocks of a sequence for causal attention, of each of which a rank has a part. Of the pairs of a query and a key that are
-# needed, `passes/rules/local_forms/causal.py` then computes up to 1.25 times as many, in 11 calls of the kernel; with 8
-# blocks 1.125 times, in 23 calls.
-BLOCKS = 4
 
 
 def shard_sequences(site: Site, way: str | None = None) -> Decisions:
@@ -70,9 +67,7 @@ def _attentions(site: Site, way: str | None) -> list[Attention]:
     is_cut = way != "all_to_all" and any(bool(call_of(node).arg("is_causal")) for node in calls)
     found = []
     for node in calls:
-        outer, length = BLOCKS if is_cut else 1, results_of(node)[0].shape[POSITIONS]
-        while length % (outer * site.size) and outer > 1:
-            outer //= 2
+        outer = blocks_of(results_of(node)[0].shape[POSITIONS], site.size) if is_cut else 1
         found.append(Attention(node, _backward_of(node), site, Shard(POSITIONS, outer)))
     return sorted(found, key=lambda one: one.is_causal, reverse=True)
 

@@ -2,7 +2,7 @@
 
 The calls of each way are those that its local form makes, on per-device shapes, and its messages those that it sends. What
 hides: a send of a ring behind the calls of its step. Gathers and exchanges stand before attention, which needs them, and
-after it, so that nothing in the layer hides them.
+after it, so that nothing in the layer hides them. A search prices these as reshards, and the calls by `sharded_seconds`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import torch
 from passes.cost.collective_time import collective_seconds
 from passes.cost.kernel_time import kernel_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Group, Hardware
+from passes.ir.layout import Layout, Shard
+from passes.ir.mesh import Mesh
+from passes.rules.attention import is_attention_backward
 from passes.rules.rule import Call, Tensor
 
+POSITIONS = 2  # the dim of positions in an attention's operands and results
 _QUERIES = ("query", "out", "grad_out", "grad_out_")
 _KEYS = ("key", "value")
+_MASKS = ("attn_mask", "attn_bias")
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def gather_seconds(one: Attending) -> float:
     scattered = sum(one.sent("reduce_scatter", nbytes) for nbytes in keys)
     total = 0.0
     for call in one.calls:
-        total += _gathered_calls(one, call) + moved + (scattered if call is not one.calls[0] else 0.0)
+        total += _gathered_calls(one, call) + moved + (scattered if is_attention_backward(call.op) else 0.0)
     return total
 
 
@@ -76,20 +81,34 @@ def _gathered_calls(one: Attending, call: Call) -> float:
 
 def ring_seconds(one: Attending) -> float:
     """Return the seconds where keys and values, and then their gradients, go around a ring."""
+    return sum(_ring_calls(one, call) for call in one.calls)
+
+
+def _ring_calls(one: Attending, call: Call) -> float:
     message = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
     width = 8 if one.tensor("query").dtype == torch.float64 else 4  # bytes of a sum
     wide = width * sum(tensor_bytes(one.tensor(name)) / one.tensor(name).dtype.itemsize for name in _KEYS) / one.ranks
     out = width * tensor_bytes(one.tensor("query")) / one.tensor("query").dtype.itemsize / one.ranks
     merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
-    keys, grads = one.sent("send", message), one.sent("send", wide)
-    total = 0.0
-    for call in one.calls:
-        is_backward = call is not one.calls[0]
-        step = _step_calls(one, call, is_causal=False) + merged
-        sent = keys + (grads if is_backward else 0.0)
-        total += _step_calls(one, call, is_causal=one.is_causal) + (one.ranks - 1) * step
-        total += (one.ranks - 1) * max(0.0, sent - step) + (grads if is_backward else 0.0)  # the last brings them home
-    return total
+    home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
+    step = _step_calls(one, call, is_causal=False) + merged
+    exposed = max(0.0, one.sent("send", message) + home - step)
+    return _step_calls(one, call, is_causal=one.is_causal) + (one.ranks - 1) * (step + exposed) + home
+
+
+def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of a call, forward or backward, whose queries are sharded by position: causal ones beside whole keys,
+    or in a ring.
+
+    `call` has whole positions, and the part of batch and heads that other axes leave.
+    """
+    axes = queries.axes_on(POSITIONS)
+    outermost = queries.on(axes[0])
+    assert isinstance(outermost, Shard)
+    group = mesh.group_shape(tuple(mesh.names[axis] for axis in axes))
+    blocks = outermost.outer if call.arg("is_causal") else 1
+    one = Attending((call,), group.ranks, blocks, group, hardware)
+    return _ring_calls(one, call) if keys.axes_on(POSITIONS) else _gathered_calls(one, call)
 
 
 def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
@@ -128,9 +147,15 @@ def resized(
         batch, heads, _, *rest = tensor.shape
         return replace(tensor, shape=(max(1, batch * times // batch_parts), max(1, heads // parts), length, *rest))
 
+    def cut_mask(tensor: Tensor) -> Tensor:
+        *others, rows, columns = tensor.shape
+        return replace(tensor, shape=(*others, min(rows, queries), min(columns, keys)))
+
     def changed(name: str, value: Any) -> Any:
         if name == "is_causal":
             return value if is_causal is None else is_causal
+        if name in _MASKS and isinstance(value, Tensor) and value.ndim > 1:
+            return cut_mask(value)
         if not isinstance(value, Tensor) or name not in (*_QUERIES, *_KEYS, "logsumexp"):
             return value
         return cut(value, keys if name in _KEYS else queries)

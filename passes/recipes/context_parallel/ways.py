@@ -14,13 +14,12 @@ from torch.fx import Node
 
 from passes.ir.graph import item_of, operands, tensor_of
 from passes.ir.layout import Placement, Shard
-from passes.recipes.context_parallel.way_costs import SECONDS, Attending, resized
+from passes.recipes.context_parallel.way_costs import POSITIONS, SECONDS, Attending, resized
 from passes.recipes.recipe import Decision, Site
 from passes.rules.attention import operand_names
 from passes.rules.rule import Call, Row, call_of, row_sharding, space_of
 
 WAYS = tuple(SECONDS)  # in the order in which equally fast ones are chosen
-POSITIONS = 2  # the dim of positions in an attention's operands and results
 _HEADS = 1
 _KEYS = ("key", "value")
 _WHY = {"query": "queries", "key": "keys", "value": "values", "grad_out": "gradient", "grad_out_": "gradient"}
@@ -54,7 +53,7 @@ class Attention:
         """Return the row by which each call runs, None if it has none."""
         found = []
         for node in self.calls:
-            space, names = space_of(node), operand_names(node)
+            space, names = space_of(node), operand_names(call_of(node))
             placement = self.heads if way == "all_to_all" else self.positions
             by = "query" if way == "gather" else "key"
             row = None if space is None else row_sharding(space, names.index(by), placement, self.site.size)
@@ -72,7 +71,7 @@ class Attention:
         if way == "ring" and keys[POSITIONS] % (size * self.positions.outer):
             return f"{keys[POSITIONS]} keys do not divide by {size * self.positions.outer}"
         if way == "ring" and not self.refusal("gather"):
-            return "a ring takes no mask, and no kernel without a logsumexp"
+            return "a ring takes no bias of this kernel, and no kernel without a logsumexp; use context(gather)"
         return (
             "no rule shards the positions of this call; leave out dropout, a mask beside is_causal, and is_causal where keys "
             "have another length"
@@ -115,7 +114,7 @@ class Attention:
         found: Uses = {}
         for node, row in zip(self.calls, self.rows(way), strict=True):
             assert row is not None
-            for number, (name, placement) in enumerate(zip(operand_names(node), row.operands, strict=True)):
+            for number, (name, placement) in enumerate(zip(operand_names(call_of(node)), row.operands, strict=True)):
                 if name in _WHY:
                     again = way == "gather" and name in _KEYS
                     found[node, number] = Decision(placement, f"context({way}): {_WHY[name]}", again=again)

@@ -90,8 +90,8 @@ class CausalForward(Pieces):
             parts.append(self._one(self.kernel(piece, earlier, is_causal=False)))
         return self._merged(parts)
 
-    def kernel(self, query: Node, keys: Pair, *, is_causal: bool) -> Pair:
-        made = remade(self.call, query=query, key=keys[0], value=keys[1], is_causal=is_causal)
+    def kernel(self, query: Node, keys: Pair, *, is_causal: bool, **changes: Any) -> Pair:
+        made = remade(self.call, query=query, key=keys[0], value=keys[1], is_causal=is_causal, **changes)
         self.plain.append(made)
         return self.wide(self.call.item(made, 0)), self.call.item(made, 1)
 
@@ -149,9 +149,9 @@ class CausalBackward(Pieces):
                     blocks[i] = self.sum(blocks[i], self.block(term, i, number))
         return grad
 
-    def kernel(self, side: dict[str, Node], keys: Pair, *, is_causal: bool) -> tuple[Node, ...]:
+    def kernel(self, side: dict[str, Node], keys: Pair, *, is_causal: bool, **changes: Any) -> tuple[Node, ...]:
         lengths: dict[str, Any] = {}
         if takes(self.call, "max_q"):
             lengths = {"max_q": tensor_of(side["query"]).shape[2], "max_k": tensor_of(keys[0]).shape[2]}
-        made = remade(self.call, **side, key=keys[0], value=keys[1], is_causal=is_causal, **lengths)
+        made = remade(self.call, **side, key=keys[0], value=keys[1], is_causal=is_causal, **lengths, **changes)
         return tuple(self.wide(self.call.item(made, i)) for i in range(3))

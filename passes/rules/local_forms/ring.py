@@ -12,6 +12,9 @@ attends to
    in the others, where the result is dropped if the held piece comes later.
 
 So every rank makes the same calls, of the same shapes, and as many of them as in `causal`.
+
+With a mask, a rank has its rows for all keys, and takes the columns of the keys that it holds in a step. A row without any
+such key counts nothing in the merge: the kernel gives it the logsumexp 0, which is that of a row without any key at all.
 """
 
 from __future__ import annotations
@@ -82,6 +85,8 @@ class _Ring:
     coordinate: Node  # i64[1]
     inner: tuple[Digit, ...]
     is_causal: bool
+    mask: Node | None  # of this rank's queries and all keys, in which `mask_blocks` are as `blocks`
+    mask_blocks: int
 
 
 def _ring(call: LocalCall) -> _Ring | None:
@@ -89,9 +94,8 @@ def _ring(call: LocalCall) -> _Ring | None:
     axes, is_causal = keys.axes_on(SEQUENCE), bool(call.call.arg("is_causal"))
     if not axes:
         return None
-    blocks, end = 1, 1
-    if is_causal:
-        blocks, end = _blocks(call, queries, keys)
+    mask = named(call, "attn_mask") if call.kwargs.get("attn_mask") is not None else None
+    blocks, end = _blocks(call, queries, keys) if is_causal or mask is not None else (1, 1)
     names = tuple(call.mesh.names[axis] for axis in axes)
     inner = queries.axes_on(SEQUENCE)[len(axes) :] if is_causal else ()
     ranks, coordinate = 1, call.coordinate(axes[0])
@@ -101,7 +105,8 @@ def _ring(call: LocalCall) -> _Ring | None:
             before = call.emit(aten.mul.Tensor, coordinate, call.mesh.sizes[axis])
             coordinate = call.emit(aten.add.Tensor, before, call.coordinate(axis))
     group = call.mesh.group_name(names)
-    return _Ring(ranks, group, blocks, coordinate, inner_digits(call, queries, inner, end), is_causal)
+    digits = inner_digits(call, queries, inner, end)
+    return _Ring(ranks, group, blocks if is_causal else 1, coordinate, digits, is_causal, mask, blocks)
 
 
 def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
@@ -125,9 +130,9 @@ def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
 
 def _refuse(call: LocalCall, queries: Layout, keys: Layout) -> None:
     raise RecipeError(
-        f"causal attention with queries {queries.format(call.mesh)} cannot pass keys {keys.format(call.mesh)} around a ring: "
-        "the ring's axes shard the same blocks, outside of other axes and in the order of the mesh; give all axes that shard "
-        "the sequence the same way, such as context(gather)"
+        f"causal or masked attention with queries {queries.format(call.mesh)} cannot pass keys {keys.format(call.mesh)} around "
+        "a ring: the ring's axes shard the same blocks, outside of other axes and in the order of the mesh; give all axes that "
+        "shard the sequence the same way, such as context(gather)"
     )
 
 
@@ -189,6 +194,19 @@ class _Round(Pieces):
         mask = self.call.emit(aten.view.default, late, [1] * tensor_of(value).dim())
         return self.call.emit(aten.masked_fill.Scalar, value, mask, fill)
 
+    def columns(self, held: int) -> dict[str, Node]:
+        """Return the argument with the mask of the keys of the rank `held` places after this one; none without a mask."""
+        if self.ring.mask is None:
+            return {}
+        *rows, length = tensor_of(self.ring.mask).shape
+        if length == 1:
+            return {"attn_mask": self.ring.mask}
+        ranks, blocks = self.ring.ranks, self.ring.mask_blocks
+        pieces = self.call.emit(aten.view.default, self.dense(self.ring.mask), [*rows, blocks, ranks, length // (blocks * ranks)])
+        place = self._modulo(self.call.emit(aten.add.Tensor, self.ring.coordinate, held), ranks)
+        chosen = self.call.emit(aten.index_select.default, pieces, len(rows) + 1, place)
+        return {"attn_mask": self.call.emit(aten.view.default, chosen, [*rows, length // ranks])}
+
     def parted(self, value: Node) -> tuple[Node, ...]:
         """Return the piece of the first block, which has no blocks before it, and those of the others."""
         length = tensor_of(value).shape[SEQUENCE]
@@ -216,16 +234,36 @@ class _RingForward(_Round):
                 message = self.awaited(following)
                 held = self.unpacked(message, keys)
         outs, logsumexps = zip(*found.values(), strict=True)
-        return self.joined(list(outs)), self.joined(list(logsumexps))
+        out, logsumexp = self.joined(list(outs)), self.joined(list(logsumexps))
+        return out, self._with(logsumexp, self._unseen(logsumexp), 0.0)
 
     def _results(self, query: Node, pieces: Node, held: Pair, step: int) -> list[tuple[int, Pair]]:
         """Return results of one step, each for one of the parts of `parted`; `pieces` are the queries, `batched`."""
         if not self.ring.is_causal:
-            return [(0, self.calls.kernel(query, held, is_causal=False))]
+            return [(0, self._visible(query, held, step))]
         outs, logsumexps = self._own_block(pieces, held, step)
         pairs = zip(self.parted(outs), self.parted(logsumexps), strict=True)
         found = list(enumerate(pairs))
         return found if self.ring.blocks == 1 else [*found, (1, self._earlier(query, held))]
+
+    def _visible(self, query: Node, held: Pair, step: int) -> Pair:
+        """Attend to all held keys, or to those that the mask leaves."""
+        mask = self.columns(-step)
+        out, logsumexp = self.calls.kernel(query, held, is_causal=False, **mask)
+        for columns in mask.values():
+            if tensor_of(columns).dtype == torch.bool:
+                hidden = self.call.emit(aten.logical_not.default, self.call.emit(aten.any.dim, columns, -1))
+            else:
+                hidden = self.call.emit(aten.eq.Scalar, self.call.emit(aten.amax.default, columns, [-1]), -torch.inf)
+            logsumexp = self._with(logsumexp, hidden, -torch.inf)
+        return out, logsumexp
+
+    def _unseen(self, logsumexp: Node) -> Node | None:
+        """Return a mask of the queries that have seen no key; None if there are no such."""
+        return None if self.ring.mask is None else self.call.emit(aten.eq.Scalar, logsumexp, -torch.inf)
+
+    def _with(self, value: Node, mask: Node | None, fill: float) -> Node:
+        return value if mask is None else self.call.emit(aten.masked_fill.Scalar, value, mask, fill)
 
     def _own_block(self, pieces: Node, held: Pair, step: int) -> Pair:
         keys = self.batched(held[0]), self.batched(held[1])
@@ -247,16 +285,19 @@ class _RingForward(_Round):
         return self.joined(list(outs)), self.joined(list(logsumexps))
 
     def _merged(self, one: Pair, other: Pair) -> Pair:
-        """Merge results over disjoint keys; the first has seen some key for each query."""
+        """Merge results over disjoint keys; without a mask, the first has seen some key for each query."""
         emit = self.call.emit
         top = emit(aten.maximum.default, one[1], other[1])
+        unseen = self._unseen(top)
+        top = self._with(top, unseen, 0.0)
         weights = [emit(aten.exp.default, emit(aten.sub.Tensor, part[1], top)) for part in (one, other)]
-        total = emit(aten.add.Tensor, *weights)
+        total = self._with(emit(aten.add.Tensor, *weights), unseen, 1.0)
         shares = [emit(aten.div.Tensor, weight, total) for weight in weights]
         if tensor_of(shares[0]).dim() < tensor_of(one[0]).dim():  # cuDNN's logsumexp has a last dim of size 1
             shares = [emit(aten.unsqueeze.default, share, -1) for share in shares]
         terms = [emit(aten.mul.Tensor, part[0], share) for part, share in zip((one, other), shares, strict=True)]
-        return emit(aten.add.Tensor, *terms), emit(aten.add.Tensor, top, emit(aten.log.default, total))
+        logsumexp = emit(aten.add.Tensor, top, emit(aten.log.default, total))
+        return emit(aten.add.Tensor, *terms), self._with(logsumexp, unseen, -torch.inf)
 
 
 class _RingBackward(_Round):
@@ -296,7 +337,7 @@ class _RingBackward(_Round):
         `pieces` is `side`, `batched`.
         """
         if not self.ring.is_causal:
-            grad, key, value = self.calls.kernel(side, held, is_causal=False)
+            grad, key, value = self.calls.kernel(side, held, is_causal=False, **self.columns(step))
             self._add(of_queries, 0, grad)
             return key, value
         grad, *of_held = self._own_block(pieces, held, step)

@@ -14,7 +14,9 @@ from passes.cost.fused_regions import is_alias
 from passes.cost.kernel_time import kernel_seconds
 from passes.cost.optimizer_step import passes_over
 from passes.ir.graph import is_reshard
-from passes.ir.layout import Layout
+from passes.ir.layout import Layout, R
+from passes.recipes.context_parallel import POSITIONS, sharded_seconds
+from passes.rules.attention import is_attention, is_attention_backward, operand_names
 from passes.rules.rule import Call, Tensor, call_of
 from passes.search.model.factor_graph import Floats
 from passes.search.model.local_sizes import LocalSizes
@@ -71,7 +73,28 @@ class NodeCosts:
             return sizes.moved(node, strategy) / hardware.memory_bandwidth + launch
         if node not in self._calls:
             self._calls[node] = call_of(node)
-        return kernel_seconds(local_call(self._calls[node], strategy, sizes.sizes), hardware)
+        return self._kernel_seconds(self._calls[node], strategy)
+
+    def _kernel_seconds(self, call: Call, strategy: Strategy) -> float:
+        sizes, hardware = self._bytes.sizes, self.unit_costs.hardware
+        if is_attention(call.op) or is_attention_backward(call.op):
+            names = operand_names(call)
+            queries, keys = (strategy.needs[names.index(name)] for name in ("query", "key"))
+            if queries.axes_on(POSITIONS) and (call.arg("is_causal") or keys.axes_on(POSITIONS)):
+                whole = local_call(call, _with_whole_positions(strategy), sizes)
+                return sharded_seconds(whole, queries, keys, self.unit_costs.mesh, hardware)
+        return kernel_seconds(local_call(call, strategy, sizes), hardware)
+
+
+def _with_whole_positions(strategy: Strategy) -> Strategy:
+    """Return an attention's strategy with the part of batch and heads alone."""
+
+    def whole(layout: Layout) -> Layout:
+        for axis in layout.axes_on(POSITIONS):
+            layout = layout.with_on(axis, R)
+        return layout
+
+    return Strategy(tuple(map(whole, strategy.needs)), tuple(map(whole, strategy.results)))
 
 
 def local_call(call: Call, strategy: Strategy, sizes: LocalSizes) -> Call:

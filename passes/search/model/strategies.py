@@ -5,6 +5,9 @@ On one axis a node starts with the contiguous digit of each factor. Digits that 
 A strategy takes a row per axis; axes that shard the same digit of one factor do so in either order. Axes of one group
 take the same row, in mesh order.
 
+Positions of attention are sharded where the mesh has an axis for them, or the sequence is long (`recipes.context_parallel`):
+in blocks if the attention is causal, alone or in a ring with keys and values.
+
 For large graphs, rows that never pay are left out: partial values are only multiplied by numbers, and are reduced
 before a call after which they would have to be.
 """
@@ -20,6 +23,7 @@ from torch.fx import Graph, Node
 from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
 from passes.ir.layout import Layout, Partial, Placement, Shard
 from passes.ir.mesh import Mesh
+from passes.recipes.context_parallel import CONTEXT_AXES, blocks_of, is_long
 from passes.rules.rule import (
     Dims,
     Row,
@@ -66,7 +70,8 @@ class Strategies:
     def __init__(self, rows: RowTables, mesh: Mesh, axis_groups: AxisGroups) -> None:
         self._mesh, self._axis_groups = mesh, axis_groups
         self._spaces = rows.spaces
-        self._tables = {size: rows.table(size) for size in dict.fromkeys(mesh.sizes)}
+        by_position = rows.is_long or any(name in CONTEXT_AXES for name in mesh.names)
+        self._tables = {size: rows.table(size, by_position=by_position) for size in dict.fromkeys(mesh.sizes)}
         self._found: dict[object, tuple[Strategy, ...]] = {}  # alike calls have the same
 
     def of(self, node: Node) -> tuple[Strategy, ...]:
@@ -108,7 +113,9 @@ class Strategies:
         if not groups or space is None:
             yield tuple(option.row for option in picked)
             return
-        for orders in product(*(permutations(axis_groups) for axis_groups in groups.values())):
+        if any((space.rings.get(factor), digit) in groups for factor, digit in groups):
+            return  # one axis shards queries alone that another shards with keys
+        for orders in product(*(_orders(space, factor, among) for (factor, _), among in groups.items())):
             digits: dict[str, list[tuple[int, int]]] = {}
             rows: list[Row | None] = [option.row for option in picked]
             for (factor, digit), order in zip(groups, orders, strict=True):
@@ -119,6 +126,14 @@ class Strategies:
                     digit *= size
             if all(row is not None for row in rows) and all(_apart(space.sizes[f], at) for f, at in digits.items()):
                 yield tuple(row for row in rows if row is not None)
+
+
+def _orders(space: Space, factor: str, axis_groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield the orders in which axes may shard one digit; a ring goes around them in the order of the mesh."""
+    for order in permutations(axis_groups):
+        axes = tuple(chain(*order))
+        if factor not in space.rings or axes == tuple(sorted(axes)):
+            yield order
 
 
 def _alike(options: Sequence[tuple[_AxisRow, ...]]) -> Iterator[tuple[_AxisRow, ...]]:
@@ -165,26 +180,36 @@ class RowTables:
         self.nodes = tuple(n for n in graph.nodes if n.op != "output" and results_of(n))
         self.spaces = {node: _space(node) for node in self.nodes}
         self._is_large = is_large
-        self._tables: dict[int, Mapping[Node, Sequence[_AxisRow]]] = {}
+        self.is_long = is_long(self.nodes)
+        self._tables: dict[tuple[int, bool], Mapping[Node, Sequence[_AxisRow]]] = {}
 
-    def table(self, size: int) -> Mapping[Node, Sequence[_AxisRow]]:
-        if size not in self._tables:
-            self._tables[size] = _RowTable(self.nodes, self.spaces, size, is_large=self._is_large).table
-        return self._tables[size]
+    def table(self, size: int, *, by_position: bool) -> Mapping[Node, Sequence[_AxisRow]]:
+        """Return the rows of each node on an axis; `by_position` adds those that shard the positions of attention."""
+        key = size, by_position
+        if key not in self._tables:
+            made = _RowTable(self.nodes, self.spaces, size, is_large=self._is_large, by_position=by_position)
+            self._tables[key] = made.table
+        return self._tables[key]
 
 
 class _RowTable:
     """The rows on an axis of one size. `table` grows until no row implies another one at a neighbour."""
 
     def __init__(
-        self, nodes: tuple[Node, ...], spaces: Mapping[Node, Space | None], size: int, *, is_large: bool
+        self,
+        nodes: tuple[Node, ...],
+        spaces: Mapping[Node, Space | None],
+        size: int,
+        *,
+        is_large: bool,
+        by_position: bool,
     ) -> None:
-        self.nodes, self.spaces, self.size = nodes, spaces, size
+        self.nodes, self.spaces, self.size, self.by_position = nodes, spaces, size, by_position
         self.table: dict[Node, list[_AxisRow]] = {node: _whole(node) for node in nodes}
         self.added: set[tuple[Node, str, int]] = set()
         for node in nodes:
-            for factor in self._factors(node):
-                self._add(node, factor, 1)
+            for factor, digit in self._factors(node):
+                self._add(node, factor, digit)
         for _ in range(SWEEPS):
             before = sum(map(len, self.table.values()))
             for node in nodes:
@@ -197,20 +222,32 @@ class _RowTable:
             for node in reversed(nodes):
                 self.table[node] = [option for option in self.table[node] if not self._never_pays(node, option.row)]
 
-    def _factors(self, node: Node) -> tuple[str, ...]:
+    def _factors(self, node: Node) -> Iterator[tuple[str, int]]:
+        """Yield factors with the digit that a search starts from."""
         space = self.spaces[node]
-        return () if space is None or item_of(node) is not None else tuple(space.sizes)
+        if space is not None and item_of(node) is None:
+            yield from ((factor, self._blocks(space, factor)) for factor in space.sizes)
+
+    def _blocks(self, space: Space, factor: str) -> int:
+        """Return into how many blocks the positions of causal attention are cut; 1 for all other factors."""
+        is_counted = factor in space.counted or space.rings.get(factor) in space.counted
+        return blocks_of(space.sizes[factor], self.size) if is_counted else 1
 
     def _add(self, node: Node, factor: str, digit: int) -> None:
         if (node, factor, digit) in self.added:
             return
         self.added.add((node, factor, digit))
         space = self.spaces[node]
-        if space is None or factor in space.counted or factor in space.rings:
+        if space is None or not self._is_considered(space, factor, digit):
             return
         row = factor_row(space, factor, digit, self.size)
         if row is not None:
             self._put(node, _AxisRow(row, factor, digit))
+
+    def _is_considered(self, space: Space, factor: str, digit: int) -> bool:
+        if factor not in space.counted and factor not in space.rings:
+            return True
+        return self.by_position and digit == self._blocks(space, factor)
 
     def _put(self, node: Node, option: _AxisRow) -> None:
         options = self.table[node]

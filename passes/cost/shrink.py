@@ -25,6 +25,7 @@ def shrink(
     *,
     none: float = float("-inf"),
     is_over: Callable[[], bool] = lambda: False,
+    tries: int = TRIES,
 ) -> T | None:
     """Return the first result that fits, trying `asked` bytes and then less; else the last; None if there is none.
 
@@ -33,7 +34,7 @@ def shrink(
     """
     some = asked
     last: T | None = None
-    for number in range(TRIES):
+    for number in range(tries):
         if number > 0 and is_over():
             break
         tried = attempt(asked)

@@ -1,0 +1,57 @@
+"""A search shards the sequence of attention where that pays, and says where attention is whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard import Mesh, Options
+from autoshard.planner.recipe_candidates import context_names
+from passes.hardware.hardware import Hardware, hardware_named
+from passes.recipes import registered_recipes
+from tests.spmd.oracle import Reference, compare, plan_ranks
+from tests.spmd.test_context import TOLERANCE, attend
+
+
+def slow(*, bandwidth: float) -> Hardware:
+    """Return a machine on which small attention takes longer than messages; `bandwidth` of links in bytes/s."""
+    h100 = hardware_named("h100")
+    link = replace(h100.inside, bandwidth=bandwidth, latency=1e-9, setup=1e-9, reduces=0.0)
+    flops = tuple((dtype, 1e6) for dtype, _ in h100.flops)
+    return replace(h100, name=f"slow {bandwidth}", flops=flops, launch=1e-9, inside=link, units=1, tile=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("causal", "bandwidth", "is_ring"),
+    [(True, 1e9, False), (False, 1e9, False), (True, 1e5, True)],
+    ids=["gather", "gather_without_mask", "ring"],
+)
+def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float, is_ring: bool) -> None:
+    whole = Reference.of(attend((1, 16, 12), causal=causal))
+    ranks = whole.plan(Mesh("cp=4", hardware=slow(bandwidth=bandwidth)), Options())
+    plan = ranks.planned.plan
+    assert plan.search is not None and plan.search.chosen == "solved"
+    assert "context" in [one.name for one in plan.search.candidates]
+    assert bool(plan.count("send")) == is_ring
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
+def test_a_searched_plan_says_that_attention_runs_whole() -> None:
+    """No rule shards the positions of causal attention to keys of another length."""
+    case = attend((1, 8, 12), (1, 6, 12), causal=True)
+    mesh = Mesh("cp=4", hardware=slow(bandwidth=1e9))
+    plan = plan_ranks(case, mesh, Options(inputs={"x": {"cp": "S(1)"}})).planned.plan
+    found = [(one.pass_name, one.text) for one in plan.remarks if "runs whole" in one.text]
+    assert found == [
+        ("solve", "on cp: attention runs whole on all 4 ranks: each computes 3.17e+03 FLOP, and as a part 792")
+    ]
+
+
+def test_recipes_with_context_are_tried_on_an_axis_for_sequences() -> None:
+    assert list(context_names(Mesh("dp=2,tp=2"))) == []
+    assert list(context_names(Mesh("cp=2"))) == ["context"]
+    names = list(context_names(Mesh("dp=2,cp=2,tp=2")))
+    assert "fsdp+context+megatron" in names
+    assert len(names) < len(registered_recipes()) ** 2
