@@ -118,13 +118,14 @@ def _is_said_of_all(problem: Problem) -> bool:
     return all(len(tags) == 1 for tags in alike.values())
 
 
+@uncollected()
 def _normalized(problem: Problem, passes: Passes) -> Folded:
-    with uncollected():
-        gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
-        PassManager(passes).run(gm, ctx)
+    gm, ctx = copy_graph(problem.captured.graph_module), PassContext(problem.mesh)
+    PassManager(passes).run(gm, ctx)
     return _folded(problem, gm, ctx)
 
 
+@uncollected()
 def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
     gm = numbered(gm) if repeats_of(gm).runs else gm
     return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from autoshard.capture.garbage import uncollected
 from autoshard.compile.compiled import Mode, Program, Split, compile_split, split_program
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.runtime.agreement import check_same_program, exchange, of_first, together
@@ -40,6 +41,7 @@ def build_program(local: LocalProgram, groups: MeshGroups, *, mode: Mode) -> Bui
     return Built(_compile_by_host(split, groups, mode=mode), groups, remarks)
 
 
+@uncollected()
 def _split(local: LocalProgram, overlap: OverlapPhase | None, *, mode: Mode) -> tuple[Split, tuple[Remark, ...]]:
     split = split_program(local.graph, mode=mode)
     return split, () if overlap is None else overlap.apply(split, mode=mode)

@@ -111,5 +111,5 @@ def inductor_compile(
 
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
     """Return Inductor's decompositions, without those of `whole`."""
-    table: dict[Any, Any] = _module("inductor.compilation").select_decompositions(whole=whole)
+    table: dict[Any, Any] = _module("joint").select_decompositions(whole=whole)
     return table

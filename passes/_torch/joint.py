@@ -1,4 +1,4 @@
-"""AOTAutograd: forward and backward traced as one graph."""
+"""AOTAutograd: forward and backward traced as one graph, in the ops that decompositions leave."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._higher_order_ops import effects
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
 from passes._torch.patches import replaced
@@ -31,6 +33,11 @@ def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decomposition
     descriptions = graph_module.graph.output_node().meta["desc"]
     inputs = tuple(_input_end(node.meta["desc"]) for node in graph_module.graph.find_nodes(op="placeholder"))
     return JointGraph(graph_module, inputs, tuple(_output_end(description) for description in descriptions))
+
+
+def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
+    """Return Inductor's decompositions, without those of `whole`; Inductor's compiler is not imported for them."""
+    return {op: rule for op, rule in select_decomp_table().items() if op not in whole}
 
 
 def _has_effects(op: Any) -> bool:

@@ -7,14 +7,16 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `distributed_c10d._process_group_name` | a group is made | ranks name a group by its members, not by a count | groups.py |
 | `GraphModule.recompile` | a graph is partitioned | no code is generated that nobody calls | graphs.py |
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
+| `partitioners.fx_graph_cse` | a graph is partitioned | torch's imports Inductor's compiler | partition.py |
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |
 | `LoggingLoggerVariable.call_method` | | | |
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | a check of values is left out | dynamo.py |
-| `SetAttrBuiltinVariable._call_setattr` and `TensorVariable`'s | a call is traced | a value is no leaf | dynamo.py |
-| `method_requires_grad_` | | | |
+| `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo.py |
+| `TensorVariable.call_method` | | | |
+| `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
 
 For the rest of the process, once (`once`):

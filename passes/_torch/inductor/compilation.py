@@ -1,4 +1,4 @@
-"""Inductor: its passes before the partition, its decompositions, and compilation."""
+"""Inductor: its passes before the partition, and compilation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import ConstantFolder
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -110,8 +108,3 @@ def inductor_compile(
 
 def _plain(stride: Sequence[Any] | None) -> tuple[int, ...] | None:
     return None if stride is None else tuple(int(step) for step in stride)
-
-
-def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
-    """Return Inductor's decompositions, without those of `whole`."""
-    return {op: rule for op, rule in select_decomp_table().items() if op not in whole}

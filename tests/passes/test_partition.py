@@ -1,0 +1,60 @@
+"""Equal calls are merged before a partition as torch merges them, without importing Inductor's compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes._torch.partition import with_equal_calls_merged
+
+
+def sums(x: Tensor) -> tuple[Tensor, ...]:
+    """Compute equal values, equal results, and calls that differ only in the type of a number."""
+    one, two = (x + 1).sin(), (x + 1).sin()
+    return one * two + (x + 1.0) + (x + True), x.cos(), x.cos(), x.cos() + 1, x.view(6).sin(), x.view(6).sin() + 1
+
+
+def random(x: Tensor) -> Tensor:
+    return torch.rand_like(x) - torch.rand_like(x) + torch.empty(4).sum() - torch.empty(4).sum()
+
+
+def pieces(x: Tensor) -> Tensor:
+    return torch.split(x, [1, 1])[0] + torch.split(x, [1, 1])[0] + torch.split(x, 1)[1]
+
+
+def mutated(x: Tensor) -> Tensor:
+    before = x + 1
+    after = x.mul_(2) + 1
+    return before + after + (x + 1)
+
+
+@pytest.mark.parametrize("function", [sums, random, pieces, mutated])
+def test_equal_calls_are_merged_as_torch_does(function: Callable[[Tensor], object]) -> None:
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(2, 3)).graph
+    assert str(with_equal_calls_merged(graph)) == str(fx_graph_cse(graph))
+
+
+EAGER = """
+import sys, torch
+from autoshard import Mesh, Options
+from autoshard.compile.compiled import split_program
+from autoshard.planner.make_plan import make_plan
+from autoshard.planner.request import PlanRequest
+
+module, args = torch.nn.Linear(4, 4), (torch.ones(2, 4),)
+made = make_plan(PlanRequest(module, args, {}, Mesh("dp=2"), Options(recipe="fsdp", compile="eager")))
+split_program(made.graph, mode="eager")
+sys.exit("torch._inductor.lowering" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_runs_op_by_op_is_made_without_the_compiler() -> None:
+    subprocess.run([sys.executable, "-c", EAGER], check=True)
