@@ -16,7 +16,7 @@ from torch._inductor import config
 from passes._torch.inductor import inductor_config
 from passes._torch.inductor.inductor_config import check_source, checked_settings
 from passes._torch.patches import once, replaced
-from passes._torch.supported import check_release, release
+from passes._torch.supported import NEWEST, OLDEST, check_release, release
 
 SETTINGS = checked_settings(config.get_config_copy())
 
@@ -71,6 +71,23 @@ def test_a_release_that_is_too_old_is_refused() -> None:
     with pytest.raises(ImportError) as caught:
         check_release("2.12.1")
     assert str(caught.value) == "autoshard needs torch 2.13 or newer, and this is torch 2.12.1; install a newer one"
+
+
+def test_a_release_that_is_newer_than_the_tests_is_warned_of() -> None:
+    with pytest.warns(UserWarning) as caught:
+        check_release("2.15.0")
+    assert str(caught[0].message) == (
+        "autoshard is tested up to torch 2.14, and this is torch 2.15.0; compare its plans with one device (autoshard.check), "
+        "or install an older torch"
+    )
+
+
+def test_the_constraints_pin_the_oldest_and_the_newest_release() -> None:
+    root = Path(__file__).parents[1]
+    newest = f"constraints-{NEWEST[0]}.{NEWEST[1]}.txt"
+    pins = [(root / name).read_text(encoding="utf-8").partition("torch==")[2] for name in ("constraints.txt", newest)]
+    assert [release(pin) for pin in pins] == [OLDEST, NEWEST]
+    assert f'"torch>={OLDEST[0]}.{OLDEST[1]}"' in (root / "pyproject.toml").read_text(encoding="utf-8")
 
 
 HINT = (
@@ -129,9 +146,10 @@ def test_an_import_refuses_a_release_whose_settings_are_not_those_known(
     assert asked == ["2.13.1", "2.13.2", "2.13.9"]
 
 
-def test_an_import_names_the_setting_that_a_release_lacks() -> None:
-    with pytest.raises(ImportError, match=r"torch 2.14.0: Inductor has no setting '\w+.enable_simple_overlap'"):
-        check_source(version="2.14.0")
+def test_an_import_names_the_setting_that_a_release_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_config, "_SETTINGS", (("overlap_more", False, (99, 0)),))
+    with pytest.raises(ImportError, match=r"torch 99.0.0: Inductor has no setting 'overlap_more'"):
+        check_source(version="99.0.0")
 
 
 UNTOUCHED = """

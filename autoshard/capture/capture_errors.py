@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from autoshard.capture.origins import user_frame
-from passes._torch import SideEffect, TraceFailure, trace_failure
+from passes._torch import SideEffect, TracedModule, TraceFailure, trace_failure
 from passes.errors import CaptureError
 from passes.ir.graph import Origin
 
@@ -44,6 +44,11 @@ def _sends(call: str) -> str:
         f"the model sends values between ranks ({call}), but it computes as on one device: each value is that of all ranks "
         "together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)"
     )
+_DRAWS = (
+    "the model draws a number with Python's random module, but a graph would have the same number in every call; draw it "
+    "with torch.rand(()) or torch.randint"
+)
+_CALLS = "^Failed to trace builtin operator|^Attempted to call function marked as skipped|^Attempted to inline function"
 
 
 _CAUSES = (
@@ -88,8 +93,9 @@ _CAUSES = (
         "the model fails for these arguments, as it would on one device: {0}",
         "Explanation: (.*)",
     ),
+    _Cause(_CALLS, _DRAWS, r"\bRandom\.\w+"),
     _Cause(
-        "^Failed to trace builtin operator|^Attempted to call function marked as skipped|^Attempted to inline function",
+        _CALLS,
         "the model calls {0} while it runs, but a graph has tensor operations only; remove the call, or make it only "
         "where torch.compiler.is_compiling() is False",
         r"(?:builtin operator `([^`]+)`|the function `([^`]+)`|the builtin `(?:<unknown module>\.)?([^`]+?)\.?`)",
@@ -109,6 +115,7 @@ _LIBRARY = "/transformers/"  # in the paths of its files
 _SETTINGS = (
     (r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
     (r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False"),
+    (r"/cache_utils\.py", "use_cache=False"),
     (r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm"'),
 )
 
@@ -164,6 +171,12 @@ def check_recurrent_dropout(graph: Graph) -> None:
                 f"torch loses the dropout between the layers of {name} (dropout={dropout}) when it traces a model; set "
                 f"dropout=0, or use one-layer modules with nn.Dropout between them{place}"
             )
+
+
+def check_draws(traced: TracedModule) -> None:
+    """Raise CaptureError for a model that draws numbers with Python's `random`: a graph would keep the first ones."""
+    for stack in traced.draws:
+        raise CaptureError(_DRAWS + format_place(user_frame(stack)))
 
 
 def check_sparse_gradients(graph: Graph) -> None:

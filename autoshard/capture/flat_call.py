@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from autoshard.capture.capture_errors import (
+    check_draws,
     check_messages,
     check_recurrent_dropout,
     check_shapes,
@@ -64,6 +65,7 @@ def flatten_call(
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
     _drop_checks(graph)
+    check_draws(traced)
     check_shapes(graph)
     check_messages(traced.graph_module)
     check_recurrent_dropout(graph)

@@ -138,8 +138,8 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     between that and the given one, which is too small, are given to the solver: each halves their ratio.
     """
     largest, least = task.limit, cost.peak_memory
-    while prepared is not None and largest < (1 - STEP) * least and task.left > 0:
-        limit = int(math.sqrt(largest * least))
+    while prepared is not None and largest + 1 < least and largest < (1 - STEP) * least and task.left > 0:
+        limit = max(largest + 1, math.isqrt(largest * least))
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=limit))
         lowered, curve = replace(task, problem=problem, effort=FULL), memory_budget_of(problem, prepared).recomputation
         answer = ask(lowered, Standings(lowered), prepared, curve, gap=ANY)

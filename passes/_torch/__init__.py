@@ -1,6 +1,6 @@
 """The only package that imports private parts of torch: one module per subsystem, one function per borrowed feature.
 
-Supported: torch 2.13 to the newest release (`supported`); developed on the version that constraints.txt pins. `patches`
+Supported: torch 2.13 and newer, tested up to 2.14 (`supported`); developed on the version that constraints.txt pins. `patches`
 lists what is replaced in torch; `deferred` imports what is slow to import, at its first call.
 """
 
@@ -58,6 +58,7 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
+    from passes._torch.modes import in_forward_mode, in_transform
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
@@ -96,6 +97,8 @@ __all__ = [
     "fake_view",
     "flatten_pytree",
     "group_timeout",
+    "in_forward_mode",
+    "in_transform",
     "inductor_compile",
     "intercepted",
     "is_fake",

@@ -16,7 +16,7 @@ from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, misc, user_defined
 from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 from torch._guards import TracingContext
@@ -28,7 +28,9 @@ from passes._torch.results import LeftOut, TracedModule, TraceFailure
 from passes._torch.side_effects import source_name, watch_side_effects
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
-_SETATTR, _REQUIRE = SetAttrBuiltinVariable._call_setattr, TensorVariable.method_requires_grad_
+_SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
+_DRAW = user_defined.call_random_fn
+_OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
 _ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
 
@@ -47,13 +49,13 @@ def trace_module(
         automatic_dynamic_shapes=False,
         specialize_float=True,
         specialize_int=True,
-        ignore_logging_functions=_logging_functions() | {print, warnings.warn},
+        ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
     once("checkpoint_sequential", _teach_checkpoint_sequential)
-    with config, watch_side_effects() as effects, _watch_messages() as left_out, ExitStack() as stack:
+    with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
         if not marks_leaves:
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
-            stack.enter_context(replaced(TensorVariable, "method_requires_grad_", _require_gradient))
+            stack.enter_context(replaced(TensorVariable, "call_method", _call_method))
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
@@ -68,6 +70,7 @@ def trace_module(
         tuple(effects),
         tuple(dict.fromkeys(left_out)),
         frozenset().union(*map(_names, output.traced_code)),
+        tuple(draws),
     )
 
 
@@ -82,8 +85,10 @@ def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> A
     return _SETATTR(variable, tx, value, name, new)
 
 
-def _require_gradient(value: Any, tx: Any, requires_grad: Any = True) -> Any:
-    return value if _is_plain(value, requires_grad) else _REQUIRE(value, tx, requires_grad)
+def _call_method(value: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "requires_grad_" and _is_plain(value, next(iter((*args, *kwargs.values())), True)):
+        return value
+    return _METHOD(value, tx, name, args, kwargs)
 
 
 def _is_plain(value: Any, requires_grad: Any) -> bool:
@@ -101,10 +106,16 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
     found: list[LeftOut] = []
 
     def ignored(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found.append(LeftOut(variable.value.__qualname__, _stack()))
+        if variable.value is logging.getLogger:
+            given = {name: value.as_python_constant() for name, value in kwargs.items()}
+            return LoggingLoggerVariable(logging.getLogger(*(one.as_python_constant() for one in args), **given))
+        name = variable.value.__qualname__
+        found.append(LeftOut(f"logging.{name}" if variable.value in _OF_LOGGING else name, _stack()))
         return _IGNORE(variable, tx, args, kwargs)
 
     def logged(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "getEffectiveLevel":
+            return ConstantVariable.create(variable.value.getEffectiveLevel())
         found.append(LeftOut(f"Logger.{name}", _stack()))
         return _LOG(variable, tx, name, args, kwargs)
 
@@ -122,6 +133,19 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
         replaced(LoggingLoggerVariable, "call_method", logged),
         replaced(symbolic_convert, "_detect_and_normalize_assert_statement", asserted),
     ):
+        yield found
+
+
+@contextmanager
+def _watch_draws() -> Iterator[list[str]]:
+    """Collect the stacks of calls that draw a number with Python's `random`, which the graph then reads from an input."""
+    found: list[str] = []
+
+    def drawn(*args: Any) -> Any:
+        found.append(_stack())
+        return _DRAW(*args)
+
+    with replaced(user_defined, "call_random_fn", drawn), replaced(misc, "call_random_fn", drawn):
         yield found
 
 

@@ -14,8 +14,9 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |
 | `LoggingLoggerVariable.call_method` | | | |
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | a check of values is left out | dynamo.py |
-| `SetAttrBuiltinVariable._call_setattr` and `TensorVariable`'s | a call is traced | a value is no leaf | dynamo.py |
-| `method_requires_grad_` | | | |
+| `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo.py |
+| `TensorVariable.call_method` | | | |
+| `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
 
 For the rest of the process, once (`once`):

@@ -41,7 +41,8 @@ class TracedModule:
 
     `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` say where they
     came from; `rebuild` turns values of the graph's outputs into what the module returns.
-    `names` are those that the traced code reads: variables, attributes, and strings (None: not known).
+    `names` are those that the traced code reads: variables, attributes, and strings (None: not known). `draws` are the
+    stacks of its calls of Python's `random`, whose numbers are among `inputs`.
     """
 
     graph_module: GraphModule
@@ -51,6 +52,7 @@ class TracedModule:
     side_effects: tuple[SideEffect, ...]
     left_out: tuple[LeftOut, ...] = ()
     names: frozenset[str] | None = None
+    draws: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -141,11 +141,27 @@ class Seeds(Model):
 
 
 class Draws(Model):
-    """the model calls Random.random while it runs, but a graph has tensor operations only; remove the call, or make it
-    only where torch.compiler.is_compiling() is False <line>"""
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * random.random()  # <line>
+
+
+class DrawsUniformly(Model):
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.uniform(0.0, 2.0)  # <line>
+
+
+class DrawsAnInteger(Model):
+    """the model draws a number with Python's random module, but a graph would have the same number in every call; draw
+    it with torch.rand(()) or torch.randint <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.randint(1, 3)  # <line>
 
 
 class Raises(Model):
@@ -322,6 +338,10 @@ class Result:
         self.loss = loss
 
 
+class KeysCache(Result):
+    """Stands for what a library hands from one token to the next."""
+
+
 class ReturnsObject(Model):
     """the model returns a Result at 0, and tensors inside it would be lost; return tensors in tuples, lists, dicts or
     dataclasses, or register the class with torch.utils._pytree.register_pytree_node"""
@@ -425,22 +445,28 @@ class Drops(torch.nn.Linear):
 """
 
 
-def test_the_setting_of_a_library_that_avoids_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "transformers" / "drops_layers.py"
+@pytest.mark.parametrize(
+    ("file", "setting"),
+    [("drops_layers", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"), ("cache_utils", "use_cache=False")],
+)
+def test_the_setting_of_a_library_that_avoids_it_is_named(
+    file: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "transformers" / f"{file}.py"
     path.parent.mkdir()
-    path.write_text(DROPS_LAYERS)
+    path.write_text(DROPS_LAYERS if file == "drops_layers" else DROPS_LAYERS.replace("skip_the_layer", "is_full_to_here"))
     monkeypatch.syspath_prepend(path.parent)
-    module = import_module("drops_layers")
+    module = import_module(file)
     with pytest.raises(CaptureError) as raised:
         capture(module.Drops(4, 4), (torch.ones(2, 4),), training=True)
     assert str(raised.value) == (
         "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and "
-        "choose with torch.where(condition, a, b); here, set layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the "
-        f"model's config\n  {path}:7: return x if skip_the_layer else super().forward(x)"
+        f"choose with torch.where(condition, a, b); here, set {setting} in the model's config"
+        f"\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
     )
 
 
-@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches, Draws])
+@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches])
 def test_torchs_own_pages_are_in_the_log_alone(
     model: type[Model], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -495,6 +521,12 @@ class Takes(nn.Module):
             {},
             "argument x is a Result, which is neither a tensor nor a constant; pass tensors in tuples, lists, dicts or "
             "dataclasses, or register the class with torch.utils._pytree.register_pytree_node",
+        ),
+        (
+            (torch.ones(2), KeysCache(torch.ones(2))),
+            {},
+            "argument batch is a KeysCache, which is neither a tensor nor a constant; call the model, or its generate(), "
+            "with use_cache=False",
         ),
         (
             (torch.ones(2), {"y": {"z": 1}, "y.z": 2}),

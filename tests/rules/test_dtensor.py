@@ -55,13 +55,16 @@ CASES = (
 )
 
 
-# Where DTensor 2.13 replicates first. Each of these rows is run on real values by the harness.
+# Where DTensor replicates first. Each of these rows is run on real values by the harness.
 REPLICATED_BY_DTENSOR = {
     "aten.where.self": "no partial rows",
     "aten.clone.default": "no partial rows",
     "aten.gelu_backward.default": "no partial rows, though linear in the gradient",
     "aten.sum.dim_IntList": "P(avg): no row, though a sum is linear",
     "aten.sum.dim_IntList-keepdim": "P(avg): no row, though a sum is linear",
+    "aten.t.default": "P(product): no row from torch 2.14 on",
+    "aten.slice.Tensor": "P(product): no row from torch 2.14 on",
+    "aten.cat.default": "P(product): no row from torch 2.14 on",
     "aten.expand.default": "a dim made by a broadcast is not sharded: R -> R is free as well",
 }
 

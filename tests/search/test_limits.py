@@ -60,6 +60,21 @@ def test_the_smallest_limit_that_the_error_names_is_enough_and_no_more(name: str
     assert named_limit(name, int(smallest * 0.94)) == smallest
 
 
+class Tiny(nn.Module):
+    """A plan of it takes a few bytes, of which 5 % is no byte."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh().sum()
+
+
+def test_the_smallest_limit_of_a_few_bytes_is_found() -> None:
+    model, args = Tiny(), (torch.randn(8),)
+    mesh = Mesh("tp=3,dp=2", hardware="cpu")
+    peak = plan(model, mesh, args).cost.peak_memory
+    with pytest.raises(MemoryLimitError, match=rf"Give memory_limit={int(peak)},"):
+        plan(model, mesh, args, options=Options(memory_limit=int(peak) - 1))
+
+
 def in_time(seconds: float | None) -> ShardingPlan:
     model, args = on_meta(lambda: mlp(1024, 2048))
     return plan(model, Mesh("dp=4,tp=2", hardware="h100"), args, options=Options(time_limit=seconds))

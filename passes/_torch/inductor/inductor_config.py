@@ -36,6 +36,7 @@ _HARMLESS = frozenset(
         "aten_distributed_optimizations.pre_bucketing_fsdp_collectives",  # part of enable_overlap_scheduling
         "triton.reorder_for_reducing_graph_partitions",  # moves kernels between CUDA graphs
         "test_configs.assume_bucketing_reduces_latency",  # part of enable_overlap_scheduling
+        "reorder_for_locality_in_training",  # part of reorder_for_locality, from 2.14 on
     }
 )
 _REORDERS = re.compile(r"reorder|overlap|bucket|dedup|decompos\w*_comm|comms_decompos")
