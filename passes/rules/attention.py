@@ -26,7 +26,6 @@ _KEY: Dims = (("b",), ("k",), ("t",), ("e",))
 _VALUE: Dims = (("b",), ("k",), ("t",), ("v",))
 _OUT: Dims = (("b",), ("k", "g"), ("s",), ("v",))
 _WEIGHTS: Dims = (("b",), ("k", "g"), ("s",), ("t",))
-_MASK: Dims = (("b",), ("k", "g"), ("s",), ("m",))  # `m` are all keys, also where a ring shards `t`
 _BLOCKED = frozenset({"t", "e", "v"})
 
 EFFICIENT_TILE = 32  # rows: the memory-efficient kernel pads its logsumexp to it (kAlignLSE in kernel_forward.h)
@@ -69,9 +68,7 @@ class _Factors:
 
     def _mask(self, tensor: Tensor) -> Dims:
         """Return the factors of a mask, which broadcasts with the attention weights."""
-        dims = _MASK[4 - tensor.ndim :]
-        self.sizes["m"] = self.sizes["t"]
-        self.blocked.add("m")
+        dims = _WEIGHTS[4 - tensor.ndim :]
         return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
 
 
@@ -99,6 +96,13 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
 
 def _is_masked(call: Call) -> bool:
     return _is_given(call, "attn_mask") or _is_given(call, "attn_bias")
+
+
+def _has_rows(call: Call) -> bool:
+    """Return whether a ring can take a rank's rows of the mask, if there is one."""
+    if _is_given(call, "attn_bias"):
+        return False
+    return not _is_given(call, "attn_mask") or call.arg("attn_mask").shape[-2] > 1
 
 
 def _is_given(call: Call, name: str) -> bool:
@@ -130,7 +134,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
-        rings={"t": "s"} if "logsumexp" in factors.named and not _is_given(call, "attn_bias") else {},
+        rings={"t": "s"} if "logsumexp" in factors.named and _has_rows(call) else {},
     )
 
 

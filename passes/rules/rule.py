@@ -200,7 +200,7 @@ def _ring_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
     if space.sizes[factor] % (outer * size) or not _splits(space, other, outer, size) or factor in space.held:
         return None
     placed = [
-        tuple(_place(space, dims, factor, outer) or _place(space, dims, other, outer) or R for dims in side)
+        tuple(_place(space, dims, other, outer) or _place(space, dims, factor, outer) or R for dims in side)
         for side in (space.operands, space.results)
     ]
     return Row(factor, *placed)
