@@ -59,7 +59,8 @@ class Seed(Pass):
        first input. If that batch was padded, the padded inputs are split over the axes in `batch`.
     4. An axis whose recipe has a `store` keeps its part of each parameter (and so of its gradient), and gathers
        the parameter before use: again in the backward if the recipe frees what was gathered. Where a parameter
-       is cast to fewer bytes, the result of the cast is gathered.
+       is cast to fewer bytes, the result of the cast is gathered. Parameters that another recipe uses whole
+       (`Decisions.gathered`) are stored in parts and gathered as well.
 
     Before:
 
@@ -294,9 +295,11 @@ def _store(recipes: Mapping[int, Recipe], whole: Mapping[int, frozenset[str]], s
     for node in placeholders(pins.gm.graph, InputRole.PARAMETER):
         name, gathered = input_of(node).name, dict[int, Recipe]()
         for axis, recipe in recipes.items():
-            if recipe.store is not None and _store_part(node, axis, recipe, pins):
-                gathered[axis] = recipe
-            elif name in whole[axis] and (name, axis) not in asked and _store_whole(node, axis, recipe, pins):
+            if recipe.store is not None:
+                is_stored = _store_part(node, axis, recipe, pins)
+            else:
+                is_stored = name in whole[axis] and (name, axis) not in asked and _store_whole(node, axis, recipe, pins)
+            if is_stored:
                 gathered[axis] = recipe
         if gathered:
             _gather(node, gathered)
