@@ -41,11 +41,11 @@ def _reset(module: nn.Module) -> Any:
         assert isinstance(module, Resets)
         result = type(module).reset_parameters(module)
     finally:
-        for held, name, parameter, _ in parts:
-            held[name] = parameter
+        for held, name, part, _ in parts:
+            held[name] = part
     with torch.no_grad():
-        for _, _, parameter, whole in parts:
-            parameter.copy_(part_like(whole, parameter))
+        for _, _, part, whole in parts:
+            part.copy_(part_like(whole, part))
     return result
 
 
