@@ -24,7 +24,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, each of which would compile all sources
 
-.PHONY: help demo test test-fast test-browser test-models fuzz fuzz-table lint clean
+.PHONY: help demo test pytest test-fast test-browser test-models fuzz fuzz-table lint types clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -33,8 +33,12 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: lint ## lint, types and all tests
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+test: $(INSTALLED) ## lint, types and all tests: about fourteen minutes on two cores
+	$(BIN)/ruff check $(SOURCES)
+	@$(MAKE) --no-print-directory --jobs=2 types pytest
+
+pytest: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about three minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"
@@ -65,8 +69,10 @@ fuzz: $(INSTALLED) ## try random programs, on all cores; goes on where RESULTS e
 fuzz-table: $(INSTALLED) ## add RESULTS, made on COMMIT, to the parts that are kept, and write their table into docs/fuzzing.md
 	$(BIN)/python -m tests.random_programs table $(RESULTS) tests/random_programs/parts.json docs/fuzzing.md $(COMMIT)
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: types ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)
+
+types: $(INSTALLED)
 	$(BIN)/mypy
 
 clean: ## remove everything that make and the tools created

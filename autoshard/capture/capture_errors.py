@@ -115,6 +115,7 @@ _LIBRARY = "/transformers/"  # in the paths of its files
 _SETTINGS = (
     (r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
     (r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False"),
+    (r"/cache_utils\.py", "use_cache=False"),
     (r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm"'),
 )
 

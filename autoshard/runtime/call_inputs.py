@@ -32,6 +32,8 @@ class LocalInput:
                 f"input {self.spec.path!r} is on {tensor.device}, but the mesh is on {place.device}; move it: "
                 f".to({str(place.device)!r})"
             )
+        if tensor.layout is not torch.strided:
+            raise InputError(f"input {self.spec.path!r} is {tensor.layout}, but a program takes dense tensors; give .to_dense()")
         if not isinstance(tensor, DTensor) and tuple(tensor.shape) != self.local_shape(place.mesh):
             spec = self.spec
             raise InputError(

@@ -19,6 +19,7 @@ from autoshard.compile.overlap import OverlapPhase
 from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.call_inputs import LocalInput
+from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
@@ -137,9 +138,16 @@ class Execution:
         """
         inputs = self.take_inputs(call)
         parameters = tuple(self.parameters[name].slot.read() for name in self.parameter_names)
-        outputs = _Step.apply(self, number, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
+        scales = self._gradient_scales(inputs)
+        outputs = _Step.apply(self, number, scales, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
         self.local.new_values.store(self.module, outputs)
         return self.local.signature.unflatten(outputs)
+
+    def _gradient_scales(self, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
+        """Return the factors for gradients of inputs that are no leaves, by path."""
+        named = zip(self.local.signature.inputs, inputs, strict=True) if torch.is_grad_enabled() else ()
+        made = ((spec.path, given) for spec, given in named if given.grad_fn is not None)
+        return {path: gradient_scale(path, given, _output_scale) for path, given in made}
 
     def take_inputs(self, call: Call) -> list[torch.Tensor]:
         """Return this rank's parts of the tensors of a call, in the order of `signature.inputs`; DTensors are
@@ -219,7 +227,10 @@ class _Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, execution: Execution, number: int, seed: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, execution: Execution, number: int, scales: dict[str, float], seed: torch.Tensor, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.scales = scales
         count = len(execution.local.signature.inputs)
         results = execution.forward(tensors[:count], tensors[count:], seed)
         ctx.execution, ctx.number = execution, number
@@ -255,14 +266,20 @@ class _Step(torch.autograd.Function):
             gradients = execution.backward(saved, tangents)
         paths = [spec.path for spec in execution.local.signature.inputs]
         names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
+        scales = {f"input:{path}": scale for path, scale in ctx.scales.items() if scale != 1.0}
         found = []
-        for name, needed in zip(names, ctx.needs_input_grad[3:], strict=True):
+        for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True):
             number = execution.gradient_of.get(name)
             part = gradients[number] if needed and number is not None else None
             if part is not None and name in execution.parameters:
                 part = execution.parameters[name].gradient(part)
-            found.append(part)
-        return None, None, None, *found
+            found.append(part * scales[name] if part is not None and name in scales else part)
+        return None, None, None, None, *found
+
+
+def _output_scale(node: Any, number: int) -> float | None:
+    """Return what a call of a sharded model, as a node of autograd, multiplies the gradient of an output by."""
+    return node.execution.local.tangent_scale[number] if isinstance(node, _Step._backward_cls) else None  # type: ignore[attr-defined]
 
 
 def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place, watch: Watch) -> Execution:

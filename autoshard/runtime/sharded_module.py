@@ -30,16 +30,17 @@ from autoshard.runtime.calls.programs import (
     program_of,
     shared_call,
 )
+from autoshard.runtime.calls.refused_modes import COMPILED, Refusals, check_modes
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
 from autoshard.runtime.watch.call_watch import SharedCall
-from passes.errors import InputError, UserError
+from passes.errors import InputError
 from passes.ir.layout import replicated
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Refusals):
     """A module on a mesh, as `autoshard(model, mesh)` returns it; also an instance of the user's class.
 
     A call takes this rank's part of each input, as a plain tensor, or a DTensor, and returns this rank's part of each
@@ -62,8 +63,12 @@ class ShardedModule(nn.Module):
         that does not fit, or for replicated values that differ, UserError for a call that exceeds
         `Options(max_programs=...)`, and DistributedError if another rank failed or makes another call.
         """
+        return self._autoshard_call(args, kwargs)
+
+    def _autoshard_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call of `forward`; dynamo leaves it as it is."""
+        check_modes()
         state = self._autoshard
-        _check_anomaly_mode()
         found = find_program(self, state, args, kwargs)
         with state.groups.watch.call(shared_call(self, state, found)):
             execution = program_of(self, state, found, lambda: as_written(self))
@@ -152,20 +157,6 @@ class ShardedModule(nn.Module):
         self._autoshard.states.forget()
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(
-            "a sharded model cannot be pickled: it holds process groups and compiled code; save its state_dict() with "
-            "torch.distributed.checkpoint, and shard the model again after loading (copy.deepcopy makes a second one)"
-        )
-
-
-def _check_anomaly_mode() -> None:
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        raise UserError(
-            "anomaly mode looks for NaN with an op that DTensor gradients do not have; use "
-            "torch.autograd.set_detect_anomaly(True, check_nan=False), or look for NaN on one device"
-        )
-
 
 def shard_module(
     module: nn.Module,
@@ -190,7 +181,9 @@ def shard_module(
     seed = exchange(groups, torch.initial_seed())[0]
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)
-    copied.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+    eager = torch.compiler.disable(ShardedModule._autoshard_call, reason=COMPILED)  # type: ignore[no-untyped-call]
+    body = {"__module__": kind.__module__, "_autoshard_call": eager}
+    copied.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), body)
     sharded = cast(ShardedModule, copied)
     state = sharded._autoshard = RuntimeState(
         kind,

@@ -57,6 +57,7 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
+    from passes._torch.modes import in_forward_mode, in_transform
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
@@ -94,6 +95,8 @@ __all__ = [
     "fake_view",
     "flatten_pytree",
     "group_timeout",
+    "in_forward_mode",
+    "in_transform",
     "inductor_compile",
     "intercepted",
     "is_fake",

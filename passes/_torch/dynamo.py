@@ -30,6 +30,7 @@ from passes._torch.side_effects import source_name, watch_side_effects
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
 _DRAW = user_defined.call_random_fn
+_OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
 _ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
 
@@ -48,7 +49,7 @@ def trace_module(
         automatic_dynamic_shapes=False,
         specialize_float=True,
         specialize_int=True,
-        ignore_logging_functions=_logging_functions() | {print, warnings.warn},
+        ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
     once("checkpoint_sequential", _teach_checkpoint_sequential)
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
@@ -105,10 +106,16 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
     found: list[LeftOut] = []
 
     def ignored(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found.append(LeftOut(variable.value.__qualname__, _stack()))
+        if variable.value is logging.getLogger:
+            given = {name: value.as_python_constant() for name, value in kwargs.items()}
+            return LoggingLoggerVariable(logging.getLogger(*(one.as_python_constant() for one in args), **given))
+        name = variable.value.__qualname__
+        found.append(LeftOut(f"logging.{name}" if variable.value in _OF_LOGGING else name, _stack()))
         return _IGNORE(variable, tx, args, kwargs)
 
     def logged(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "getEffectiveLevel":
+            return ConstantVariable.create(variable.value.getEffectiveLevel())
         found.append(LeftOut(f"Logger.{name}", _stack()))
         return _LOG(variable, tx, name, args, kwargs)
 

@@ -441,18 +441,24 @@ class Drops(torch.nn.Linear):
 """
 
 
-def test_the_setting_of_a_library_that_avoids_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "transformers" / "drops_layers.py"
+@pytest.mark.parametrize(
+    ("file", "setting"),
+    [("drops_layers", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"), ("cache_utils", "use_cache=False")],
+)
+def test_the_setting_of_a_library_that_avoids_it_is_named(
+    file: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "transformers" / f"{file}.py"
     path.parent.mkdir()
-    path.write_text(DROPS_LAYERS)
+    path.write_text(DROPS_LAYERS if file == "drops_layers" else DROPS_LAYERS.replace("skip_the_layer", "is_full_to_here"))
     monkeypatch.syspath_prepend(path.parent)
-    module = import_module("drops_layers")
+    module = import_module(file)
     with pytest.raises(CaptureError) as raised:
         capture(module.Drops(4, 4), (torch.ones(2, 4),), training=True)
     assert str(raised.value) == (
         "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and "
-        "choose with torch.where(condition, a, b); here, set layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the "
-        f"model's config\n  {path}:7: return x if skip_the_layer else super().forward(x)"
+        f"choose with torch.where(condition, a, b); here, set {setting} in the model's config"
+        f"\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
     )
 
 

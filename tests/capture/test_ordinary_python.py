@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import warnings
 
@@ -41,6 +42,23 @@ def test_messages_are_left_out_with_a_remark() -> None:
         "warn is left out: a program computes tensors and writes no messages",
     ]
     assert next(remark.origin.source for remark in p.remarks if remark.pass_name == "capture").startswith("print(")
+
+
+class Logs(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        logging.getLogger(f"{__name__}.forward").info("mean %s", y.mean())
+        if logging.getLogger(name="autoshard").getEffectiveLevel() <= logging.CRITICAL:
+            logging.warning("shape %s", y.shape)
+        return y
+
+
+def test_loggers_that_the_forward_looks_up_are_left_out() -> None:
+    captured = capture(Logs(), (torch.ones(2, 4),), training=True)
+    assert [remark.text for remark in captured.call.remarks] == [
+        "Logger.info is left out: a program computes tensors and writes no messages",
+        "logging.warning is left out: a program computes tensors and writes no messages",
+    ]
 
 
 @dataclasses.dataclass

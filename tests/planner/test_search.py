@@ -162,7 +162,7 @@ def test_a_searched_mlp_computes_what_one_device_does(mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "llama_gqa", "conv_net", "encoder", "moe", "irregular", "structured"])
+@pytest.mark.parametrize("name", ["llama_gqa", "conv_net", "encoder", "moe", "irregular", "structured"])
 def test_a_searched_model_computes_what_one_device_does(name: str) -> None:
     check_step(build(name), Mesh("dp=2,tp=2", hardware="h100"), SEARCH)
 
@@ -203,7 +203,7 @@ def test_searched_dropout_is_that_of_one_rank() -> None:
 @pytest.mark.slow
 def test_depth_is_planned_as_a_few_layers() -> None:
     with torch.device("meta"):
-        model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
+        model, tokens = Llama(replace(TINY, layers=8)), torch.empty(8, 32, dtype=torch.long)
     found = plan(model, Mesh("dp=2,tp=2", hardware="h100"), (tokens, tokens), options=Options(recipe="fsdp+megatron"))
     gathers = [one for one in found.collectives if one.kind == "all_gather" and one.origin.fqn == "layers.7.attention.wq"]
     assert gathers and all(one.seconds for one in gathers)
@@ -212,7 +212,7 @@ def test_depth_is_planned_as_a_few_layers() -> None:
 @pytest.mark.slow
 def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> None:
     """All state is split from the start, as that costs nothing; then gathered parameters are not kept any more."""
-    config = replace(TINY, layers=6, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
+    config = replace(TINY, layers=4, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
     found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(recompute="none"))
@@ -222,7 +222,7 @@ def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> Non
             assert found.cost is not None
             costs.append(found.cost)
             gathered_again.append(sum(one.recomputed for one in found.collectives))
-            limit = int(found.cost.peak_memory * 0.85)
+            limit = int(found.cost.peak_memory * 0.8)
             found = found.replan(memory_limit=limit, prove=True)
             assert found.cost is not None and found.cost.peak_memory <= limit
     except MemoryLimitError as error:
@@ -255,7 +255,7 @@ def test_a_parameter_that_no_axis_divides_is_padded_where_memory_asks_for_it() -
 @pytest.mark.slow
 def test_what_the_solver_predicts_is_what_is_simulated() -> None:
     """On a Llama, whose layers are tied: what is kept of one layer's gathered parameters is kept of all."""
-    config = replace(TINY, layers=8, dim=2048, heads=16, kv_heads=4, hidden=5632, vocab=32000, seq=2048)
+    config = replace(TINY, layers=5, dim=2048, heads=16, kv_heads=4, hidden=5632, vocab=32000, seq=2048)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(32, 2048, dtype=torch.long)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -271,7 +271,7 @@ def test_what_a_recipe_stores_is_known_before_it_is_simulated() -> None:
     """Compare all layers of a model that is folded, and a recipe that shards, copies, or splits tensors."""
     mesh, options = Mesh("dp=2,tp=2", hardware="h100"), Options(recompute="none")
     with torch.device("meta"):
-        model, tokens = Llama(replace(TINY, layers=12)), torch.empty(8, 32, dtype=torch.long)
+        model, tokens = Llama(replace(TINY, layers=8)), torch.empty(8, 32, dtype=torch.long)
     problem = captured_problem(PlanRequest(model, (tokens, tokens), {}, mesh, options))
     folded = fold(problem)
     assert folded.repeats.runs

@@ -223,7 +223,7 @@ def test_a_search_counts_the_chunks_of_what_it_chooses() -> None:
 @pytest.mark.slow
 def test_a_plan_of_two_axes_counts_the_chunks_that_are_sent() -> None:
     """Gathers of parameters on one link, chunks on the other; planned on a folded graph, compiled with all layers."""
-    mesh, config = Mesh("dp=4,tp=8", hardware="h100"), replace(LLAMA3_8B, layers=8, vocab=32768)
+    mesh, config = Mesh("dp=4,tp=8", hardware="h100"), replace(LLAMA3_8B, layers=7, vocab=32768)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = Options(recipe="fsdp+megatron", mixed_precision=policy)
     with torch.device("meta"):

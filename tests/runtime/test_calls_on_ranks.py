@@ -64,6 +64,57 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     }
 
 
+class Generator(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 6)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.layer(z).tanh()
+
+
+class Discriminator(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.binary_cross_entropy_with_logits(self.layer(x)[:, 0], y)
+
+
+def _train_gan(models: tuple[Any, Any], batch: tuple[Any, ...], steps: int) -> list[torch.Tensor]:
+    """Train both models as DCGAN does (Radford et al. 2016), and return the parameters."""
+    generator, discriminator = models
+    z, real, ones, zeros = batch
+    of_generator, of_discriminator = (torch.optim.SGD(model.parameters(), lr=0.5) for model in models)
+    for _ in range(steps):
+        of_discriminator.zero_grad()
+        fake = generator(z)
+        (discriminator(real, ones) + discriminator(fake.detach(), zeros)).backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        (discriminator(fake * 2, ones) + 0.1 * fake.square().mean()).backward()
+        of_generator.step()
+    return [parameter for model in models for parameter in model.parameters()]
+
+
+def _gan(rank: int) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    models = Generator().double(), Discriminator().double()
+    options = Options(recipe="fsdp", compile="eager")
+    sharded = tuple(autoshard(model, mesh, options=options) for model in models)
+    z, real, ones = (torch.randn(8, n, dtype=torch.float64) for n in (4, 6, 1))
+    batch = z, real, ones[:, 0] * 0 + 1, ones[:, 0] * 0
+    mine = _train_gan(sharded, tuple(one.chunk(2)[rank] for one in batch), 3)
+    pairs = zip(mine, _train_gan(models, batch, 3), strict=True)
+    return max(float((p.detach().full_tensor() - q).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+
+
+def test_a_gan_trains_as_on_one_device() -> None:
+    assert max(run_on_ranks(_gan, 2)) < 1e-12
+
+
 def _replace_head(rank: int, seed: int) -> float:
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 6)).double()

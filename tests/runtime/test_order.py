@@ -27,7 +27,7 @@ from passes.ir.matmul_chunks.sites import sites_in
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
 from tests.cost.measured import one_of
-from tests.models import gpt
+from tests.models import build
 from tests.spmd.oracle import plan_ranks
 
 # Two layers: x @ v and relu(..) @ w, both stored in halves, gathered again in the backward.
@@ -193,7 +193,7 @@ def test_the_order_of_the_graph_is_that_of_a_profile() -> None:
 @pytest.mark.slow
 def test_the_order_of_a_model_in_chunks_is_that_of_its_code(ranks: None) -> None:
     mesh = Mesh("dp=2,tp=2", hardware="h100")
-    planned = plan_ranks(gpt(layers=1), mesh, Options(recipe="fsdp+megatron", overlap=Overlap(bucket_bytes=10_000))).planned
+    planned = plan_ranks(build("mlp"), mesh, Options(recipe="fsdp+megatron", overlap=Overlap(bucket_bytes=10_000))).planned
     split = split_program(planned.graph, mode="inductor")
     for gm in (split.forward, split.backward):
         assert gm is not None

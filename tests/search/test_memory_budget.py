@@ -74,9 +74,8 @@ def searched(mesh: str) -> ShardingPlan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp=8", "dp=4,tp=2"])
-def test_what_can_be_freed_is_near_what_a_program_frees(mesh: str) -> None:
-    made = searched(mesh)
+def test_what_can_be_freed_is_near_what_a_program_frees() -> None:
+    made = searched("dp=8")
     again = made.replan(recompute="block").recomputation
     assert made.state is not None and made.state.prepared is not None and again is not None
     recomputation = made.state.prepared.recomputation

@@ -186,7 +186,7 @@ def test_every_model_of_the_zoo_on_other_meshes(name: str, mesh: str, recipe: Re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh", "recipe"), in_turn(OTHERS, FAST[1:2], [FAST[2], FAST[3]]), ids=format_id)
+@pytest.mark.parametrize(("name", "mesh", "recipe"), in_turn(OTHERS, [FAST[1], FAST[2], FAST[1], FAST[3]]), ids=format_id)
 def test_other_models(name: str, mesh: str, recipe: Recipe) -> None:
     _other(name).check(mesh, Options(recipe=recipe))
 

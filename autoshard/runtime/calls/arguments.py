@@ -26,7 +26,7 @@ def signature_key(signature: Signature, *, gradients: bool) -> Key:
     """Return the key of a captured call with global inputs, on meta as `Splits.whole` gives them."""
     meta = torch.device("meta")
     inputs = [
-        (spec.path, (torch.Tensor, torch.Size(spec.shape), spec.dtype, meta, gradients and spec.requires_grad))
+        (spec.path, (torch.Tensor, torch.Size(spec.shape), spec.dtype, torch.strided, meta, gradients and spec.requires_grad))
         for spec in signature.inputs
     ]
     return frozenset([*inputs, *((path, _leaf_key(value, gradients)) for path, value in signature.constants)])
@@ -43,7 +43,7 @@ def _format(leaf: Any) -> str:
 
 def _leaf_key(leaf: Any, gradients: bool) -> Hashable:
     if isinstance(leaf, torch.Tensor):
-        return type(leaf), leaf.shape, leaf.dtype, leaf.device, gradients and leaf.requires_grad
+        return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device, gradients and leaf.requires_grad
     if isinstance(leaf, slice):  # has no hash
         return slice, leaf.start, leaf.stop, leaf.step
     if isinstance(leaf, float) and math.isnan(leaf):  # equals no float, itself included

@@ -29,9 +29,11 @@ def take_over(model: nn.Module, place: Place) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            if isinstance(parameter, DTensor):
+                _check_mesh(fqn, parameter, place)
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            fqn = f"{prefix}.{name}" if prefix else name
             if not isinstance(parameter, nn.Parameter):
                 raise UserError(
                     f"parameter {fqn!r} was replaced by a plain tensor; give a DTensor that is laid out as the parameter, "
@@ -42,11 +44,24 @@ def take_over(model: nn.Module, place: Place) -> dict[str, nn.Parameter]:
                 _leave(parameter, fqn)
             module._parameters[name] = found[fqn] = made[id(parameter)]
         for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                raise UserError(
+                    f"buffer {f'{prefix}.{name}' if prefix else name!r} is a DTensor, such as torch.nn.utils.prune makes of a "
+                    "parameter; buffers are whole on every rank: give .full_tensor(), or prune before autoshard(...)"
+                )
             if buffer is not None and not buffer.is_meta and buffer.device != place.device:
                 module._buffers[name] = buffer.to(place.device)
     if found:
         refuse_alone(model)
     return found
+
+
+def _check_mesh(fqn: str, parameter: DTensor, place: Place) -> None:
+    if parameter.device_mesh != place.device_mesh:
+        raise UserError(
+            f"parameter {fqn!r} is distributed once more, as by fully_shard or parallelize_module, and the model is sharded "
+            f"over {place.mesh} already; leave the former out"
+        )
 
 
 def _leave(parameter: nn.Parameter, fqn: str) -> None:
