@@ -90,9 +90,10 @@ def _called(node: Node, target: Callable[..., Any], positional: Any, named: Any)
             raise
         origin = origin_of(node)
         place = f"\n  {origin.file}:{origin.line}: {origin.source}" if origin.file else ""
+        dtype, device = str(low[0].dtype).removeprefix("torch."), low[0].device.type
         raise UserError(
-            f"torch does not compute {node.target} of {str(low[0].dtype).removeprefix('torch.')} on {low[0].device.type}; give it "
-            f"float32, such as x.float(), or leave mixed_precision out{place}"
+            f"torch does not compute {node.target} of {dtype} on {device}; give it float32, such as x.float(), or leave "
+            f"mixed_precision out{place}"
         ) from error
 
 

@@ -176,8 +176,13 @@ def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(optimize, "PROVABLE", 0)
     monkeypatch.setattr(SearchState, "_fits", lambda *_: False)
     goal = Goal(memory_limit=1e12)
-    solved: list[int] = []
-    monkeypatch.setattr(Formulation, "solve", lambda *_, **__: (solved.append(1), (None, math.inf))[1])
+    solved: list[Formulation] = []
+
+    def counted(self: Formulation, *_: Any, **__: Any) -> tuple[None, float]:
+        solved.append(self)
+        return None, math.inf
+
+    monkeypatch.setattr(Formulation, "solve", counted)
     for largest, programs in ((10**6, len(optimize.WIDENINGS)), (0, 0)):
         monkeypatch.setattr(optimize, "LARGEST", largest)
         solved.clear()
