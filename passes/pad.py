@@ -5,20 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.ir.graph import Stage, input_of, tensor_of
+from passes.ir.graph import Stage, input_of, note_of, tensor_of
+from passes.ir.padding import Padded
 from passes.paddings.padded_calls import PaddedCalls
-from passes.paddings.padded_parameters import Padded, padded_parameters
+from passes.paddings.padded_inputs import padded_inputs
+from passes.paddings.padded_parameters import padded_parameters
+from passes.paddings.padded_values import NOTE, Cut
+from passes.recipes.megatron.linears import forward_nodes
 
 
 @dataclass(frozen=True)
 class Pad(Pass):
-    """Pad the vocabulary, the heads and the widths that `parts` does not divide to a multiple of it.
+    """Pad the vocabulary, the heads and the widths that `parts` does not divide to a multiple of it, and the batch to one
+    of `batch_parts`.
 
-    1. The rows of embedding tables and the columns of linears are padded with zeros; of merged heads, whole heads.
-       A remark says what was padded and how much that adds.
+    1. The rows of embedding tables and the columns of linears are padded with zeros; of merged heads, whole heads. So is
+       dim 0 of every input whose dim 0 is as long as that of the first input. A remark says what was padded and how much
+       that adds.
     2. What is made from padded values is longer, as far as the rules carry the index. Where the index is reduced, the
        padding is first overwritten with what the reduction ignores.
     3. Before any other call, and before the program returns, the padding is cut off: parameters, gradients and outputs
@@ -61,20 +67,40 @@ class Pad(Pass):
     gives: ClassVar[Stage] = Stage.CAPTURED
 
     parts: int = 1
+    batch_parts: int = 1
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         found = padded_parameters(gm, self.parts) if self.parts > 1 else ()
-        if not found:
+        batch = padded_inputs(gm, self.batch_parts)
+        if not found and not batch:
             return False
         for one in found:
             ctx.remark(self, one.user, _text(one, self.parts))
-        PaddedCalls(gm, ctx.mesh).run([(one.parameter, one.padding, one.user) for one in found])
+        if batch:
+            ctx.remark(self, batch[0].value, _batch_text(batch[0], self.batch_parts))
+        calls = PaddedCalls(gm, ctx.mesh)
+        calls.run([(one.value, one.padding, one.user) for one in (*found, *batch)])
+        forward = set(forward_nodes(gm))
+        for cut in calls.values.cuts:
+            users = (user for user in cut.value.users if user in forward and not note_of(user).startswith(NOTE))
+            if (user := next(users, None)) is not None:
+                ctx.remark(self, user, _cut_text(cut, user))
         return True
+
+
+def _cut_text(cut: Cut, user: Node) -> str:
+    op, padding = str(user.target).split(".")[1], cut.padding
+    return f"{op} takes no padding: {padding.padded} parts are cut to {padding.digit.size}, and ranks repeat its work"
+
+
+def _batch_text(one: Padded, parts: int) -> str:
+    size, padded = one.padding.digit.size, one.padding.padded
+    return f"a batch of {size} is padded to {padded}, which {parts} divides: {padded / size - 1:.2%} more"
 
 
 def _text(one: Padded, parts: int) -> str:
     digit, padded = one.padding.digit, one.padding.padded
-    shape = list(tensor_of(one.parameter).shape)
+    shape = list(tensor_of(one.value).shape)
     unit = f" of {digit.inner} elements" if digit.inner > 1 else ""
-    name, more = f"{input_of(one.parameter).name}{shape}", f"{padded / digit.size - 1:.2%} more"
+    name, more = f"{input_of(one.value).name}{shape}", f"{padded / digit.size - 1:.2%} more"
     return f"{name}: {digit.size} parts{unit} are padded to {padded}, which {parts} divides: {more}"

@@ -33,6 +33,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
+from passes.ir.padding import padded_batch
 from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named
 from passes.recipes.storage import reshard_for_use
 
@@ -55,7 +56,7 @@ class Seed(Pass):
     2. The decisions of a recipe for its axis (`Recipe.decide`) are pinned: `megatron` shards linears, embeddings and
        the values between blocks.
     3. An axis whose recipe carries the batch splits dim 0 of every input whose dim 0 is as long as that of the
-       first input.
+       first input. If that batch was padded, the padded inputs are split over the axes in `batch`.
     4. An axis whose recipe has a `store` keeps its part of each parameter (and so of its gradient), and gathers
        the parameter before use: again in the backward if the recipe frees what was gathered. Where a parameter
        is cast to fewer bytes, the result of the cast is gathered.
@@ -90,6 +91,7 @@ class Seed(Pass):
     params: tuple[Constraint, ...] = ()
     inputs: tuple[Constraint, ...] = ()
     outputs: tuple[Constraint, ...] = ()
+    batch: tuple[int, ...] = ()  # axes that split inputs whose batch was padded, each on every rank whole
     stored: tuple[tuple[str, Layout], ...] = ()  # layouts of parameters that an earlier program stored, by FQN
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
@@ -102,6 +104,7 @@ class Seed(Pass):
         _constrain(self, pins)
         _decide(recipes, pins)
         _split_batch(recipes, pins)
+        _split_padded(self.batch, pins)
         _store(recipes, pins)
         return pins.changed
 
@@ -268,6 +271,16 @@ def _split_batch(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
         for node in inputs:
             if tensor_of(node).shape[0] == batch:
                 pins.add(node, axis, pins.digit_left(node, 0), f"{recipe.name}: batch")
+
+
+def _split_padded(axes: tuple[int, ...], pins: _Pins) -> None:
+    """Pin a padded batch, of inputs that every rank has whole."""
+    padded = (padded_batch(node) for node in placeholders(pins.gm.graph, InputRole.INPUT))
+    for value in [value for value in padded if value is not None]:
+        outer = 1
+        for axis in axes:
+            _pin_value(value, axis, Decision(Shard(0, outer), "padded batch"), pins)
+            outer *= pins.mesh.sizes[axis]
 
 
 # --- 4: parameters between steps

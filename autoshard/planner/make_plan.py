@@ -129,16 +129,25 @@ def program_problem(
     folded = fold(problem, whole=True)
 
     def folded_for(plan: PlanRecord) -> Folded:
-        return folded_variant(problem, folded, pads=plan.pads)
+        planned = _padded_as(problem, plan)
+        same = folded if planned.padded_axes == problem.padded_axes else fold(planned)
+        return folded_variant(planned, same, pads=plan.pads)
 
     if follow is None:
         decision = decide_for_run(problem, folded, progress)
     else:
         decision = decision_of(plan := follow(folded_for), folded_for(plan))
+        problem = _padded_as(problem, plan)
     problem, folded = decision.variant(problem, folded)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
     return _programmed(problem, folded, decision, timer, observers)
+
+
+def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:
+    """Return the problem with the batch padded for the axes that it is padded for in a plan."""
+    names = problem.mesh.names
+    return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
 
 
 @uncollected()
@@ -170,6 +179,7 @@ def _programmed(
         edges=tuple(ctx.edges),
         recomputation=decision.recomputation,
         pads=problem.pads,
+        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.split_when_padded),
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -211,6 +221,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         edges=evaluation.edges,
         recomputation=evaluation.recomputation,
         pads=problem.pads,
+        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.split_when_padded),
     )
 
 

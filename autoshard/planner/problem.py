@@ -24,6 +24,7 @@ from passes.errors import ConstraintError, InputError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, R, Shard
 from passes.ir.mesh import Mesh
+from passes.ir.padding import is_gain
 from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.recipes.fsdp import FSDP
@@ -51,6 +52,7 @@ class Problem:
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
     pads: bool = True  # dims that axes do not divide are padded
+    padded_axes: tuple[int, ...] = ()  # that the batch is padded for
 
     @property
     def pad(self) -> Pad:
@@ -60,7 +62,13 @@ class Problem:
         is_plain = self.options.recipe == AUTO and self.options.passes is None
         is_searched = is_plain and self.mesh.hardware is not None
         names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
-        return Pad(compute_parts(names if is_searched else recipes_of(self.options.recipe, self.mesh), self.mesh))
+        parts = compute_parts(names if is_searched else recipes_of(self.options.recipe, self.mesh), self.mesh)
+        return Pad(parts, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded))
+
+    @property
+    def split_when_padded(self) -> tuple[int, ...]:
+        """Return the axes that split the batch because it is padded."""
+        return self.padded_axes if self.pads else ()
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
         """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
@@ -78,6 +86,7 @@ class Problem:
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             (*constraints_on(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
             (*constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh), *whole),
+            self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
 
@@ -102,7 +111,7 @@ class Problem:
         if self.batch_axes is None:
             return ()
         _, first = _first_batch(inputs)
-        axes = _dividing(self.batch_axes, self.mesh, first)
+        axes = () if self.split_when_padded else _dividing(self.batch_axes, self.mesh, first)
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
         constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
@@ -117,10 +126,13 @@ class Problem:
         """Return the remarks of capture, and one for a batch that the caller's axes do not divide."""
         found, inputs = self.captured.call.remarks, self.captured.shapes(InputRole.INPUT)
         name, batch = _first_batch(inputs)
-        whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
-        constrained = {one.axis for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh) if one.name == name}
-        names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
-        if not names:
+        if self.is_later:
+            names = [self.mesh.names[axis] for axis in self.padded_axes]
+        else:
+            whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
+            constrained = constrained_axes(name, inputs, self.options, self.mesh)
+            names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
+        if not names or self.split_when_padded:
             return found
         text = f"a batch of {batch} is not split over {' and '.join(names)}: every rank there computes all of it"
         return *found, Remark(Seed.name, text, Origin(), name.replace(".", "_"))
@@ -184,6 +196,24 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
+def constrained_axes(name: str, inputs: Mapping[str, torch.Size], options: Options, mesh: Mesh) -> set[str]:
+    """Return the axes on which the user constrains an input."""
+    return {one.axis for one in constraints_on(options.inputs, "inputs", inputs, mesh) if one.name == name}
+
+
+def _padded_axes(request: PlanRequest, captured: Captured) -> tuple[int, ...]:
+    """Return the axes that a batch is padded for: those that the caller splits it over, if together they do not divide it.
+
+    There are none if the user constrains the first input on one of them.
+    """
+    axes, inputs, mesh = request.batch_axes or (), captured.shapes(InputRole.INPUT), request.mesh
+    name, batch = _first_batch(inputs)
+    if not is_gain(batch, math.prod(mesh.sizes[axis] for axis in axes)):
+        return ()
+    constrained = set() if request.is_later else constrained_axes(name, inputs, request.options, mesh)
+    return () if constrained & {mesh.names[axis] for axis in axes} else axes
+
+
 @uncollected()
 def captured_problem(request: PlanRequest) -> Problem:
     """Capture the call. Raises UserErrors for what cannot be captured.
@@ -212,6 +242,7 @@ def captured_problem(request: PlanRequest) -> Problem:
         request.batch_axes,
         request.is_later,
         request.earlier,
+        padded_axes=_padded_axes(request, captured),
     )
 
 

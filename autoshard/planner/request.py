@@ -21,8 +21,8 @@ class PlanRequest:
     """A call of `module` with the global batch, to be planned for `mesh`.
 
     `stored` are the layouts of parameters from an earlier program of the same module. `batch_axes` are those that the
-    caller splits the batch over: as many of the first as divide it, and no others (None: free to choose). `is_later`: the
-    inputs of the call are all constrained to how the caller splits them. `earlier` are plans of the same module for
+    caller splits the batch over, and no others (None: free to choose); one that they do not divide is padded. `is_later`:
+    the inputs of the call are all constrained to how the caller splits them. `earlier` are plans of the same module for
     other calls; a search takes over what they decided.
     """
 

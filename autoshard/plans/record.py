@@ -34,7 +34,7 @@ class PlanRecord:
     the names of the graph in which repeated layers are folded. With a cost comes the `timeline` that it was computed
     from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
     "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything. `pads` says that
-    dims may be padded, if axes do not divide them.
+    dims may be padded, if axes do not divide them; `padded_axes` split a batch that was padded for them.
     """
 
     mesh: Mesh
@@ -55,6 +55,7 @@ class PlanRecord:
     edges: tuple[Edge, ...] = ()
     recomputation: Recomputation | None = None
     pads: bool = True
+    padded_axes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

@@ -16,7 +16,7 @@ from autoshard.capture.signature import bind_call
 from autoshard.config.constraints import placement_of
 from autoshard.config.options import Placements
 from passes.errors import CaptureError, InputError
-from passes.ir.layout import Layout, Shard, is_even, next_digit, replicated
+from passes.ir.layout import Layout, R, Shard, is_even, next_digit, replicated
 from passes.ir.mesh import Mesh
 
 
@@ -49,12 +49,20 @@ class Splits:
         return tuple(shape)
 
     def layout(self, path: str, whole: torch.Tensor, batch: int | None) -> Layout:
-        """Return the layout of the input `path` of this global shape: split where axes divide it, else whole."""
-        layout = replicated(self.mesh)
+        """Return the layout of the input `path` of this global shape: split where axes divide it, else whole.
+
+        A batch that they do not divide together is whole on all of them: programs pad it.
+        """
+        layout, uneven = replicated(self.mesh), set[int]()
         for axis, shard in self._shards(path, whole, batch):
             digit = shard if shard.outer > 1 else next_digit(layout, shard.dim, self.mesh)
             split = layout.with_on(axis, digit)
-            layout = split if is_even(split, whole.shape, self.mesh) else layout
+            if is_even(split, whole.shape, self.mesh):
+                layout = split
+            else:
+                uneven.add(shard.dim)
+        for axis in layout.axes_on(0) if 0 in uneven and whole.shape[0] == batch else ():
+            layout = layout.with_on(axis, R)
         return layout
 
     def _shards(self, path: str, tensor: torch.Tensor, batch: int | None) -> Iterator[tuple[int, Shard]]:

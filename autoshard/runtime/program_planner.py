@@ -26,7 +26,7 @@ from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.shared_plan import Decided
-from passes.ir.layout import Layout, Shard
+from passes.ir.layout import Layout, Shard, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
 
@@ -58,7 +58,7 @@ class ProgramPlanner:
             kwargs,
             call.gradients,
             call.parameters,
-            batch_axes=None if self.made else self.batch_axes(),
+            batch_axes=splits.data_axes if self.made else self.batch_axes(),
             layouts=layouts,
             followed=followed,
             progress=call.progress,
@@ -122,9 +122,21 @@ class ProgramPlanner:
         if self.first is None:
             return Splits(self.mesh, self._data_axes(), self.options.inputs, self._sequence_axes(), is_planned=False)
         layouts = {name: value.layout for name, value in self.first.inputs.items() if value.shape}
+        if self.first.padded_axes:
+            layouts = self._split_when_it_divides(self.first)
         placements = {name: _placements(layout, self.mesh) for name, layout in layouts.items()}
         first = next(iter(layouts.values()), None)
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
+
+    def _split_when_it_divides(self, plan: PlanRecord) -> dict[str, Layout]:
+        """Return the layouts of inputs in a plan whose batch was padded, for a batch that the axes divide."""
+        inputs = {name: value for name, value in plan.inputs.items() if value.shape}
+        batch = next(value.shape[0] for value in inputs.values())
+        layouts = {name: value.layout for name, value in inputs.items()}
+        for axis in map(self.mesh.index, plan.padded_axes):
+            for name in (name for name, value in inputs.items() if value.shape[0] == batch):
+                layouts[name] = layouts[name].with_on(axis, next_digit(layouts[name], 0, self.mesh))
+        return layouts
 
     def _data_axes(self) -> tuple[int, ...]:
         if self.options.recipe == AUTO:

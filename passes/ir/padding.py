@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 _LIBRARIES: Any = torch.library  # not typed
 
@@ -77,6 +78,30 @@ class Padding:
     def is_whole(self) -> bool:
         """Return whether the elements are added at the end of the dim."""
         return self.digit.outer == self.digit.inner == 1
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A parameter or input that is padded, and the first call that it is padded for."""
+
+    value: Node
+    padding: Padding
+    user: Node
+
+
+def is_gain(size: int, parts: int) -> bool:
+    """Return whether padding lets each part be smaller than the whole."""
+    return bool(size % parts) and -(-size // parts) < size
+
+
+def padded_size(size: int, parts: int) -> int:
+    """Return the least multiple of `parts` that is not below `size`."""
+    return -(-size // parts) * parts
+
+
+def padded_batch(value: Node) -> Node | None:
+    """Return the call that pads dim 0 of an input, None if there is none."""
+    return next((user for user in value.users if user.target is PAD_END and user.args[1] == 0), None)
 
 
 def in_factor(sizes: Mapping[str, int], dims: Dims, dim: int, digit: Digit) -> tuple[str, Digit] | None:

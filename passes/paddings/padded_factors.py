@@ -73,6 +73,8 @@ def fill_of(node: Node, space: Space, factor: str, dtype: torch.dtype) -> float 
         is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
         return 0 if is_index and torch.Tag.pointwise not in _tags(node) else None
     op = space.reductions.get(factor, "sum")
+    if dtype is torch.bool:  # a number in its place would make the operand one of numbers
+        return op in ("product", "min")
     if op not in ("max", "min"):
         return 1 if op == "product" else 0
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.ir.graph import item_of, operands, results_of, tensor_of
-from passes.ir.padding import Digit, Padding, in_dims, in_factor
+from passes.ir.padding import Digit, Padded, Padding, in_dims, in_factor, is_gain, padded_size
 from passes.paddings.generated import is_generated
 from passes.recipes.megatron.carry import carry_shardings
 from passes.recipes.megatron.linears import Linear, find_linears, forward_nodes
@@ -25,22 +25,13 @@ from passes.rules.rule import Space, space_of
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Padded:
-    """A parameter that is padded, and the first call that it is padded for."""
-
-    parameter: Node
-    padding: Padding
-    user: Node
-
-
 def padded_parameters(gm: GraphModule, parts: int) -> tuple[Padded, ...]:
     """Return the parameters to pad so that `parts` divides what they make, in the order of their users."""
     weights, forward = weights_of(gm.graph), forward_nodes(gm)
     linears = find_linears(forward, weights)
     found: dict[Node, Padded] = {}
     columns = _Columns(linears, weights, forward)
-    odd = {node: digit for node, digit in columns.found.items() if _gains(digit.size, parts)}
+    odd = {node: digit for node, digit in columns.found.items() if is_gain(digit.size, parts)}
     if odd:
         carry = carry_shardings(forward, linears, weights, parts)
         odd = {node: digit for node, digit in odd.items() if node not in carry.columns and node not in carry.rows}
@@ -53,21 +44,16 @@ def padded_parameters(gm: GraphModule, parts: int) -> tuple[Padded, ...]:
             continue
         if wanted is not None:
             parameter, dim, digit = wanted
-            padding = Padding(dim, digit, -(-digit.size // parts) * parts)
+            padding = Padding(dim, digit, padded_size(digit.size, parts))
             found.setdefault(parameter, Padded(parameter, padding, node))
     return tuple(found.values())
-
-
-def _gains(size: int, parts: int) -> bool:
-    """Return whether padding lets each part be smaller than the whole."""
-    return bool(size % parts) and -(-size // parts) < size
 
 
 def _of_rows(node: Node, weights: dict[Node, Node], parts: int) -> tuple[Node, int, Digit] | None:
     """Return the parameter, dim and digit that the rows of an embedding table are, if inputs index it."""
     table, index = operands(node)[:2]
     rows = tensor_of(table).shape[0]
-    if table not in weights or not depends_on_input(index) or not _gains(rows, parts):
+    if table not in weights or not depends_on_input(index) or not is_gain(rows, parts):
         return None
     return _of_parameter(table, 0, Digit(1, rows, 1), weights)
 

@@ -30,6 +30,15 @@ class _Mask:
     fill: float | int
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A value that is `padded` without a padding."""
+
+    value: Node
+    padded: Node
+    padding: Padding
+
+
 @dataclass
 class PaddedValues:
     """Record what is padded of each value, and the calls that were added; none is added twice.
@@ -40,6 +49,7 @@ class PaddedValues:
     graph: Graph
     fake_mode: FakeTensorMode
     held: dict[Node, dict[Padding, bool]] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
     _made: dict[object, Node] = field(default_factory=dict)
     _short: dict[tuple[Node, Padding], Node] = field(default_factory=dict)  # what a padded value was made from
 
@@ -64,6 +74,7 @@ class PaddedValues:
         key = "cut", value, padding
         if key not in self._made:
             self._made[key] = self._resized(value, padding, value, longer=False)
+            self.cuts.append(Cut(self._made[key], value, padding))
             self._hold(self._made[key], {one: zero for one, zero in self.of(value).items() if one != padding})
         return self._made[key]
 
@@ -86,10 +97,11 @@ class PaddedValues:
         return self._made[key]
 
     def share_zeros(self) -> None:
-        """Give a value with zeros as padding to all users of the value, so that there is one of them."""
+        """Give a value with zeros as padding to all later users of the value, so that there is one of them."""
         for key, masked in self._made.items():
             if isinstance(key, _Mask) and key.fill == 0 and not isinstance(key.fill, bool):
-                key.value.replace_all_uses_with(masked, delete_user_cb=lambda user: user.target is not _MASK)
+                for user in [user for user in key.value.users if user.target is not _MASK and masked < user]:
+                    user.replace_input_with(key.value, masked)
 
     def _hold(self, value: Node, paddings: dict[Padding, bool]) -> None:
         if paddings:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes.base import PassContext
 from passes.ir.graph import (
     InputRole,
+    is_reshard,
     operands,
     pins_of,
     placeholders,
@@ -18,8 +19,15 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable
-from passes.ir.padding import CUT_END, PAD_END
+from passes.ir.padding import CUT_END, PAD_END, padded_batch
 from passes.rules.rule import Row, Space, space_of
+
+
+def batches(graph: Graph) -> tuple[Node, ...]:
+    """Return the inputs, and the padded forms of inputs that are split instead of them."""
+    inputs = placeholders(graph, InputRole.INPUT)
+    padded = [value for node in inputs if (value := padded_batch(node)) is not None]
+    return (*inputs, *(user for value in padded for user in value.users if is_reshard(user)))
 
 
 class Placed:
@@ -30,7 +38,7 @@ class Placed:
 
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.gm, self.mesh = gm, ctx.mesh
-        pins = [pin for node in placeholders(gm.graph, InputRole.INPUT) for pin in pins_of(node)]
+        pins = [pin for node in batches(gm.graph) for pin in pins_of(node)]
         data = {pin.axis for pin in pins if isinstance(pin.placement, Shard)}
         self.order = sorted(range(ctx.mesh.ndim), key=lambda axis: axis not in data)
         self.results: dict[Node, list[tuple[Placement, ...]]] = {}

@@ -338,6 +338,10 @@ class Result:
         self.loss = loss
 
 
+class KeysCache(Result):
+    """Stands for what a library hands from one token to the next."""
+
+
 class ReturnsObject(Model):
     """the model returns a Result at 0, and tensors inside it would be lost; return tensors in tuples, lists, dicts or
     dataclasses, or register the class with torch.utils._pytree.register_pytree_node"""
@@ -517,6 +521,12 @@ class Takes(nn.Module):
             {},
             "argument x is a Result, which is neither a tensor nor a constant; pass tensors in tuples, lists, dicts or "
             "dataclasses, or register the class with torch.utils._pytree.register_pytree_node",
+        ),
+        (
+            (torch.ones(2), KeysCache(torch.ones(2))),
+            {},
+            "argument batch is a KeysCache, which is neither a tensor nor a constant; call the model, or its generate(), "
+            "with use_cache=False",
         ),
         (
             (torch.ones(2), {"y": {"z": 1}, "y.z": 2}),
