@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ CASES = {
     "70b": Case(llama3_70b, "dp=32,tp=8", 64),
     "70b-1": Case(llama3_70b, "dp=32,tp=8", 32),  # one sequence per data-parallel rank: weights outweigh activations
     "405b": Case(llama3_405b, "dp=16,cp=2,tp=8", 32, "h200"),
+    "8b-1m": Case(partial(llama3_8b, seq=1 << 20), "cp=8,tp=8", 1),
+    "405b-128k": Case(partial(llama3_405b, seq=1 << 17), "cp=16,tp=8", 1),
 }
 
 
@@ -51,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help=f"of {', '.join(CASES)}; by default all")
     parser.add_argument("--hardware", help="instead of the case's own")
-    parser.add_argument("--recipe", default="auto")
+    parser.add_argument("--recipe", default="auto", help="'context+megatron' for the cases with long sequences")
     given = parser.parse_args()
     for name in given.cases or CASES:
         hardware = given.hardware or CASES[name].hardware

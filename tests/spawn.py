@@ -1,8 +1,9 @@
 """Run a function on real gloo ranks, one process each, and give back what each returned.
 
 The function and its arguments must be picklable (a module's own function); a rank that raises or hangs fails
-the test with every rank's report. Importing torch takes a process seconds, so that ranks are forked from one that has
-done nothing else; what must not depend on the order of sets is tested on `fresh` processes, which share no seed of hashes.
+the test with every rank's report. Importing torch, dynamo and Inductor takes a process seconds, so that ranks are forked
+from one that has done nothing else; what must not depend on the order of sets is tested on `fresh` processes, which
+share no seed of hashes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class RankError(AssertionError):
     """A rank raised, died or hung."""
 
 
-IMPORTED = ["autoshard", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"]  # before ranks are forked
+IMPORTED = [  # before ranks are forked: 2 s of CPU less in each
+    *("autoshard.api", "autoshard.debug.checking", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("passes._torch.dynamo", "passes._torch.joint", "passes._torch.partition", "passes._torch.inductor.compilation"),
+]
 
 
 def run_on_ranks(

@@ -222,8 +222,11 @@ def _evaluated_whole(
     *,
     effort: Effort,
 ) -> Evaluation:
-    """Evaluate all layers, since those that are equal in the model are not in the program."""
-    expanded = None if solution is None else solution.expanded(folded.repeats)
+    """Evaluate all layers, since those that are equal in the model are not in the program.
+
+    `folded` may be traced from few layers, so that it does not name the nodes of the others.
+    """
+    expanded = None if solution is None else solution.expanded(fold(problem, whole=True).repeats)
     whole, layers = _normalized(problem, Phases(pad=problem.pad).prepare), folded.remarks[-1]
     remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
     return _evaluated(problem, replace(whole, remarks=(remark,)), recipes, expanded, worst, effort=effort)

@@ -13,6 +13,7 @@ check_release()
 check_source()
 try:
     from passes._torch.deferred import (
+        alike_as_now,
         inductor_compile,
         min_cut_partition,
         run_joint_graph_passes,
@@ -83,6 +84,7 @@ __all__ = [
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
+    "alike_as_now",
     "box",
     "checkpoint_of",
     "clear_checkpoint",

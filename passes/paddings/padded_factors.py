@@ -94,14 +94,20 @@ def makes_zeros(
         padding = paddings_of(space, space.operands[i], factors)[factor]
         if not values.of(new[i])[padding]:
             return False
+    is_pointwise = torch.Tag.pointwise in _tags(node)
     if any(linear.operands and set(linear.operands) <= carrying for linear in space.linear):
-        return True
-    return len(carrying) == len(new) and torch.Tag.pointwise in _tags(node) and _is_zero_at_zero(node)
+        return not is_pointwise or _is_zero_at_zero(node, carrying)  # 0 / 0 is not zero
+    return len(carrying) == len(new) and is_pointwise and _is_zero_at_zero(node, carrying)
 
 
-def _is_zero_at_zero(node: Node) -> bool:
-    """Return whether a pointwise call on zeros gives zero."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda value: torch.zeros((), dtype=tensor_of(value).dtype))
+def _is_zero_at_zero(node: Node, zeros: set[int]) -> bool:
+    """Return whether a pointwise call gives zero if the operands `zeros` are zero and the others are one."""
+    places = {id(value): float(i not in zeros) for i, value in enumerate(operands(node))}
+
+    def number(value: Node) -> torch.Tensor:
+        return torch.full((), places[id(value)]).to(tensor_of(value).dtype)
+
+    args, kwargs = map_arg((node.args, node.kwargs), number)
     assert callable(node.target)
     made = node.target(*args, **kwargs)
     return isinstance(made, torch.Tensor) and not bool(made)

@@ -63,6 +63,18 @@ class Attention(nn.Module):
         return self.out(weights @ q).pow(2).mean()
 
 
+class Cosines(nn.Module):
+    """Divides rows by their norms: a padded row of zeros becomes 0 / 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = self.up(x / x.norm(dim=-1, keepdim=True))
+        return F.cross_entropy(self.out(h / h.norm(dim=-1, keepdim=True)), labels)
+
+
 def checked(
     model: nn.Module, args: tuple[Tensor, ...], mesh: str, recipe: str, axes: tuple[int, ...] = (0,), *, grads: bool = True
 ) -> tuple[PlanRecord, Check]:
@@ -118,6 +130,12 @@ def test_what_sees_all_of_a_batch_does_not_see_its_padding() -> None:
 def test_padding_that_is_not_a_number_reaches_no_gradient() -> None:
     mask = torch.ones(BATCH, 3, dtype=torch.bool).tril(1)
     _, found = checked(Attention(), (batch(3, IN), mask), "dp=2", "zero2")
+    assert found and not found.not_compared, str(found)
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=2", "fsdp"), ("dp=2,tp=2", "fsdp+megatron")])
+def test_a_padded_row_that_is_divided_by_its_norm_reaches_no_gradient(mesh: str, recipe: str) -> None:
+    _, found = checked(Cosines(), (batch(IN), labels()), mesh, recipe)
     assert found and not found.not_compared, str(found)
 
 

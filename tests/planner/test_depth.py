@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from autoshard import Mesh, Options
+from autoshard.planner import recomputation
 from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
+from passes.cost.program import Program
+from passes.cost.unroll import unroll
+from passes.errors import UnlikeLayersError
+from passes.ir.folded_layers import Repeats
 from tests.planner.test_search import on_meta
 
 
@@ -31,3 +36,19 @@ def test_four_times_the_layers_take_at_most_twice_as_long_after_capture() -> Non
     seconds_after_capture(8)  # what is cached once is not measured
     few, many = seconds_after_capture(12), seconds_after_capture(48)
     assert many <= 2 * few, f"{few:.1f} s and {many:.1f} s"
+
+
+def test_a_solution_whose_layers_become_unlike_is_planned_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that it was found on was traced from a few layers, and names no node of the others."""
+
+    def unlike(program: Program, repeats: Repeats) -> Program:
+        if repeats.runs:
+            raise UnlikeLayersError("layers.2 and layers.9 differ")
+        return unroll(program, repeats)
+
+    monkeypatch.setattr(recomputation, "unroll", unlike)
+    model, args = on_meta(64, 16, 10)
+    request = PlanRequest(model, args, {}, Mesh("tp=2", hardware="h100"), Options())
+    plan, _ = plan_ahead(request)
+    assert plan.search is not None and "solved" in [one.name for one in plan.search.candidates if one.cost is not None]
+    assert any("all layers are planned" in remark.text for remark in plan.remarks)

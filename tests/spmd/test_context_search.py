@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -47,6 +48,35 @@ def test_a_searched_plan_says_that_attention_runs_whole() -> None:
     assert found == [
         ("solve", "on cp: attention runs whole on all 4 ranks: each computes 3.17e+03 FLOP, and as a part 792")
     ]
+
+
+WAYS = ("context(gather)", "context(ring)", "context(all_to_all)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_way_chosen_is_as_fast_as_any_fixed_way(causal: bool, kv_heads: int) -> None:
+    """Over numbers of ranks and links, in the simulator."""
+    whole, worse = Reference.of(attend((1, 32, 12), causal=causal, kv_heads=kv_heads)), []
+    for ranks, bandwidth in product((2, 4), (1e9, 3e5, 2e4)):
+        mesh, steps = Mesh(f"cp={ranks}", hardware=slow(bandwidth=bandwidth)), dict[str, float]()
+        for name in ("context", *WAYS[: 3 if kv_heads % ranks == 0 else 2]):
+            cost = whole.plan(mesh, Options(recipe=name)).planned.plan.cost
+            assert cost is not None
+            steps[name] = cost.step_time
+        if steps["context"] > min(steps.values()) * (1 + 1e-3):
+            worse.append((ranks, bandwidth, steps))
+    assert worse == []
+
+
+def test_activations_take_a_part_of_the_memory() -> None:
+    whole, taken = Reference.of(attend((1, 256, 12), causal=True, kv_heads=4)), list[int]()
+    for ranks in (1, 2, 4):
+        plan = whole.plan(Mesh(f"cp={ranks}", hardware=hardware_named("h100")), Options(recipe=WAYS[1])).planned.plan
+        assert plan.cost is not None
+        taken.append(plan.cost.memory.activations)
+    assert taken[1] <= 1.01 * taken[0] / 2 and taken[2] <= 1.01 * taken[0] / 4
 
 
 def test_recipes_with_context_are_tried_on_an_axis_for_sequences() -> None:

@@ -25,7 +25,7 @@ from autoshard.capture.held_objects import DEPTH_MAX, INTERNAL, inside_of
 from autoshard.capture.signature import format_tensor, is_constant
 from autoshard.runtime.calls.alone import Alone
 from autoshard.runtime.calls.stored_values import StoredValues
-from passes._torch import required_gradients, unchanged_since_now
+from passes._torch import alike_as_now, required_gradients, unchanged_since_now
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -77,6 +77,7 @@ class ModelStates:
     trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
     _parameters: tuple[nn.Parameter, ...] = ()
     _unchanged: Callable[[], bool] = lambda: False
+    _alike: Callable[[], bool] = lambda: False
     _handles: int = -1
 
     def own_forward(self, model: nn.Module) -> Any:
@@ -93,7 +94,7 @@ class ModelStates:
         return (
             self._handles == RemovableHandle.next_id
             and self._unchanged()
-            and required_gradients(self._parameters) == self.trained
+            and (self._alike() or required_gradients(self._parameters) == self.trained)  # in another mode, the second
         )
 
     def update(self, model: nn.Module, kind: type[nn.Module], *, is_new: bool = False) -> None:
@@ -116,7 +117,7 @@ class ModelStates:
         self.signature = inspect.signature(forward or kind.forward.__get__(model))
         self._handles, self._unchanged = RemovableHandle.next_id, found.watch(model, self.stored)
         self._parameters = tuple(model.parameters())
-        self.trained = required_gradients(self._parameters)
+        self.trained, self._alike = required_gradients(self._parameters), alike_as_now(self._parameters)
         self.training = tuple(module.training for module in model.modules())
         return found.entries
 

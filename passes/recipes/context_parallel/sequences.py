@@ -26,7 +26,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Shard
 from passes.recipes.context_parallel.long_sequences import blocks_of
 from passes.recipes.context_parallel.way_costs import POSITIONS
-from passes.recipes.context_parallel.ways import WAYS, Attention, Uses
+from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention, is_attention_backward
 from passes.rules.rule import call_of, row_giving, space_of
@@ -38,13 +38,16 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
     Without `way`, each call runs in the one that is predicted to be the fastest.
     """
     found, uses = dict[Node, Shard](), Uses()
-    refused: list[tuple[Node, str]] = []
+    refused, ways = list[tuple[Node, str]](), list[tuple[Attention, str]]()
     for one in _attentions(site, way):
         why = _why_not(one, way)
         if why:
             refused.append((one.node, why))
-            continue
-        chosen = way or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)
+        else:
+            ways.append((one, way or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
+    if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
+        return shard_sequences(site, EXCHANGE)  # no call needs the sequence in blocks
+    for one, chosen in ways:
         for value, reached in _inputs_of(one, chosen):
             found.setdefault(value, reached)
         uses |= one.uses(chosen)
@@ -64,7 +67,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
 def _attentions(site: Site, way: str | None) -> list[Attention]:
     """Return the calls of attention; causal ones come first, as they decide how the sequence is cut."""
     calls = [node for node in site.gm.graph.nodes if is_attention(node.target)]
-    is_cut = way != "all_to_all" and any(bool(call_of(node).arg("is_causal")) for node in calls)
+    is_cut = way != EXCHANGE and any(bool(call_of(node).arg("is_causal")) for node in calls)
     found = []
     for node in calls:
         outer = blocks_of(results_of(node)[0].shape[POSITIONS], site.size) if is_cut else 1

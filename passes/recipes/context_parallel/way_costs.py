@@ -116,9 +116,11 @@ def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
     queries, keys = (one.tensor(name).shape[2] // one.ranks for name in ("query", "key"))
     if not one.is_causal:
         return one.kernel(call, queries, keys)
-    piece = queries // one.blocks
-    own = one.kernel(call, piece, piece, is_causal=is_causal, times=one.blocks)
-    return own + sum(one.kernel(call, piece, i * piece, is_causal=False) for i in range(1, one.blocks))
+    piece, total = queries // one.blocks, 0.0
+    for blocks in range(1, one.blocks):  # before the queries' own; in the backward, those of the queries after the keys' own
+        many = {"queries": piece * blocks, "keys": piece} if is_attention_backward(call.op) else {}
+        total += one.kernel(call, **{"queries": piece, "keys": piece * blocks, **many}, is_causal=False)
+    return total + one.kernel(call, piece, piece, is_causal=is_causal, times=one.blocks)
 
 
 def exchange_seconds(one: Attending) -> float:

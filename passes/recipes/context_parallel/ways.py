@@ -20,6 +20,7 @@ from passes.rules.attention import operand_names
 from passes.rules.rule import Call, Row, call_of, row_sharding, space_of
 
 WAYS = tuple(SECONDS)  # in the order in which equally fast ones are chosen
+EXCHANGE = "all_to_all"
 _HEADS = 1
 _KEYS = ("key", "value")
 _WHY = {"query": "queries", "key": "keys", "value": "values", "grad_out": "gradient", "grad_out_": "gradient"}
@@ -54,7 +55,7 @@ class Attention:
         found = []
         for node in self.calls:
             space, names = space_of(node), operand_names(call_of(node))
-            placement = self.heads if way == "all_to_all" else self.positions
+            placement = self.heads if way == EXCHANGE else self.positions
             by = "query" if way == "gather" else "key"
             row = None if space is None else row_sharding(space, names.index(by), placement, self.site.size)
             found.append(row if row is not None and row.operands[names.index("query")] == placement else None)
@@ -65,7 +66,7 @@ class Attention:
         if all(row is not None for row in self.rows(way)):
             return ""
         keys, size = call_of(self.node).arg("key").shape, self.site.size
-        if way == "all_to_all" and keys[_HEADS] % (size * self.site.feature_parts):
+        if way == EXCHANGE and keys[_HEADS] % (size * self.site.feature_parts):
             parts = f"{size}" if self.site.feature_parts == 1 else f"{size} x {self.site.feature_parts}"
             return f"{keys[_HEADS]} heads of keys do not divide by {parts}"
         if way == "ring" and keys[POSITIONS] % (size * self.positions.outer):
@@ -100,7 +101,7 @@ class Attention:
     def before(self, way: str) -> Iterator[tuple[Node, Shard]]:
         """Yield the operands whose positions are sharded where they come from, and how."""
         values = operands(self.node)
-        if way == "all_to_all":
+        if way == EXCHANGE:
             for value in values[:3]:  # queries, keys and values
                 if tensor_of(value).shape[POSITIONS] % (self.positions.outer * self.site.size) == 0:
                     yield value, self.positions
@@ -118,7 +119,7 @@ class Attention:
                 if name in _WHY:
                     again = way == "gather" and name in _KEYS
                     found[node, number] = Decision(placement, f"context({way}): {_WHY[name]}", again=again)
-            if way == "all_to_all":
+            if way == EXCHANGE:
                 found |= {use: Decision(at, f"context({way}): {why}") for use, at, why in self._returned(node)}
         return found
 
