@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, differences, exchange, together
 from autoshard.runtime.calls.alone import allow_alone, refuse_alone
+from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.calls.global_batch import parts_of
 from autoshard.runtime.calls.programs import (
     ONE_MODEL,
@@ -197,6 +198,7 @@ def shard_module(
     )
     state.states.given_forward = sharded.__dict__.get("forward")
     refuse_alone(sharded)
+    draw_whole(sharded)
     if planned is not None:
         described = format_planned(sharded, planned.signature, gradients=gradients)
         install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)

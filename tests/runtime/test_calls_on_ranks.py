@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import Options, autoshard
+from autoshard.runtime.calls.drawing import Resets
 from examples.gpt import GPT, Config
 from tests.spawn import Failure, reports_of_ranks, run_on_ranks
 
@@ -113,6 +114,32 @@ def _gan(rank: int) -> float:
 
 def test_a_gan_trains_as_on_one_device() -> None:
     assert max(run_on_ranks(_gan, 2)) < 1e-12
+
+
+def _draw(rank: int, planned: bool) -> float:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with torch.device("meta"):
+        model, x = build(), torch.ones(4, 4)
+    sharded: Any = autoshard(model, mesh, (x,) if planned else None, options=Options(recipe="fsdp", compile="eager"))
+    sharded.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in sharded.modules():
+        if isinstance(module, Resets):
+            module.reset_parameters()
+    torch.manual_seed(0)
+    one, x = build(), torch.linspace(-1, 1, 16).reshape(4, 4)
+    outputs = sharded(*sharded.shard(x)), one(x).chunk(2)[rank]
+    assert sharded[0].weight.to_local().numel() == 14
+    pairs = [(p.detach().full_tensor(), q) for p, q in zip(sharded.parameters(), one.parameters(), strict=True)]
+    return max(float((p - q).detach().abs().max()) for p, q in (*pairs, outputs))
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=("planned", "at the first call"))
+def test_a_model_on_meta_draws_the_values_of_one_device(planned: bool) -> None:
+    assert max(run_on_ranks(_draw, 2, planned)) < 1e-6
 
 
 def _replace_head(rank: int, seed: int) -> float:

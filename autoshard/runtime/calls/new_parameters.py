@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.runtime.calls.alone import refuse_alone
+from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.parameters import Place, distributed_parameter
 from passes.errors import UserError
 from passes.ir.layout import replicated
@@ -53,6 +54,7 @@ def take_over(model: nn.Module, place: Place) -> dict[str, nn.Parameter]:
                 module._buffers[name] = buffer.to(place.device)
     if found:
         refuse_alone(model)
+        draw_whole(model)
     return found
 
 
