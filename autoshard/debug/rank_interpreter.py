@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes._torch import OpOverload
-from passes.errors import CompilerError
+from passes._torch import OpOverload, flatten_pytree, unflatten_pytree
+from passes.errors import CompilerError, UserError
 from passes.ir.collectives import Simulated, kind_of_op
-from passes.ir.graph import returned
+from passes.ir.graph import origin_of, returned
 from passes.ir.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
+
+LEAST_BYTES = 4  # of a number in float32: torch computes all ops in it, and not all in float16 and bfloat16
 
 
 def run_ranks(
@@ -74,7 +76,37 @@ def _call(node: Node, mesh: Mesh, values: list[dict[Node, Any]]) -> list[Any]:
     if node.target is c10d.wait_tensor.default:
         return [positional[0] for positional, _ in args]
     target: Callable[..., Any] = operator.getitem if node.target is operator.getitem else _callable(node)
-    return [target(*positional, **named) for positional, named in args]
+    return [_called(node, target, positional, named) for positional, named in args]
+
+
+def _called(node: Node, target: Callable[..., Any], positional: Any, named: Any) -> Any:
+    """Return the result of an op. Raises UserError for one that torch does not compute in a dtype of low precision."""
+    try:
+        return target(*positional, **named)
+    except RuntimeError as error:
+        leaves, spec = flatten_pytree((positional, named))
+        low = [leaf for _, leaf in leaves if _is_low(leaf)]
+        if not low or not _runs(target, unflatten_pytree([leaf.float() if _is_low(leaf) else leaf for _, leaf in leaves], spec)):
+            raise
+        origin = origin_of(node)
+        place = f"\n  {origin.file}:{origin.line}: {origin.source}" if origin.file else ""
+        dtype, device = str(low[0].dtype).removeprefix("torch."), low[0].device.type
+        raise UserError(
+            f"torch does not compute {node.target} of {dtype} on {device}; give it float32, such as x.float(), or leave "
+            f"mixed_precision out{place}"
+        ) from error
+
+
+def _is_low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() < LEAST_BYTES
+
+
+def _runs(target: Callable[..., Any], args: tuple[Any, Any]) -> bool:
+    try:
+        target(*args[0], **args[1])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _callable(node: Node) -> Callable[..., Any]:

@@ -27,6 +27,9 @@ from passes.search.tune_multipliers import fit_memory, tune
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
 PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds
+# Transitions of a program that is solved even if nothing fits yet. One with 260,000 columns took HiGHS 12 s; the next, with
+# 776,000, did not return in ten minutes.
+LARGEST = 250_000
 PROOF = 0.01  # of the step: where no program is small enough, it is probed that no assignment is shorter by this
 # Part of the bound: probing takes long and rarely closes a larger gap, so it is not tried. The gap of 0.3 % of Llama 3
 # 405B took it 289 probes; that of 1.7 % of a small model was not closed in 600.
@@ -98,7 +101,9 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
         threshold = min(threshold, bounds.incumbent.objective)
     restriction, proven = remaining(state.pruned(threshold)), threshold
     if restriction.is_possible:
-        if bounds.incumbent is not None and (restriction.size > PROVABLE or state.clock.is_late):
+        if restriction.size > (LARGEST if bounds.incumbent is None else PROVABLE):
+            return False
+        if bounds.incumbent is not None and state.clock.is_late:
             return False
         assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.clock.for_program)
         state.offer_solved(assignment)

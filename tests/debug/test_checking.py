@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard import InputError, Options, check, plan, rule
+from autoshard import InputError, Options, UserError, check, plan, rule
 from tests.models import build
 
 
@@ -151,6 +151,28 @@ def test_a_given_plan_is_followed() -> None:
 equal on 4 simulated ranks (dp=2,tp=2)
 22 values are within 5e-02 of one device's
 results not compared with the model's: it computes in another precision""")
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.polar(y.abs(), y).abs().sum()
+
+
+def test_an_op_that_torch_lacks_in_a_low_precision_is_named() -> None:
+    options = Options(recipe="ddp", mixed_precision=MixedPrecisionPolicy(torch.bfloat16))
+    with pytest.raises(UserError) as caught:
+        check(Turns(), "dp=2", (torch.randn(8, 6),), options=options)
+    message, place = str(caught.value).split("\n")
+    assert message == (
+        "torch does not compute aten.polar.default of bfloat16 on cpu; give it float32, such as x.float(), or leave "
+        "mixed_precision out"
+    )
+    assert place.endswith("return torch.polar(y.abs(), y).abs().sum()")
 
 
 def test_a_check_needs_values() -> None:

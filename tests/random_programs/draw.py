@@ -197,7 +197,8 @@ def _options(random: Random, program: Program, axes: Axes) -> dict[str, Any]:
     model, args = program.make()
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     inputs = {name: tuple(tensor.shape) for name, tensor in zip(program.inputs, args, strict=True)}
-    step = run_on_one_device(Call(model, args, {}), training=False)
+    with default_dtype(program.dtype):
+        step = run_on_one_device(Call(model, args, {}), training=False)
     outputs = {name: tuple(tensor.shape) for name, tensor in step.outputs.items()}
     for name, chance, shapes in (("params", 0.2, parameters), ("inputs", 0.1, inputs), ("outputs", 0.05, outputs)):
         if random.random() < chance and (found := _placements(random, axes, shapes)):

@@ -100,6 +100,10 @@ def test_layers_are_cut_as_well() -> None:
     assert case.program.layer == Layer({}, ("v1 = h.cumsum(0)",), "v1", 1)
 
 
+def test_a_program_that_makes_tensors_is_drawn_in_its_dtype() -> None:
+    assert draw(101598).program.dtype == "float64"
+
+
 def test_a_program_without_finite_numbers_is_not_drawn() -> None:
     assert runs(Program({"a0": "torch.randn(4)"}, {}, ("v0 = a0.abs().sqrt()",)))
     assert not runs(Program({"a0": "torch.randn(4)"}, {}, ("v0 = a0.log()",)))

@@ -14,10 +14,12 @@ import passes.rules  # registers the rules
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
+from passes.search import optimize
 from passes.search.goal import Goal
 from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
 from passes.search.prepared import prepare
+from passes.search.search_state import SearchState
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.evaluate import evaluate
 from passes.search.solvers.mip import Formulation
@@ -164,6 +166,29 @@ def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
     plan, bound = solve(factor_graph, unit_costs, Goal(time_limit=0.0))
     assert 0.0 < bound <= plan.objective
     assert len(plan.strategies) == len(factor_graph.variables)
+
+
+def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS does not return from a program of a million columns."""
+    factor_graph, unit_costs = problem_of(deep_graph(1, "dp=2"))
+    monkeypatch.setattr(optimize, "fit_memory", lambda *_: True)  # as where nothing that was rounded fits
+    monkeypatch.setattr(optimize, "tune", lambda *_: None)
+    monkeypatch.setattr(optimize, "PROVABLE", 0)
+    monkeypatch.setattr(SearchState, "_fits", lambda *_: False)
+    goal = Goal(memory_limit=1e12)
+    solved: list[Formulation] = []
+
+    def counted(self: Formulation, *_: Any, **__: Any) -> tuple[None, float]:
+        solved.append(self)
+        return None, math.inf
+
+    monkeypatch.setattr(Formulation, "solve", counted)
+    for largest, programs in ((10**6, len(optimize.WIDENINGS)), (0, 0)):
+        monkeypatch.setattr(optimize, "LARGEST", largest)
+        solved.clear()
+        with pytest.raises(MemoryLimitError):
+            solve(factor_graph, unit_costs, goal)
+        assert len(solved) == programs
 
 
 @pytest.mark.slow
