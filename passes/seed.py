@@ -35,7 +35,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable, next_digit, replicated
 from passes.ir.padding import padded_batch
 from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named
-from passes.recipes.storage import reshard_for_use
+from passes.recipes.storage import first_dim_that_divides, reshard_for_use
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Seed(Pass):
        first input. If that batch was padded, the padded inputs are split over the axes in `batch`.
     4. An axis whose recipe has a `store` keeps its part of each parameter (and so of its gradient), and gathers
        the parameter before use: again in the backward if the recipe frees what was gathered. Where a parameter
-       is cast to fewer bytes, the result of the cast is gathered.
+       is cast to fewer bytes, the result of the cast is gathered. Parameters that another recipe uses whole
+       (`Decisions.gathered`) are stored in parts and gathered as well.
 
     Before:
 
@@ -102,10 +103,10 @@ class Seed(Pass):
         pins = _Pins(gm, ctx, self)
         _keep(dict(self.stored), pins)
         _constrain(self, pins)
-        _decide(recipes, pins)
+        gathered = _decide(recipes, pins)
         _split_batch(recipes, pins)
         _split_padded(self.batch, pins)
-        _store(recipes, pins)
+        _store(recipes, gathered, self, pins)
         return pins.changed
 
 
@@ -180,7 +181,8 @@ def _constrain_output(value: Node, constraints: list[Constraint], pins: _Pins) -
 # --- 2: decisions of recipes
 
 
-def _decide(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
+def _decide(recipes: Mapping[int, Recipe], pins: _Pins) -> dict[int, frozenset[str]]:
+    """Pin what the recipes decide; return by axis the parameters that are stored in parts though they are used whole."""
     sizes = pins.mesh.sizes
     batch_parts = math.prod(sizes[axis] for axis, recipe in recipes.items() if recipe.carries_batch)
     decided: list[tuple[int, Decisions]] = []  # of all axes, before one of them changes the graph
@@ -191,6 +193,7 @@ def _decide(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
             batch_parts *= sizes[axis]  # values between blocks may be sharded on the batch
     for axis, decisions in decided:
         _apply(decisions, axis, pins)
+    return {axis: decisions.gathered for axis, decisions in decided}
 
 
 def _apply(decisions: Decisions, axis: int, pins: _Pins) -> None:
@@ -286,14 +289,31 @@ def _split_padded(axes: tuple[int, ...], pins: _Pins) -> None:
 # --- 4: parameters between steps
 
 
-def _store(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
-    storing = {axis: recipe for axis, recipe in recipes.items() if recipe.store is not None}
-    if not storing:
-        return
+def _store(recipes: Mapping[int, Recipe], whole: Mapping[int, frozenset[str]], seed: Seed, pins: _Pins) -> None:
+    """Store parameters in parts and gather them: all on the axis of a recipe with a `store`, and those in `whole`."""
+    asked = {(one.name, pins.mesh.index(one.axis)) for one in seed.params}
     for node in placeholders(pins.gm.graph, InputRole.PARAMETER):
-        gathered = {axis: recipe for axis, recipe in storing.items() if _store_part(node, axis, recipe, pins)}
+        name, gathered = input_of(node).name, dict[int, Recipe]()
+        for axis, recipe in recipes.items():
+            if recipe.store is not None:
+                is_stored = _store_part(node, axis, recipe, pins)
+            else:
+                is_stored = name in whole[axis] and (name, axis) not in asked and _store_whole(node, axis, recipe, pins)
+            if is_stored:
+                gathered[axis] = recipe
         if gathered:
             _gather(node, gathered)
+
+
+def _store_whole(node: Node, axis: int, recipe: Recipe, pins: _Pins) -> bool:
+    """Pin an even part of a parameter that is used whole; return False if there is none."""
+    shape = tuple(tensor_of(node).shape)
+    if not _is_pinned(node, axis):
+        placement = first_dim_that_divides(pins.layouts[node], axis, shape, pins.mesh)
+        if placement is None or not is_even(pins.layouts[node].with_on(axis, placement), shape, pins.mesh):
+            return False
+        pins.add(node, axis, placement, f"{recipe.name}: used whole, stored in parts")
+    return isinstance(pins.layouts[node].on(axis), Shard)
 
 
 def _store_part(node: Node, axis: int, recipe: Recipe, pins: _Pins) -> bool:
@@ -320,7 +340,7 @@ def _gather(node: Node, recipes: Mapping[int, Recipe]) -> None:
     users = [user for user in value.users if user.op != "output"]
     if not users:
         return
-    again = all(recipe.frees_gathered for recipe in recipes.values())
+    again = all(recipe.frees_gathered or recipe.store is None for recipe in recipes.values())
     first = next(iter(recipes.values()))
     new = reshard_for_use(value, users, f"seed: {first.name}: gathered for use", again=again)
     set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own

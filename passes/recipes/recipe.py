@@ -53,6 +53,7 @@ class Decisions:
     remarks: tuple[tuple[Node, str], ...] = ()
     inputs: Mapping[Node, Decision] = field(default_factory=dict)  # by placeholder: how the caller splits it
     operands: Mapping[tuple[Node, int], Decision] = field(default_factory=dict)  # by call and number: how it is taken
+    gathered: frozenset[str] = frozenset()  # FQNs of parameters that are used whole: stored in parts, gathered for use
 
 
 Decide = Callable[[Site], Decisions]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from expecttest import assert_expected_inline
 
 import passes.rules  # registers the rules
 from passes.base import PassContext
-from passes.ir.layout import Layout, R, Shard, parse_layout
+from passes.ir.layout import Layout, Placement, R, Shard, parse_layout
 from passes.ir.text import format_graph, parse_graph
 from passes.seed import Constraint, Seed
 from passes.verify import verify
@@ -112,6 +113,38 @@ def test_megatron_leaves_whole_what_does_not_divide_and_says_so() -> None:
         "on tp: down stays whole: its 8 columns do not divide by 5",
     ]
     assert "pinned" not in graph
+
+
+SORTED = """\
+mesh dp=2,tp=2
+stage CAPTURED
+%w: f32[8, 12] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 12] = mm(%x, %w)
+%sort: (f32[4, 12], i64[4, 12]) = sort(%mm, 1)
+%getitem: f32[4, 12] = getitem(%sort, 0)
+return output("output") %getitem
+"""
+IN_PARTS = 'tp:S(0/2) "megatron: used whole, stored in parts"'
+
+
+def test_a_weight_that_megatron_uses_whole_is_stored_in_parts_and_gathered() -> None:
+    graph, _ = seeded(Seed(("fsdp", "megatron")), SORTED)
+    assert f'%w: f32[8, 12] pinned(dp:S(0) "fsdp: stored sharded", {IN_PARTS}) = parameter("w")' in graph
+    gathered = 'pinned(dp:R "fsdp: gathered for use", tp:R "megatron: gathered for use") recompute = reshard(%w)'
+    assert f"%reshard: f32[8, 12] {gathered}" in graph and "mm(%x, %reshard)" in graph
+
+
+def test_a_later_program_gathers_a_weight_that_is_stored_in_parts() -> None:
+    stored = Layout((R, Shard(0)))
+    graph, _ = seeded(Seed((None, "megatron"), stored=(("w", stored),)), SORTED)
+    assert 'tp:S(0) "stored already"' in graph and "mm(%x, %reshard)" in graph
+
+
+@pytest.mark.parametrize("placement", [R, Shard(0)], ids=str)
+def test_a_weight_that_the_user_places_is_not_gathered_by_megatron(placement: Placement) -> None:
+    graph, _ = seeded(Seed((None, "megatron"), params=(Constraint("w", "tp", placement),)), SORTED)
+    assert "reshard" not in graph
 
 
 def test_the_batch_is_dim_0_of_inputs_that_are_as_long_as_the_first() -> None:

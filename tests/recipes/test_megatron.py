@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, check, plan
+from passes.ir.layout import R
 
 DIM, VOCAB, SEQ, BATCH = 16, 32, 8, 4
 
@@ -70,3 +71,30 @@ def test_embeddings_are_combined_in_any_way(name: str) -> None:
 def placements(made: ShardingPlan, *modules: str) -> dict[str, str]:
     names = [f"{module}.weight" for module in modules]
     return {name: str(made.parameters[name].layout.placements[-1]) for name in names}  # on tp, the last axis
+
+
+class Grouped(nn.Module):
+    """Attention whose q, k and v are one linear, with fewer heads of k and v."""
+
+    def __init__(self, heads: int = 4, groups: int = 2, size: int = 4) -> None:
+        super().__init__()
+        self.widths, self.size = (heads * size, groups * size, groups * size), size
+        self.qkv, self.out = nn.Linear(DIM, sum(self.widths), bias=False), nn.Linear(heads * size, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p.unflatten(-1, (-1, self.size)).transpose(1, 2) for p in self.qkv(x).split(self.widths, -1))
+        attended = F.scaled_dot_product_attention(q, *(p.repeat_interleave(q.shape[1] // p.shape[1], 1) for p in (k, v)))
+        return (x + self.out(attended.transpose(1, 2).flatten(2))).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dp", ["fsdp", "ddp"])
+def test_a_projection_with_parts_of_different_sizes_is_a_fourth_on_each_rank_and_equal(dp: str) -> None:
+    torch.manual_seed(0)
+    model, args = Grouped().double(), (torch.randn(BATCH, SEQ, DIM, dtype=torch.float64),)
+    options = Options(recipe={"dp": dp, "tp": "megatron"})
+    made = plan(model, Mesh("dp=2,tp=2", hardware="cpu"), args, options=options)
+    ways = [sum(p != R for p in made.parameters[f"{name}.weight"].layout.placements) for name in ("qkv", "out")]
+    assert ways == ([2, 2] if dp == "fsdp" else [1, 1])
+    found = check(model, "dp=2,tp=2", args, plan=made)
+    assert found and found.tolerance <= 1e-9, str(found)

@@ -6,7 +6,8 @@ Korthikanti et al. 2022 (values between blocks are sharded on the sequence).
 Linears are visited in program order. One whose input already carries a sharding of the contracted factor is
 row-parallel; any other is column-parallel, and the sharding of its result is carried on by the rules, through
 activation functions, heads, attention and the loss. If an op cannot carry it on, the linears that it came from try
-another digit (a fused projection is sharded inside each of its parts), and then stay whole.
+another digit (a fused projection is sharded inside each of its parts), and then stay whole: every rank makes the products
+of its part of the sequence with the whole weight, which is stored in parts and gathered for use.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def tensor_parallel(site: Site) -> Decisions:
     parameters = dict(_linear_parameters(carry))
     values: dict[Node, Decision] = {}
     remarks: list[tuple[Node, str]] = []
+    whole: list[str] = []
     for node in forward:
         if node.target is aten.embedding.default:
             _shard_table(node, carry, parameters, remarks)
@@ -52,9 +54,11 @@ def tensor_parallel(site: Site) -> Decisions:
     for node, linear in carry.linears.items():
         if node not in carry.columns and node not in carry.rows:
             remarks.append((node, f"{_weight_name(linear, carry)} stays whole: {_why_whole(linear, carry)}"))
+            if node not in carry.ways.adapters:
+                whole.append(_weight_name(linear, carry))
             if any(carry.linears[other].x is linear.x for other in carry.columns):
                 values[node] = Decision(R, "megatron: whole beside column-parallel linears")
-    return Decisions(parameters, values, tuple(remarks))
+    return Decisions(parameters, values, tuple(remarks), gathered=frozenset(whole).difference(parameters))
 
 
 def _linear_parameters(carry: Carry) -> Iterator[tuple[str, Decision]]:
