@@ -43,21 +43,24 @@ def _draws_again(joint: GraphModule) -> bool:
     return False
 
 
-def with_equal_calls_merged(graph: Graph) -> Graph:
+def with_equal_calls_merged(graph: Graph, **more: Any) -> Graph:
     """Return a copy of `graph` in which equal calls are one, as torch's function does.
+
+    From torch 2.14 on, `extra_node_key` in `more` says what else of nodes has to be equal.
 
     Torch's keeps calls before and after a mutation apart, for which it imports Inductor's compiler. It is called only for
     a graph that may have mutations.
     """
     if not all(_is_functional(node) for node in graph.nodes if node.op == "call_function"):
-        return fx_graph_cse(graph)
+        return fx_graph_cse(graph, **more)
+    extra = more.get("extra_node_key") or (lambda _: None)
     returned = {_storage(node) for node in graph.output_node().all_input_nodes} - {None}
     merged, copies, first = Graph(), dict[Node, Node](), dict[Any, Node]()
     for node in graph.nodes:
         if node.op != "call_function" or get_aten_target(node) in _REPEATED or _storage(node) in returned:
             copies[node] = merged.node_copy(node, copies.__getitem__)
             continue
-        key = node.target, _key(node.args, copies), _key(node.kwargs, copies)
+        key = node.target, _key(node.args, copies), _key(node.kwargs, copies), extra(node)
         if key not in first:
             first[key] = merged.node_copy(node, copies.__getitem__)
         copies[node] = first[key]
