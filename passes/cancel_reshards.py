@@ -26,6 +26,7 @@ from passes.ir.graph import (
     set_layouts,
     set_needs,
     set_note,
+    set_operands,
     set_recompute,
     set_value,
     tensor_of,
@@ -211,14 +212,14 @@ def _needs_in_parts(
 
 
 def _recompute_in_parts(node: Node, source: Node, needs: tuple[Layout, ...]) -> None:
-    graph = node.graph
+    graph, parts = node.graph, list(operands(source))
     with graph.inserting_before(source):
-        parts = {}
-        for value, need in zip(operands(source), needs, strict=True):
+        for number, (value, need) in enumerate(zip(operands(source), needs, strict=True)):
             if need != layout_of(value):
-                parts[value] = graph.call_function(reshard, (value,))
-                _dress(parts[value], node, value, need, layout_of(value))
-        new = graph.node_copy(source, lambda value: parts.get(value, value))
+                parts[number] = graph.call_function(reshard, (value,))
+                _dress(parts[number], node, value, need, layout_of(value))
+        new = graph.node_copy(source)
+    set_operands(new, parts)  # by position: a call may take one value twice, in two layouts
     set_layouts(new, layout_of(node))
     set_needs(new, needs)
     node.replace_all_uses_with(new)

@@ -323,3 +323,24 @@ stage EXPLICIT
 return output("output") %add
 """
     assert_declines(CancelReshards(), before)
+
+
+def test_a_part_of_a_call_on_one_value_twice_is_made_of_two_layouts_of_it() -> None:
+    before = """
+mesh tp=2
+stage EXPLICIT
+%x: f32[4, 4] {tp:R} = input("x")
+%mm: f32[4, 4] {tp:R} = mm(%x, %x)
+%reshard: f32[4, 4] {tp:S(0)} = reshard(%mm)
+%relu: f32[4, 4] {tp:S(0)} = relu(%reshard)
+return output("output") %relu
+"""
+    assert_expected_inline(rewrite(CancelReshards(), before), """\
+mesh tp=2
+stage EXPLICIT
+%x: f32[4, 4] {tp:R} = input("x")
+%reshard_1: f32[4, 4] {tp:S(0)} = reshard(%x)
+%mm_1: f32[4, 4] {tp:S(0)} = mm(%reshard_1, %x)
+%relu: f32[4, 4] {tp:S(0)} = relu(%mm_1)
+return output("output") %relu
+""")
