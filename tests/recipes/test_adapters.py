@@ -72,8 +72,8 @@ def test_a_base_and_its_adapter_are_sharded_alike(rank: int, is_first: bool, fus
         modules = f"{name}.base", f"{name}.A", f"{name}.B"
         assert list(placements(made, *modules).values()) == [first, "R", first]
     assert list(placements(made, "up.base", "up.A", "up.B").values()) == ["S(0)", "R", "S(0)"]
-    assert list(placements(made, "o.base", "o.A", "o.B").values()) == ["S(1)", "S(1)", "R"]
-    assert list(placements(made, "down.base", "down.A", "down.B").values()) == ["S(1)", "S(1)", "R"]
+    assert list(placements(made, "o.base", "o.A", "o.B").values()) == ["S(1)", "S(1)", "S(0)"]
+    assert list(placements(made, "down.base", "down.A", "down.B").values()) == ["S(1)", "S(1)", "S(0)"]
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def held(model: Any) -> dict[str, Any]:
     named = dict(model.named_buffers())
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if not key.startswith("_") and key != "training":
+            if not key.startswith("_") and key not in ("training", "reset_parameters"):
                 named[f"{name}.{key}"] = vars(value) if isinstance(value, Metric) else value
     return named
 

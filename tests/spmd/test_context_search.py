@@ -24,18 +24,15 @@ def slow(*, bandwidth: float) -> Hardware:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("causal", "bandwidth", "is_ring"),
-    [(True, 1e9, False), (False, 1e9, False), (True, 1e5, True)],
-    ids=["gather", "gather_without_mask", "ring"],
-)
-def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float, is_ring: bool) -> None:
+@pytest.mark.parametrize("bandwidth", [1e9, 1e5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float) -> None:
     whole = Reference.of(attend((1, 16, 12), causal=causal))
     ranks = whole.plan(Mesh("cp=4", hardware=slow(bandwidth=bandwidth)), Options())
     plan = ranks.planned.plan
-    assert plan.search is not None and plan.search.chosen == "solved"
-    assert "context" in [one.name for one in plan.search.candidates]
-    assert bool(plan.count("send")) == is_ring
+    assert plan.search is not None and plan.search.chosen == "solved" and plan.cost is not None
+    fixed = next(one.cost for one in plan.search.candidates if one.name == "context")
+    assert fixed is None or plan.cost.step_time <= fixed.step_time * (1 + 1e-9)
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 
