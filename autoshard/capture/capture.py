@@ -185,11 +185,11 @@ def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
         raise CaptureError(f"{type(module).__name__}.forward{signature} cannot take ({given}): {error}") from error
     for path, leaf in call.leaves.items():
         if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
-            raise CaptureError(_no_leaf(path, type(leaf).__name__))
+            raise CaptureError(_refused_argument(path, type(leaf).__name__))
     return call
 
 
-def _no_leaf(path: str, name: str) -> str:
+def _refused_argument(path: str, name: str) -> str:
     text = f"argument {path} is a {name}, which is neither a tensor nor a constant; "
     if name.endswith("Cache"):  # a cache grows with each call of `generate`, and so would the programs
         return text + "call the model, or its generate(), with use_cache=False"

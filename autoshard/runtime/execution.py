@@ -23,7 +23,7 @@ from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
-from passes._torch import DTensorSpec, dtensor_of_local, dtensor_spec, local_of_dtensor
+from passes._torch import DTensorSpec, dtensor_of_local, dtensor_spec, local_of_dtensor, reentrant_checkpoint
 from passes.errors import CompilerError, UserError
 from passes.ir.graph import InputRole, OutputRole, has_input, input_of
 from passes.ir.layout import Layout
@@ -144,10 +144,11 @@ class Execution:
         return self.local.signature.unflatten(outputs)
 
     def _gradient_scales(self, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Return the factors for gradients of inputs that are no leaves, by path."""
+        """Return the factors for gradients of inputs that are computed from other tensors, by path."""
         named = zip(self.local.signature.inputs, inputs, strict=True) if torch.is_grad_enabled() else ()
-        made = ((spec.path, given) for spec, given in named if given.grad_fn is not None)
-        return {path: gradient_scale(path, given, _output_scale) for path, given in made}
+        again = reentrant_checkpoint()
+        made = ((spec.path, given) for spec, given in named if given.requires_grad and (given.grad_fn is not None or again))
+        return {path: gradient_scale(path, given, _output_scale, again) for path, given in made}
 
     def take_inputs(self, call: Call) -> list[torch.Tensor]:
         """Return this rank's parts of the tensors of a call, in the order of `signature.inputs`; DTensors are

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from passes.errors import UserError
 
@@ -17,12 +19,15 @@ OutputScale = Callable[[Any, int], float | None]
 """Return what a node of the autograd graph multiplies the gradient of its output of this number by; None: no program."""
 
 
-def gradient_scale(path: str, tensor: torch.Tensor, output_scale: OutputScale) -> float:
+def gradient_scale(path: str, tensor: torch.Tensor, output_scale: OutputScale, checkpoint: Any = None) -> float:
     """Return the factor for the gradient of the input `path`: 1 if it goes to leaves, such as an argument of the user.
 
-    Raises UserError if it goes to places that need different factors.
+    `checkpoint` is the node of a reentrant checkpoint that is computed again now, if there is one: its inputs are leaves
+    meanwhile, and their gradients go on to where the node's do. Raises UserError for an input whose gradient goes to places
+    that need different factors.
     """
-    factors = set(_factors(tensor, output_scale))
+    edge = get_gradient_edge(tensor)
+    factors = set(_factors((edge.node, edge.output_nr), output_scale, checkpoint))
     if len(factors) > 1:
         raise UserError(
             f"input {path!r} is computed from an output of a sharded model, which takes gradients as of a mean over ranks, and "
@@ -31,9 +36,8 @@ def gradient_scale(path: str, tensor: torch.Tensor, output_scale: OutputScale) -
     return factors.pop() if factors else 1.0
 
 
-def _factors(tensor: torch.Tensor, output_scale: OutputScale) -> Iterator[float]:
-    pending = [] if tensor.grad_fn is None else [(tensor.grad_fn, tensor.output_nr)]
-    seen = set()
+def _factors(start: tuple[Any, int], output_scale: OutputScale, checkpoint: Any) -> Iterator[float]:
+    pending, seen, leaves = [start], set[Any](), list[Any]()
     while pending:
         node, number = pending.pop()
         scale = output_scale(node, number)
@@ -44,4 +48,13 @@ def _factors(tensor: torch.Tensor, output_scale: OutputScale) -> Iterator[float]
             found = [(one, of) for one, of in node.next_functions if one is not None]
             pending += found
             if not found:
-                yield 1.0
+                leaves.append(node)
+    inputs = [] if checkpoint is None else [leaf for leaf in leaves if not _is_parameter(leaf)]
+    if inputs:
+        yield from _factors((checkpoint, 0), output_scale, None)
+    if len(leaves) > len(inputs):
+        yield 1.0
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return isinstance(getattr(leaf, "variable", None), nn.Parameter)

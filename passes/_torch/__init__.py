@@ -58,7 +58,7 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
-    from passes._torch.modes import in_forward_mode, in_transform
+    from passes._torch.modes import in_forward_mode, in_transform, reentrant_checkpoint
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
@@ -110,6 +110,7 @@ __all__ = [
     "module_of",
     "new_group",
     "register_group",
+    "reentrant_checkpoint",
     "registered_group",
     "rehearsed",
     "relay_dtensor",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointFunction
 
 
 def in_transform() -> bool:
@@ -14,3 +17,9 @@ def in_transform() -> bool:
 def in_forward_mode() -> bool:
     """Return whether forward-mode automatic differentiation is active."""
     return forward_ad._current_level >= 0
+
+
+def reentrant_checkpoint() -> Any:
+    """Return the node of the `torch.utils.checkpoint(..., use_reentrant=True)` that is computed again now, or None."""
+    node = torch._C._current_autograd_node()
+    return node if isinstance(node, CheckpointFunction._backward_cls) else None

@@ -122,6 +122,6 @@ def _probe(state: SearchState, threshold: float) -> None:
 def _too_small(state: SearchState) -> MemoryLimitError:
     limit = state.goal.memory_limit or 0.0
     return MemoryLimitError(
-        f"no layouts fit {format_bytes(limit)} per device; the smallest plan found needs "
+        f"no layouts were found that fit {format_bytes(limit)} per device; the smallest plan found needs "
         f"{format_bytes(state.smallest)}: give more memory, more devices, or a smaller batch"
     )

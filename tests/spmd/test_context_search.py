@@ -10,7 +10,11 @@ import pytest
 from autoshard import Mesh, Options
 from autoshard.planner.recipe_candidates import context_names
 from passes.hardware.hardware import Hardware, hardware_named
+from passes.ir.graph import layouts_of
+from passes.ir.text import parse_graph
 from passes.recipes import registered_recipes
+from passes.recipes.context_parallel import POSITIONS
+from passes.rules.attention import is_attention
 from tests.spmd.oracle import Reference, compare, plan_ranks
 from tests.spmd.test_context import TOLERANCE, attend
 
@@ -24,15 +28,22 @@ def slow(*, bandwidth: float) -> Hardware:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bandwidth", [1e9, 1e5])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float) -> None:
+@pytest.mark.parametrize(
+    ("causal", "bandwidth", "is_ring"),
+    [(True, 1e9, False), (True, 1e5, False), (False, 1e9, False), (False, 1e5, True)],
+    ids=["causal", "causal, slow links", "full", "full, slow links"],
+)
+def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float, is_ring: bool) -> None:
     whole = Reference.of(attend((1, 16, 12), causal=causal))
     ranks = whole.plan(Mesh("cp=4", hardware=slow(bandwidth=bandwidth)), Options())
     plan = ranks.planned.plan
     assert plan.search is not None and plan.search.chosen == "solved" and plan.cost is not None
+    graph, _ = parse_graph(plan.graph("COLLECTIVE"))
+    calls = [node for node in graph.graph.nodes if is_attention(node.target)]
+    assert calls and all(layouts_of(node)[0].axes_on(POSITIONS) for node in calls)
+    assert bool(plan.count("send")) == is_ring
     fixed = next(one.cost for one in plan.search.candidates if one.name == "context")
-    assert fixed is None or plan.cost.step_time <= fixed.step_time * (1 + 1e-9)
+    assert fixed is not None and plan.cost.step_time <= fixed.step_time * (1 + 1e-9)
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 

@@ -239,7 +239,9 @@ def _within(orders: _Orders, found: Schedule, memory_limit: int | None) -> Sched
         excess = tried.timeline.peak_memory - memory_limit
         return Tried(tried, budget - excess if excess > 0 else None)
 
-    return shrink(memory_limit, attempt, tries=BUDGET_TRIES) or found
+    last = shrink(memory_limit, attempt, tries=BUDGET_TRIES)
+    assert last is not None
+    return last
 
 
 def prefetch(

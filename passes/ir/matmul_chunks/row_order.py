@@ -10,7 +10,7 @@ moves. `[B, A][R, B A][A, 1]` reads A rows, skips to the next rank's, and so on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,35 +58,30 @@ def rows_scattered(value: Node, moves: Sequence[Node], ranks: int) -> Rows | Non
 
 def gathered_order(shape: tuple[int, ...], moves: Sequence[Move], ranks: int) -> Rows | None:
     """Return the order after `moves` of the rows of a value of `shape`, which has them as [ranks, before, after]."""
-    loops = _order(shape, moves)
-    if loops is None:
-        return None
-    before = 1 if len(loops) == 1 else loops[0][0]
-    rows = _rows(shape, before, ranks)
-    return rows if rows and loops == _merged(_gathered(rows)) else None
+    return _rows(
+        shape, moves, ranks, lambda rows: ((rows.before, rows.after), (ranks, rows.before * rows.after), (rows.after, 1))
+    )
 
 
 def scattered_order(shape: tuple[int, ...], moves: Sequence[Move], ranks: int) -> Rows | None:
     """Return the order of the rows of a value of `shape`, which `moves` bring to [ranks, before, after]."""
+    return _rows(
+        shape, moves, ranks, lambda rows: ((ranks, rows.after), (rows.before, ranks * rows.after), (rows.after, 1))
+    )
+
+
+def _rows(shape: tuple[int, ...], moves: Sequence[Move], ranks: int, loops_of: Callable[[Rows], Loops]) -> Rows | None:
+    """Return the rows whose loops are those that `moves` make; None if there are none."""
     loops = _order(shape, moves)
     if loops is None:
         return None
-    before = 1 if len(loops) == 1 else loops[1][0]
-    rows = _rows(shape, before, ranks)
-    return rows if rows and loops == _merged(_scattered(rows)) else None
-
-
-def _gathered(rows: Rows) -> Loops:
-    return (rows.before, rows.after), (rows.ranks, rows.before * rows.after), (rows.after, 1)
-
-
-def _scattered(rows: Rows) -> Loops:
-    return (rows.ranks, rows.after), (rows.before, rows.ranks * rows.after), (rows.after, 1)
-
-
-def _rows(shape: tuple[int, ...], before: int, ranks: int) -> Rows | None:
     count = math.prod(shape[:-1])
-    return Rows(before, ranks, count // before // ranks) if count % (before * ranks) == 0 else None
+    for before in (1, *(size for size, _ in loops)):
+        if count % (before * ranks) == 0:
+            rows = Rows(before, ranks, count // before // ranks)
+            if _merged(loops_of(rows)) == loops:
+                return rows
+    return None
 
 
 def _described(node: Node) -> Move:
