@@ -29,7 +29,7 @@ def name_of_function(function: object) -> str | None:
     return next((name for name in names if function_named(name) is function), None)
 
 
-DTYPES: Mapping[str, torch.dtype] = {
+_SHORT: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
     "f32": torch.float32,
     "f16": torch.float16,
@@ -52,6 +52,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "f8e5m2fnuz": torch.float8_e5m2fnuz,
     "f8e8m0fnu": torch.float8_e8m0fnu,
 }
+# Dtypes without a short name have torch's: those of few bits, and those of later releases.
+_OTHERS = (one for name, one in vars(torch).items() if isinstance(one, torch.dtype) and str(one) == f"torch.{name}")
+DTYPES = {str(one).removeprefix("torch."): one for one in _OTHERS if one not in _SHORT.values()} | dict(_SHORT)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
