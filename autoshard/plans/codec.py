@@ -19,7 +19,7 @@ from passes.errors import PlanError, UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, parse_placement
 from passes.ir.mesh import Mesh
-from passes.ir.text import DTYPE_NAMES, DTYPES
+from passes.ir.text import ALL_DTYPES, DTYPE_NAMES
 
 T = TypeVar("T")
 
@@ -117,9 +117,9 @@ def _placement(data: Any, where: str) -> Placement:
 
 
 def _dtype(data: Any, where: str) -> torch.dtype:
-    if data not in DTYPES:
+    if data not in ALL_DTYPES:
         raise _wrong(where, "a dtype such as 'bf16'", data)
-    return DTYPES[data]
+    return ALL_DTYPES[data]
 
 
 @cache

@@ -34,7 +34,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Partial, R, Shard, parse_layout
 from passes.ir.mesh import Mesh
-from passes.ir.text import DTYPE_NAMES, DTYPES, format_graph, format_node, format_target, parse_graph
+from passes.ir.text import ALL_DTYPES, DTYPE_NAMES, format_graph, format_node, format_target, parse_graph
 
 CAPTURED = """\
 mesh dp=2,tp=2
@@ -303,4 +303,4 @@ def test_what_does_not_read_is_named_with_its_line(text: str, expected: str) -> 
 
 def test_every_dtype_of_torch_has_a_name_of_its_own() -> None:
     dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-    assert dtypes == set(DTYPE_NAMES) and all(DTYPES[name] is dtype for dtype, name in DTYPE_NAMES.items())
+    assert dtypes == set(DTYPE_NAMES) and all(ALL_DTYPES[name] is dtype for dtype, name in DTYPE_NAMES.items())

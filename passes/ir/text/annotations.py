@@ -13,7 +13,7 @@ from passes._torch import FakeTensorMode
 from passes.ir.graph import SAVINGS, Pin, Saving, add_pin, set_layouts, set_recompute, set_region, set_saving, set_value
 from passes.ir.layout import Layout, parse_layout, parse_placement
 from passes.ir.mesh import Mesh
-from passes.ir.text.lexer import DEVICES, DTYPES, SYMBOLS, Tokens
+from passes.ir.text.lexer import ALL_DTYPES, DEVICES, SYMBOLS, Tokens
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _read_value(tokens: Tokens, mesh: Mesh, mode: FakeTensorMode, layouts: list[
         end = {"[": "]", "(": ")"}[tokens.take()]
         items = [_read_value(tokens, mesh, mode, layouts) for _ in tokens.items(end)]
         return items if end == "]" else tuple(items)
-    if tokens.peek() not in DTYPES:
+    if tokens.peek() not in ALL_DTYPES:
         return read_symbol(tokens, "a type such as f32[8, 4]")
     value = _read_tensor(tokens, mode)
     if tokens.kind() == "layout":
@@ -96,7 +96,7 @@ def _read_value(tokens: Tokens, mesh: Mesh, mode: FakeTensorMode, layouts: list[
 
 
 def _read_tensor(tokens: Tokens, mode: FakeTensorMode) -> torch.Tensor:
-    dtype = DTYPES[tokens.take()]
+    dtype = ALL_DTYPES[tokens.take()]
     tokens.expect("[")
     shape = [tokens.integer("a size") for _ in tokens.items("]")]
     contiguous = not tokens.accept("<")

@@ -29,7 +29,7 @@ def name_of_function(function: object) -> str | None:
     return next((name for name in names if function_named(name) is function), None)
 
 
-_SHORT: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
     "f32": torch.float32,
     "f16": torch.float16,
@@ -54,8 +54,8 @@ _SHORT: Mapping[str, torch.dtype] = {
 }
 # Dtypes without a short name have torch's: those of few bits, and those of later releases.
 _OTHERS = (one for name, one in vars(torch).items() if isinstance(one, torch.dtype) and str(one) == f"torch.{name}")
-DTYPES = {str(one).removeprefix("torch."): one for one in _OTHERS if one not in _SHORT.values()} | dict(_SHORT)
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALL_DTYPES = {str(one).removeprefix("torch."): one for one in _OTHERS if one not in DTYPES.values()} | dict(DTYPES)
+DTYPE_NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 
