@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autoshard import Options, check
 from autoshard.debug.bisection import bisect
-from autoshard.phases import Phases, default_passes, inserted, replaced
+from autoshard.phases import OverlapPasses, Passes, Phases, default_passes, inserted, replaced
+from passes._torch import SEND as SEND_OP
 from passes.base import Pass, PassContext
 from passes.ir.graph import (
     InputRole,
@@ -160,6 +161,7 @@ def test_without_a_fault_it_is_equal() -> None:
         """\
 equal on 4 simulated ranks (dp=2,tp=2)
 137 values are within 1e-09 of one device's, as are 11 results of the model
+results stay the same when communication is overlapped
 values not compared: 1 drawn at random""",
     )
     assert bisect(model, "dp=2,tp=2", args, options=options)
@@ -259,6 +261,17 @@ class Mixed(nn.Module):
         return torch.tanh(self.up(x * 2.0))
 
 
+class Attend(nn.Module):
+    """Positions attend to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.q(x), x, x)
+
+
 FUNCTIONAL = torch.ops._c10d_functional
 GATHERED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "R"}})
 EXCHANGED = Options(recipe=None, inputs={"x": {"tp": "S(0)"}}, outputs={"output": {"tp": "S(1)"}})
@@ -277,7 +290,17 @@ SCATTERED = Options(recipe=None, inputs={"x": {"tp": "S(1)"}}, outputs={"output"
 )
 def test_a_collective_of_wrong_values_is_found(target: Any, options: Options) -> None:
     torch.manual_seed(0)
-    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    _find_doubled(Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),), target, options)
+
+
+def test_a_send_of_wrong_values_is_found() -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True),)
+    _find_doubled(Attend().double(), args, SEND_OP, Options(recipe={"tp": "context(ring)"}))
+
+
+def _find_doubled(model: nn.Module, args: tuple[Tensor], target: Any, options: Options) -> None:
+    """Double what a collective is given."""
     fault = PlantLocal(lambda graph: scale_argument(first(graph, target), 0, 2.0))
     passes = inserted(default_passes(), fault, before="decompose")
     found = bisect(model, "tp=2", args, options=replace(options, passes=passes))
@@ -290,23 +313,30 @@ def test_a_collective_of_wrong_values_is_found(target: Any, options: Options) ->
 
 @dataclass(frozen=True)
 class Broken(Pass):
-    """Run a pass, then change a constant."""
+    """Run a pass, then plant a fault in the graphs that `where` holds for."""
 
     inner: Pass
+    edit: Edit
+    where: Callable[[Graph], bool] = lambda graph: True
     name: ClassVar[str] = "broken"
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
-        self.inner.run(gm, ctx)
-        node = next(node for node in gm.graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 2.0)
-        node.update_arg(1, 3.0)
-        return True
+        changed = self.inner.run(gm, ctx)
+        if self.where(gm.graph):
+            self.edit(gm.graph)
+        return changed or self.where(gm.graph)
 
 
-def broken(inner: Pass) -> Pass:
+def broken(inner: Pass, edit: Edit, where: Callable[[Graph], bool] = lambda graph: True) -> Pass:
     """Return a pass of the same name and stages with a fault."""
     stands_for = {"name": inner.name, "takes": inner.takes, "gives": inner.gives}
-    made: Pass = type("Broken", (Broken,), stands_for)(inner)
+    made: Pass = type("Broken", (Broken,), stands_for)(inner, edit, where)
     return made
+
+
+def a_constant_is_changed(graph: Graph) -> None:
+    node = next(node for node in graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 2.0)
+    node.update_arg(1, 3.0)
 
 
 PASSES = Phases(Seed(("megatron",))).passes
@@ -316,7 +346,42 @@ PASSES = Phases(Seed(("megatron",))).passes
 def test_a_fault_of_a_pass_is_found_in_that_pass(name: str) -> None:
     torch.manual_seed(0)
     model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
-    passes = replaced(PASSES, name, broken(next(one for one in PASSES if one.name == name)))
-    found = bisect(model, "tp=2", args, options=Options(passes=passes))
+    fault = broken(next(one for one in PASSES if one.name == name), a_constant_is_changed)
+    found = bisect(model, "tp=2", args, options=Options(passes=replaced(PASSES, name, fault)))
     assert found.first is not None and found.first.pass_name == name
     assert found.check is not None and not found.check
+
+
+def is_backward(graph: Graph) -> bool:
+    return bool(placeholders(graph, InputRole.TANGENT))
+
+
+def is_forward(graph: Graph) -> bool:
+    return not is_backward(graph)
+
+
+@pytest.mark.parametrize("name", [one.name for one in OverlapPasses(None).passes])
+@pytest.mark.parametrize("half", [is_forward, is_backward])
+def test_a_fault_of_a_pass_that_overlaps_is_found_in_that_pass(
+    name: str, half: Callable[[Graph], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def a_product_is_doubled(graph: Graph) -> None:
+        scale_argument(first(graph, aten.mm.default), 0, 2.0)
+
+    def passes(self: OverlapPasses) -> Passes:
+        usual = (*self.chunk, *self.schedule)
+        return replaced(usual, name, broken(next(one for one in usual if one.name == name), a_product_is_doubled, half))
+
+    monkeypatch.setattr(OverlapPasses, "passes", property(passes))
+    torch.manual_seed(0)
+    model, args = Mixed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    found = bisect(model, "tp=2", args, options=Options(recipe="megatron", compile="eager"))
+    graph = "forward" if half is is_forward else "backward"
+    assert found.first is not None and found.first.pass_name == f"{name} ({graph})"
+    result = "output output" if half is is_forward else "gradient up.weight"
+    assert result in {one.value for one in found.first.differs}
+    assert found.check is not None and found.check.first is None and not found.check.results
+    assert result in {one.value for one in found.check.overlapped}
+    assert f"results change when communication is overlapped; autoshard.bisect names the pass\nresult {result} is off by" in str(
+        found.check
+    )

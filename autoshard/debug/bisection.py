@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,15 +25,16 @@ from autoshard.debug.checking import (
     precision_of,
     with_buffers,
 )
-from autoshard.debug.random_draws import ReplayError
+from autoshard.debug.overlapped_run import run_after_each_pass
+from autoshard.debug.random_draws import Draws, ReplayError
 from autoshard.debug.rounding import Rounding
-from autoshard.debug.simulated_ranks import Call, Ranks, run_on_one_device, run_whole
+from autoshard.debug.simulated_ranks import Call, Ranks, Results, run_on_one_device, run_whole
 from autoshard.debug.unwritten_memory import filled
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.errors import UserError
-from passes.ir.graph import Output, Stage, copy_graph
+from passes.ir.graph import Stage, copy_graph
 from passes.ir.mesh import Mesh
 
 
@@ -86,7 +87,8 @@ def bisect(
     """Run the program after every pass, and compare its results with the model's.
 
     Until collectives are lowered, a program computes whole tensors and runs as such; after that it runs on simulated
-    ranks. Differences no larger than those that rounding alone causes (`autoshard/debug/rounding.py`) are ignored.
+    ranks. The last passes run on its forward and its backward. Differences no larger than those that rounding alone
+    causes (`autoshard/debug/rounding.py`) are ignored.
     The model gets the random numbers that the ranks draw.
     Raises InputError for a model on meta; UserError for one whose results cannot be compared: with mixed precision, or
     if it draws random numbers differently from the program.
@@ -111,17 +113,21 @@ def bisect(
                 f"the model's random numbers cannot be made those of a mesh: {error}; bisect model.eval()"
             ) from error
         rounding = Rounding(call, precision, training, drawn=drawn)
-        for name, stage, gm in keeper.kept:
-            apart: Mapping[Output, float] = {}
-            if stage >= Stage.LOCAL:
-                results = replace(ranks, planned=replace(planned, graph=gm)).run(same_copies=False)
-                got, apart = results.step, results.apart
-            else:
-                got = run_whole(gm, ranks, drawn.in_graph(gm))
-            found = differences(with_buffers(got, call), expected, TOLERANCE[precision], rounding, apart)
+        for name, got in _results(keeper, ranks, drawn, options):
+            found = differences(with_buffers(got.step, call), expected, TOLERANCE[precision], rounding, got.apart)
             steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
     wrong = any(step.differs for step in steps)
-    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call) if wrong else None)
+    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, options) if wrong else None)
+
+
+def _results(keeper: _Every, ranks: Ranks, drawn: Draws, options: Options) -> Iterator[tuple[str, Results]]:
+    """Return the results of the program after each pass that changed it."""
+    for name, stage, gm in keeper.kept:
+        if stage >= Stage.LOCAL:
+            yield name, replace(ranks, planned=replace(ranks.planned, graph=gm)).run(same_copies=False)
+        else:
+            yield name, Results(run_whole(gm, ranks, drawn.in_graph(gm)), (), {})
+    yield from run_after_each_pass(ranks, options)
 
 
 @dataclass

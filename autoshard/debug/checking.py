@@ -2,7 +2,7 @@
 
 The program that ranks would run is run for all of them in this process; beside it runs the same program on whole
 tensors, on which a collective does nothing. Values that differ are found where they are made, and the model itself is run
-to see that what was captured is what it does.
+to see that what was captured is what it does. At last the program is run as devices run it, partitioned and reordered.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from autoshard.config.options import Options, options_given
 from autoshard.config.settings import options_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
+from autoshard.debug.overlapped_run import run_overlapped
 from autoshard.debug.random_draws import RESULTS_OF_DRAWS, Draws, ReplayError
 from autoshard.debug.rounding import Rounding
 from autoshard.debug.simulated_ranks import (
@@ -103,9 +104,10 @@ class Check:
     rounded: int = 0  # values and results that differ by no more than rounding moves them
     left_out: Mapping[str, int] = field(default_factory=dict)  # values that were not compared: why, and how many
     results_compared: int = 0  # with the model's
+    overlapped: tuple[Difference, ...] = ()  # results that differ once communication is overlapped, from those before
 
     def __bool__(self) -> bool:
-        return self.first is None and not self.results
+        return self.first is None and not self.results and not self.overlapped
 
     def __str__(self) -> str:
         on = f"{self.mesh.size} simulated ranks ({self.mesh})"
@@ -114,6 +116,7 @@ class Check:
     def _equal(self, on: str) -> list[str]:
         within = f"{self.compared} values are within {self.tolerance:.0e} of one device's"
         lines = [f"equal on {on}", within if self.not_compared else f"{within}, as are {self._count} of the model"]
+        lines += ["results stay the same when communication is overlapped"]
         moved = "off by more, but no further than a change in the last digit of numbers moves them"
         return [*lines, f"{moved}: {self.rounded}"] if self.rounded else lines
 
@@ -121,10 +124,12 @@ class Check:
         lines = [f"not equal on {on}, to within {self.tolerance:.0e}:"]
         if self.first is not None:
             lines.append(f"the first value that differs: {self.first}")
-        else:
+        elif self.results:
             lines.append("the ranks do what was captured, but the model itself does something else")
-        lines += [f"result {one.value} is off by {one.error:.1e}" for one in self.results[:SHOWN]]
-        lines += [f"and {len(self.results) - SHOWN} more results"] if len(self.results) > SHOWN else []
+        lines += _listed(self.results)
+        if self.overlapped:
+            lines.append("results change when communication is overlapped; autoshard.bisect names the pass")
+            lines += _listed(self.overlapped)
         return lines
 
     @property
@@ -142,6 +147,11 @@ class Check:
         return lines
 
 
+def _listed(differences: Sequence[Difference]) -> list[str]:
+    lines = [f"result {one.value} is off by {one.error:.1e}" for one in differences[:SHOWN]]
+    return [*lines, f"and {len(differences) - SHOWN} more results"] if len(differences) > SHOWN else lines
+
+
 def check(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | str,
@@ -156,6 +166,8 @@ def check(
     `args` and `kwargs` are those of one call with the global batch; they and the model hold values. `plan` is a plan to
     follow. Forward and backward are run where gradients are enabled. Every value of the program is compared, and every
     output, gradient and buffer with those of the model itself, which is given the random numbers that the ranks drew.
+    The results are compared once more after the program is split into forward and backward and its communication is
+    overlapped, as devices run it.
     With mixed precision results cannot be equal and are left out. What rounding alone moves as far is equal, and counted
     (`rounded`). What was not compared is counted with the reason (`left_out`, `not_compared`).
     Takes the memory of all values of a step, whole, and their parts.
@@ -175,10 +187,10 @@ def check(
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
     request = PlanRequest(model, call.args, call.kwargs, wanted, options, training=training)
     planned = make_plan(request, plan=plan, observers=(keeper,))
-    return comparison(keeper.graph, planned, call, is_exact=options.mixed_precision is None)
+    return comparison(keeper.graph, planned, call, options)
 
 
-def comparison(explicit: GraphModule, planned: Planned, call: Call, *, is_exact: bool = True) -> Check:
+def comparison(explicit: GraphModule, planned: Planned, call: Call, options: Options) -> Check:
     """Check as `check` does, for a program that was planned; `explicit` is it with global shapes and collectives."""
     call = call._replace(new_values=planned.captured.call.new_values)
     precision = precision_of(explicit)
@@ -188,8 +200,10 @@ def comparison(explicit: GraphModule, planned: Planned, call: Call, *, is_exact:
         got = ranks.run(watch=watch.compare, same_copies=False)
         rounding = Rounding(call, precision, training, explicit, ranks, watch.drawn)
         values, found = watch.differences(rounding), tuple[Difference, ...]()
-        why = "" if is_exact else "it computes in another precision"
-        if is_exact:
+        run = run_overlapped(ranks, options)
+        overlapped = tuple(differences(run.step, got.step, tolerance, rounding, run.apart))
+        why = "" if options.mixed_precision is None else "it computes in another precision"
+        if not why:
             try:
                 expected = run_on_one_device(call, training=training, inside=watch.drawn.replayed())
                 found = tuple(differences(with_buffers(got.step, call), expected, tolerance, rounding, got.apart))
@@ -205,6 +219,7 @@ def comparison(explicit: GraphModule, planned: Planned, call: Call, *, is_exact:
         sum(one.is_rounding for one in (*values, *found)),
         dict(watch.left_out),
         0 if why else sum(map(len, (got.step.outputs, got.step.gradients, got.step.buffers))),
+        tuple(one for one in overlapped if not one.is_rounding),
     )
 
 

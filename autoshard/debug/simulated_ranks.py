@@ -87,7 +87,7 @@ class Ranks:
         whole |= {Input(InputRole.BUFFER, name): constant for name, constant in planned.captured.constants.items()}
         nodes = [node for node in placeholders(planned.graph.graph) if input_of(node) in whole]
         held = [
-            {input_of(node): local_part(whole[input_of(node)], layout_of(node), mesh, at).clone() for node in nodes}
+            {input_of(node): _held(local_part(whole[input_of(node)], layout_of(node), mesh, at), node) for node in nodes}
             for at in mesh.coordinates()
         ]
         return Ranks(call, mesh, planned, held)
@@ -106,14 +106,23 @@ class Ranks:
         """
         given = self.given(placeholders(self.planned.graph.graph), seed)
         results = run_ranks(self.planned.graph, self.mesh, given, watch)
-        positions = {o: i for i, o in enumerate(outputs_of(self.planned.graph.graph)) if results[0][i] is not None}
+        found = self._assembled(outputs_of(self.planned.graph.graph), results)
+        assert not (same_copies and found.apart), f"{[one.name for one in found.apart]} differ between ranks that hold a copy"
+        return found
+
+    def run_partitioned(self, split: Split) -> Results:
+        """Run one step of a partitioned program, as `run` does; ranks may give different copies of a result."""
+        return self._assembled((*split.outputs, *split.gradients), self.run_split(split))
+
+    def _assembled(self, outputs: Sequence[Output], results: Sequence[Sequence[Any]]) -> Results:
+        """Return the results of all ranks, which are in the order of `outputs`, put together."""
+        positions = {output: i for i, output in enumerate(outputs) if results[0][i] is not None}
         whole: dict[OutputRole, dict[str, Tensor]] = {role: {} for role in OutputRole}
         apart: dict[Output, float] = {}
         for output, position in positions.items():
             parts = [result[position] for result in results]
             layout, shape = self._laid_out(output)
             if error := copies_apart(parts, layout, self.mesh):
-                assert not same_copies, f"{output.name} differs between ranks that hold the same part"
                 apart[output] = error
             whole[output.role][output.name] = assemble(parts, shape, layout, self.mesh)
         step = Step(whole[OutputRole.OUTPUT], whole[OutputRole.GRADIENT], whole[OutputRole.BUFFER])
@@ -181,6 +190,12 @@ class Ranks:
         else:
             value = plan.parameters[name] if name in plan.parameters else plan.inputs[name.removeprefix("input:")]
         return value.layout, value.shape
+
+
+def _held(part: Tensor, node: Node) -> Tensor:
+    """Return a copy of a part with the strides that ranks store it with."""
+    like = tensor_of(node)
+    return torch.empty_strided(part.shape, like.stride(), dtype=part.dtype, device=part.device).copy_(part)
 
 
 class Whole:

@@ -103,7 +103,7 @@ class _Subject:
         planned = program_problem(problem, observers=(keeper,))
         self.set_mode(call)
         with torch.set_grad_enabled(call != "evaluation"):
-            return planned, comparison(keeper.graph, planned, Call(self.model, (), self.inputs[call]))
+            return planned, comparison(keeper.graph, planned, Call(self.model, (), self.inputs[call]), options)
 
 
 def _row(subject: _Subject, recipe: str, seconds: float, calls: tuple[str, ...]) -> Row:

@@ -74,6 +74,8 @@ def _reuse(program: Program, turn: int, lasts: list[int]) -> None:
 
 def bytes_by_turn(program: Program, turns: tuple[list[int], list[int]]) -> list[int]:
     """Return the live bytes at each turn, workspace included; `turns` are the first and last of each buffer."""
+    if not program.tasks:
+        return []
     changes = [0] * (len(program.tasks) + 1)
     for buffer, first, last in zip(program.buffers, *turns, strict=True):
         if first <= last:

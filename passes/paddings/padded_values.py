@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from passes._torch import FakeTensorMode
-from passes.ir.graph import InputRole, copy_facts, input_of, inserting_after, set_note, tensor_of
+from passes.ir.graph import copy_facts, inserting_where_placed, set_note, tensor_of
 from passes.ir.padding import CUT_END, PAD_END, Padding
 from passes.normal_forms import At
 
@@ -134,10 +134,8 @@ class PaddedValues:
 
     @contextmanager
     def _after(self, value: Node, note: str, origin: Node) -> Iterator[At]:
-        """Add calls after `value`, with the place of `origin` in the user's program; the layout of a tangent, that of its
-        output, is known where the tangent is used."""
-        is_tangent = value.op == "placeholder" and input_of(value).role is InputRole.TANGENT
-        with self.graph.inserting_before(min(value.users)) if is_tangent else inserting_after(value):
+        """Add calls after `value`, with the place of `origin` in the user's program."""
+        with inserting_where_placed(value):
             place = self.graph.call_function(aten.alias.default, (value,))
         copy_facts(origin, place)
         place.meta["val"] = value.meta["val"]

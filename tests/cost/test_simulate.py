@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.cost.program import ACROSS, OPTIMIZER, PERSISTENT, STREAMS, Program
+from passes.cost.program import ACROSS, OPTIMIZER, PERSISTENT, STREAMS, Buffer, Program
 from passes.cost.simulate import simulate
 from tests.cost.programs import contended, gather, kernel, program, programs
 
@@ -19,6 +19,12 @@ LAW = settings(max_examples=60, deadline=None, derandomize=True)
 def _spans(given: Program) -> dict[str, list[float]]:
     timeline = simulate(given)
     return {t.name: span for t, *span in zip(given.tasks, timeline.starts, timeline.ends, strict=True)}
+
+
+def test_a_program_without_tasks_takes_no_time() -> None:
+    """Simulate a backward of views alone: it reads what the forward saved, and computes nothing."""
+    run = simulate(replace(program(), buffers=(Buffer("saved", 4, "activation"),)))
+    assert (run.memory, run.peak_memory, run.peak_task) == ((), 0, 0)
 
 
 def test_a_kernel_waits_for_the_collective_it_reads() -> None:

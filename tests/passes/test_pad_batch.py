@@ -85,7 +85,7 @@ def checked(
         options = Options(recipe=recipe)
         request = PlanRequest(model, args, {}, on, options, training=grads, batch_axes=axes, is_later=True)
         planned = make_plan(request, observers=(keeper,))
-        return planned.plan, comparison(keeper.graph, planned, Call(model, args, {}))
+        return planned.plan, comparison(keeper.graph, planned, Call(model, args, {}), options)
 
 
 def batch(*shape: int) -> Tensor:

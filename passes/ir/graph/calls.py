@@ -10,8 +10,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from passes._torch import OpOverload, module_of
-from passes.ir.graph.facts import copy_facts, set_note
+from passes.ir.graph.facts import copy_facts, has_input, input_of, set_note
 from passes.ir.graph.node_values import operands, set_value, value_of
+from passes.ir.graph.roles import InputRole
 
 
 def reshard(value: torch.Tensor) -> torch.Tensor:
@@ -30,6 +31,16 @@ def inserting_after(node: Node) -> AbstractContextManager[Any]:
     return node.graph.inserting_after(node)
 
 
+def inserting_where_placed(value: Node) -> AbstractContextManager[Any]:
+    """Insert at the first place where the placement of `value` is known.
+
+    The gradient of an output is placed as the output, so that is before the first call that reads the gradient.
+    """
+    if has_input(value) and input_of(value).role is InputRole.TANGENT and value.users:
+        return value.graph.inserting_before(min(value.users))
+    return inserting_after(value)
+
+
 def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
     """Add a call as `graph.call_function` does, with a name as capture gives them: `%mm`, not `%mm_default`."""
     name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
@@ -38,7 +49,7 @@ def add_call(graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], kw
 
 def add_reshard(value: Node, note: str) -> Node:
     """Add a reshard of `value` after it; the caller sets its users, and its layout or pins."""
-    with inserting_after(value):
+    with inserting_where_placed(value):
         new = value.graph.call_function(reshard, (value,))
     copy_facts(value, new)
     set_value(new, value_of(value))
