@@ -256,4 +256,9 @@ insert_reshards
 cancel_reshards
 lower_reshards
 localize
+partition
+bucket_collectives (forward)
+schedule_overlap (forward)
+bucket_collectives (backward)
+schedule_overlap (backward)
 """)
