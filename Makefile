@@ -38,7 +38,7 @@ test: $(INSTALLED) ## lint, types and all tests: about fourteen minutes on two c
 	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test-fast: $(INSTALLED) ## the tests that take a few seconds at most and start no processes: about three minutes on two cores
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gloo and not browser"

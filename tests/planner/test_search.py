@@ -218,7 +218,7 @@ def test_depth_is_planned_as_a_few_layers() -> None:
 @pytest.mark.slow
 def test_less_memory_takes_more_time_until_the_error_says_what_would_do() -> None:
     """All state is split from the start, as that costs nothing; then gathered parameters are not kept any more."""
-    config = replace(TINY, layers=4, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
+    config = replace(TINY, layers=2, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=256)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.empty(64, 256, dtype=torch.long)
     found = plan(model, Mesh("dp=8", hardware="a100-pcie"), (tokens, tokens), options=Options(recompute="none"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
@@ -67,7 +66,7 @@ WAYS = ("context(gather)", "context(ring)", "context(all_to_all)")
 def test_the_way_chosen_is_as_fast_as_any_fixed_way(causal: bool, kv_heads: int) -> None:
     """Over numbers of ranks and links, in the simulator."""
     whole, worse = Reference.of(attend((1, 32, 12), causal=causal, kv_heads=kv_heads)), []
-    for ranks, bandwidth in product((2, 4), (1e9, 3e5, 2e4)):
+    for ranks, bandwidth in ((2, 1e9), (4, 1e9), (4, 3e5), (2, 2e4)):
         mesh, steps = Mesh(f"cp={ranks}", hardware=slow(bandwidth=bandwidth)), dict[str, float]()
         for name in ("context", *WAYS[: 3 if kv_heads % ranks == 0 else 2]):
             cost = whole.plan(mesh, Options(recipe=name)).planned.plan.cost

@@ -25,8 +25,7 @@ Errors = dict[str, float]
 
 EAGER: list[Setting] = [
     ("gpt", {"tp": 2, "dp": 2}, {"tp": "megatron", "dp": "fsdp"}),
-    ("llama", {"t": 2, "u": 2}, {"t": "megatron", "u": "megatron"}),
-    ("gpt", {"a": 2, "b": 2}, {"a": "hsdp", "b": "hsdp"}),
+    ("mlp", {"a": 2, "b": 2}, {"a": "hsdp", "b": "hsdp"}),
     ("conv_net", {"dp": 4}, {"dp": "zero2"}),
     ("irregular", {"dp": 2, "tp": 2}, {"dp": "ddp", "tp": "megatron"}),
     ("moe", {"dp": 2, "tp": 2}, {"dp": "fsdp", "tp": "megatron"}),

@@ -175,9 +175,8 @@ def in_turn(names: Iterable[str], *choices: list[tuple[str, Recipe]]) -> list[tu
     ("name", "mesh", "recipe"),
     in_turn(
         [name for name in DETERMINISTIC if name not in ("gpt", "llama")],
-        [FAST[0], ("dp=4", "ddp"), ("dp=4", "zero2")],
+        [FAST[0], FAST[3], ("dp=4", "ddp"), FAST[4], ("dp=4", "zero2")],
         [FAST[1], FAST[5]],
-        [FAST[3], FAST[4]],
     ),
     ids=format_id,
 )
