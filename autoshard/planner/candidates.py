@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.config.options import Options
 from autoshard.config.progress import Progress
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, in_chunks
@@ -25,6 +26,7 @@ from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
 KEPT = "slower though nothing is computed again: not made to fit"
+SECONDS = 30.0  # at most of the search for the smallest limit: it is for a message, which may say a larger one
 STEP = 0.05  # part of a memory limit: step of the search for the smallest limit, coarse because each step is a solve
 
 
@@ -131,6 +133,12 @@ def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLim
     return memory_limit_error(what, cost, smallest, "a larger mesh", least.largest(task.problem.mesh))
 
 
+def _with_time(options: Options, started: float) -> Options:
+    """Return options that let what began at `started` take `SECONDS` more."""
+    limit = time.perf_counter() - started + SECONDS
+    return replace(options, time_limit=limit if options.time_limit is None else min(limit, options.time_limit))
+
+
 def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
     """Return the smallest memory limit with a plan that fits, to a step of `STEP`, and the cost of that plan.
 
@@ -138,6 +146,7 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
     between that and the given one, which is too small, are given to the solver: each halves their ratio.
     """
     largest, least = task.limit, cost.peak_memory
+    task = replace(task, problem=replace(task.problem, options=_with_time(task.problem.options, task.started)))
     while prepared is not None and largest + 1 < least and largest < (1 - STEP) * least and task.left > 0:
         limit = max(largest + 1, math.isqrt(largest * least))
         problem = replace(task.problem, options=replace(task.problem.options, memory_limit=limit))

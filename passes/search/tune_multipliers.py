@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.objective import GB
+from passes.search.model.memory_budget import GB, MemoryBudget
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
 from passes.search.solvers.cutting_planes import best_multipliers
 from passes.search.solvers.multipliers import Multipliers

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, UserError, plan
+from autoshard.planner import candidates
+from passes.search.solvers import highs
 from tests.models import MLP, ConvNet
 
 Made = tuple[nn.Module, tuple[Any, ...]]
@@ -78,6 +80,21 @@ def test_the_smallest_limit_of_a_few_bytes_is_found() -> None:
 def in_time(seconds: float | None) -> ShardingPlan:
     model, args = on_meta(lambda: mlp(1024, 2048))
     return plan(model, Mesh("dp=4,tp=2", hardware="h100"), args, options=Options(time_limit=seconds))
+
+
+def test_a_limit_is_named_when_the_search_for_the_smallest_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "SECONDS", 0.0)
+    named = named_limit("wide mlp", "100KB")
+    found = planned("wide mlp", named)
+    assert found.cost is not None and found.cost.peak_memory <= named
+
+
+def test_a_program_that_takes_too_long_has_no_solution_and_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(highs, "LONGEST", 0.0)
+    program = highs.MixedIntegerProgram()
+    program.row([program.column(1.0, integer=True) for _ in range(3)], [3.0, 5.0, 7.0], 4.0, 9.0)
+    solved = program.minimise(gap=0.0, time_limit=None)
+    assert solved.values is None and solved.bound < 1.0 and not solved.is_infeasible
 
 
 def test_without_time_the_first_recipe_that_fits_is_the_plan() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+GB = 1e9  # bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class MemoryBudget:
 
     limit: float
     recomputation: RecomputationCurve = ()
+
+    @property
+    def unit(self) -> float:
+        """Return the bytes that programs count in, so that the limit is 1 or more and entries are near 1.
+
+        HiGHS ignores entries below 1e-9: in GB, those of a model of a few KB.
+        """
+        return GB if self.limit >= GB else 10.0 ** math.floor(math.log10(max(self.limit, 1.0)))
 
     @property
     def most(self) -> float:

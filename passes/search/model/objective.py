@@ -23,7 +23,6 @@ from passes.search.model.unit_costs import UnitCosts
 
 COMPUTE, INSIDE, ACROSS = range(3)  # resources: computation, links inside a node, links between nodes
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`; gathers and reductions that hide are joined to as much
-GB = 1e9  # bytes: the unit of memory in programs, so that entries are near 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.objective import GB
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
 from passes.search.solvers.multipliers import Multipliers, weights_of
@@ -31,14 +30,14 @@ def best_multipliers(assignments: Sequence[Assignment], budget: MemoryBudget | N
                 for what in range(assignments[0].loads.shape[1])
             ]
         )
-    byte_row = -1
+    byte_row, unit = -1, 1.0 if budget is None else budget.unit
     if budget is not None:
         least = min(assignment.objective for assignment in assignments)
-        over = program.column(SHORTFALL * least / budget.most * GB * MILLISECONDS, float("inf"))
+        over = program.column(SHORTFALL * least / budget.most * unit * MILLISECONDS, float("inf"))
         freed = [over, *add_recomputation(program, budget)]
-        nbytes = [-assignment.memory / GB for assignment in assignments]
-        byte_row = program.row([*freed, *parts], [*(1.0 for _ in freed), *nbytes], -budget.limit / GB, float("inf"))
+        nbytes = [-assignment.memory / unit for assignment in assignments]
+        byte_row = program.row([*freed, *parts], [*(1.0 for _ in freed), *nbytes], -budget.limit / unit, float("inf"))
     duals = program.duals()
     assert duals is not None, "every assignment is a feasible point"
-    byte = max(0.0, float(duals[byte_row])) / MILLISECONDS / GB if byte_row >= 0 else 0.0
+    byte = max(0.0, float(duals[byte_row])) / MILLISECONDS / unit if byte_row >= 0 else 0.0
     return Multipliers(tuple(weights_of(duals, rows) for rows in segments), byte)

@@ -13,7 +13,7 @@ import numpy as np
 
 from passes.search.model.factor_graph import Floats
 from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.objective import GB, step_seconds
+from passes.search.model.objective import step_seconds
 from passes.search.model.transitions import Transitions
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram, add_recomputation
@@ -29,6 +29,7 @@ class Formulation:
 
     def __init__(self, transitions: Transitions, restriction: Restriction, budget: MemoryBudget | None) -> None:
         self.factor_graph, self.budget = transitions.factor_graph, budget
+        self.unit = 1.0 if budget is None else budget.unit  # of bytes
         self.program = MixedIntegerProgram()
         lasts = [self.program.column(MILLISECONDS, float("inf")) for _ in self.factor_graph.segments]
         self.made = add_columns(self.program, transitions, restriction, repeats=budget is not None)
@@ -52,10 +53,10 @@ class Formulation:
         if self.byte_row < 0:
             return Multipliers(segments)
         working, gathered = (
-            [max(0.0, float(duals[row])) / MILLISECONDS / GB for row in rows]
+            [max(0.0, float(duals[row])) / MILLISECONDS / self.unit for row in rows]
             for rows in (self.working_rows, self.gathered_rows)
         )
-        byte = max(0.0, float(duals[self.byte_row])) / MILLISECONDS / GB
+        byte = max(0.0, float(duals[self.byte_row])) / MILLISECONDS / self.unit
         return Multipliers(segments, max(byte, sum(working), sum(gathered)), tuple(working), tuple(gathered))
 
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Assignment | None, float]:
@@ -69,7 +70,7 @@ class Formulation:
         """Return an assignment that fits the memory, of any step; None if none was found. Bytes alone are minimised."""
         costs = [0.0] * len(self.program.costs)
         for column, nbytes in self.made.bytes:
-            costs[column] += nbytes / GB
+            costs[column] += nbytes / self.unit
         for column in self.recomputed:
             costs[column] -= 1.0
         solved = replace(self.program, costs=costs).minimise(gap=ANY, time_limit=time_limit)
@@ -86,20 +87,20 @@ class Formulation:
         return Assignment(picked, kept, repeated, step_seconds(loads, memory, self.budget), memory, loads)
 
     def _add_memory(self, budget: MemoryBudget) -> None:
-        """Limit the memory, in GB: persistent bytes, the most that one call works on, and the most that one layer
+        """Limit the memory, in units: persistent bytes, the most that one call works on, and the most that one layer
         gathers."""
         working, gathered = (self.program.column(0.0, float("inf")) for _ in range(2))
-        self.made.bytes.extend([(working, GB), (gathered, GB)])
+        self.made.bytes.extend([(working, self.unit), (gathered, self.unit)])
         for variable, columns in zip(self.factor_graph.variables, self.made.picks, strict=True):
-            entries = [(column, -float(variable.working[strategy]) / GB) for strategy, column in columns.items()]
+            entries = [(column, -float(variable.working[strategy]) / self.unit) for strategy, column in columns.items()]
             self.working_rows.append(self.made.row([(working, 1.0), *entries], 0.0))
         for terms in self.made.gathered:
-            entries = [(column, -nbytes / GB) for column, nbytes in terms]
+            entries = [(column, -nbytes / self.unit) for column, nbytes in terms]
             self.gathered_rows.append(self.made.row([(gathered, 1.0), *entries], 0.0))
-        stays = [(column, -nbytes / GB) for column, nbytes in self.made.bytes]
+        stays = [(column, -nbytes / self.unit) for column, nbytes in self.made.bytes]
         self.recomputed = add_recomputation(self.program, budget)
         stays += [(column, 1.0) for column in self.recomputed]
-        self.byte_row = self.made.row(stays, -(budget.limit - self.factor_graph.base) / GB)
+        self.byte_row = self.made.row(stays, -(budget.limit - self.factor_graph.base) / self.unit)
 
 
 def _sum(values: Floats, terms: Terms) -> float:
