@@ -111,8 +111,9 @@ _CAUSES = (
 
 
 # Settings of libraries that avoid what a graph cannot have, by folders of their files and a pattern of the lines on the stack.
+_DROPS = "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the model's config"
 _SETTINGS = (
-    (r"/transformers/", r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the model's config"),
+    (r"/transformers/", r"layerdrop|skip_the_layer", _DROPS),
     (r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"),
     (r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
     (r"/transformers/", r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm" in the model\'s config'),

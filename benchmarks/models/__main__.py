@@ -23,8 +23,8 @@ from benchmarks.models.measure import CALLS, RECIPES, Recipes, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by python -m benchmarks.models --write -->\n", "<!-- end -->\n"
-FAST = {"fsdp x megatron": ("training", "evaluation")}
-ALL = dict.fromkeys(RECIPES, CALLS)  # the calls that are compared
+FAST: Recipes = {"fsdp x megatron": ("training", "evaluation")}
+ALL: Recipes = dict.fromkeys(RECIPES, CALLS)  # the calls that are compared
 HEADER = ("model", "recipe", "compared", "outcome", "seconds", "parameters", "FLOPs", "not cut in four")
 
 

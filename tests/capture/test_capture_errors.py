@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import MultivariateNormal
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributions import MultivariateNormal
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.capture.capture import capture
