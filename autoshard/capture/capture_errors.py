@@ -110,13 +110,14 @@ _CAUSES = (
 )
 
 
-_LIBRARY = "/transformers/"  # in the paths of its files
-# Settings of transformers that avoid what a graph cannot have, by a pattern of the lines on the stack.
+# Settings of libraries that avoid what a graph cannot have, by folders of their files and a pattern of the lines on the stack.
+_DROPS = "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the model's config"
 _SETTINGS = (
-    (r"layerdrop|skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
-    (r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False"),
-    (r"/cache_utils\.py", "use_cache=False"),
-    (r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm"'),
+    (r"/transformers/", r"layerdrop|skip_the_layer", _DROPS),
+    (r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"),
+    (r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
+    (r"/transformers/", r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm" in the model\'s config'),
+    (r"/torch/distributions/", r"/constraints\.py", "validate_args=False where the distribution is made"),
 )
 
 
@@ -128,10 +129,8 @@ def capture_error(error: Exception) -> CaptureError:
 
 def _setting(failure: TraceFailure) -> str:
     """Return which setting of the library avoids what failed, if one is known; its sources say where."""
-    if _LIBRARY not in failure.stack:
-        return ""
-    found = next((setting for pattern, setting in _SETTINGS if re.search(pattern, failure.stack)), None)
-    return "" if found is None else f"; here, set {found} in the model's config"
+    found = (text for folder, lines, text in _SETTINGS if folder in failure.stack and re.search(lines, failure.stack))
+    return next((f"; here, set {text}" for text in found), "")
 
 
 def takes_lock(error: Exception) -> bool:

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo import symbolic_convert
+from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._dynamo.variables import ConstantVariable, TensorVariable, misc, user_defined
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable, misc, user_defined
 from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributions import constraints
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from passes._torch.patches import once, replaced
@@ -52,6 +53,7 @@ def trace_module(
         ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
     once("checkpoint_sequential", _teach_checkpoint_sequential)
+    once("distributions", _teach_distributions)
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
         if not marks_leaves:
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
@@ -184,6 +186,11 @@ def _checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentr
     for start in range(0, size * (segments - 1), size):
         input = checkpoint(_run_layers, layers[start : start + size], input, use_reentrant=use_reentrant, **kwargs)
     return _run_layers(layers[size * (segments - 1) :], input)
+
+
+def _teach_distributions() -> None:
+    """Let dynamo trace how distributions check their arguments; the checks are left out as others are."""
+    trace_rules.get_torch_obj_rule_map()[constraints.is_dependent] = UserFunctionVariable
 
 
 def _run_layers(layers: Any, value: Any) -> Any:

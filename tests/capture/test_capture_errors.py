@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributions import MultivariateNormal
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.capture.capture import capture
@@ -443,6 +444,16 @@ class Drops(torch.nn.Linear):
         skip_the_layer = torch.rand([]) < 0.1
         return x if skip_the_layer else super().forward(x)
 """
+
+
+class Correlated(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return MultivariateNormal(super().forward(x), torch.eye(4)).log_prob(x)
+
+
+def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"; here, set validate_args=False where the distribution is made\n"):
+        capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint_sequential
 
 from autoshard import Mesh, Options, plan
@@ -148,6 +149,18 @@ def test_checks_of_values_are_left_out_with_a_remark() -> None:
         (said, "if labels is not None and labels.max() >= 4:"),
         (said, "if not (labels >= 0).all():"),
     ]
+
+
+class Chooses(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return Categorical(logits=self.layer(x)).entropy().sum()
+
+
+def test_a_distribution_is_traced_without_the_checks_of_its_arguments() -> None:
+    captured = capture(Chooses(), (torch.ones(2, 4),), training=True)
+    said = "a check of values is left out: a rank that raised alone would leave the others waiting"
+    assert [remark.text for remark in captured.call.remarks] == [said]
+    check(Chooses().double(), torch.ones(2, 4, dtype=torch.float64))
 
 
 class RequiresGradient(Model):
