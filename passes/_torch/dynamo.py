@@ -53,7 +53,7 @@ def trace_module(
         ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
     once("checkpoint_sequential", _teach_checkpoint_sequential)
-    once("distributions", _teach_distributions)
+    _teach_distributions()
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
         if not marks_leaves:
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
@@ -189,7 +189,10 @@ def _checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentr
 
 
 def _teach_distributions() -> None:
-    """Let dynamo trace how distributions check their arguments; the checks are left out as others are."""
+    """Let dynamo trace how distributions check their arguments; the checks are left out as others are.
+
+    This is needed for each capture: `init_process_group` clears the map.
+    """
     trace_rules.get_torch_obj_rule_map()[constraints.is_dependent] = UserFunctionVariable
 
 

@@ -26,7 +26,7 @@ For the rest of the process, once (`once`):
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
 | Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
 | dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo.py |
-| dynamo's rule for `constraints.is_dependent` | a call is traced | dynamo, which stops at it | dynamo.py |
+| dynamo's rule for `constraints.is_dependent`, again for each call | a call is traced | dynamo, which stops at it | dynamo.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint_sequential
 
@@ -157,6 +158,8 @@ class Chooses(Model):
 
 
 def test_a_distribution_is_traced_without_the_checks_of_its_arguments() -> None:
+    capture(Chooses(), (torch.ones(2, 4),), training=True)
+    trace_rules.clear_lru_cache()  # as a new process group does
     captured = capture(Chooses(), (torch.ones(2, 4),), training=True)
     said = "a check of values is left out: a rank that raised alone would leave the others waiting"
     assert [remark.text for remark in captured.call.remarks] == [said]
