@@ -54,7 +54,7 @@ def test_attention_is_compared() -> None:
     assert_expected_inline(str(checked(lambda linear, x: F.scaled_dot_product_attention(*heads(linear(x))))), """\
 equal on 4 simulated ranks (dp=2,tp=2)
 25 values are within 1e-09 of one device's, as are 3 results of the model
-results stay the same when communication is overlapped""")
+results stay the same after the partition and the passes of overlap""")
 
 
 DRAWS = {
@@ -80,7 +80,7 @@ def test_other_draws_are_said() -> None:
     assert first == "equal on 4 simulated ranks (dp=2,tp=2)" and count.endswith(" values are within 1e-09 of one device's")
     said = "\n".join(rest).replace("uniform.default float64[8, 8]", "rand.default float64[64]")  # as torch 2.14 traces it
     assert_expected_inline(said.replace(", ", ",\n"), """\
-results stay the same when communication is overlapped
+results stay the same after the partition and the passes of overlap
 values not compared: 1 drawn at random
 results not compared with the model's: random numbers cannot be made the same,
 its draw 1 is aten.rrelu_with_noise.default float64[8,

@@ -2,7 +2,8 @@
 
 The program that ranks would run is run for all of them in this process; beside it runs the same program on whole
 tensors, on which a collective does nothing. Values that differ are found where they are made, and the model itself is run
-to see that what was captured is what it does. At last the program is run as devices run it, partitioned and reordered.
+to see that what was captured is what it does. At last the program is run partitioned and
+reordered, without Inductor.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Check:
     def _equal(self, on: str) -> list[str]:
         within = f"{self.compared} values are within {self.tolerance:.0e} of one device's"
         lines = [f"equal on {on}", within if self.not_compared else f"{within}, as are {self._count} of the model"]
-        lines += ["results stay the same when communication is overlapped"]
+        lines += ["results stay the same after the partition and the passes of overlap"]
         moved = "off by more, but no further than a change in the last digit of numbers moves them"
         return [*lines, f"{moved}: {self.rounded}"] if self.rounded else lines
 
@@ -128,7 +129,7 @@ class Check:
             lines.append("the ranks do what was captured, but the model itself does something else")
         lines += _listed(self.results)
         if self.overlapped:
-            lines.append("results change when communication is overlapped; autoshard.bisect names the pass")
+            lines.append("results change after the partition and the passes of overlap; autoshard.bisect names the pass")
             lines += _listed(self.overlapped)
         return lines
 
@@ -167,7 +168,7 @@ def check(
     follow. Forward and backward are run where gradients are enabled. Every value of the program is compared, and every
     output, gradient and buffer with those of the model itself, which is given the random numbers that the ranks drew.
     The results are compared once more after the program is split into forward and backward and its communication is
-    overlapped, as devices run it.
+    overlapped, without Inductor.
     With mixed precision results cannot be equal and are left out. What rounding alone moves as far is equal, and counted
     (`rounded`). What was not compared is counted with the reason (`left_out`, `not_compared`).
     Takes the memory of all values of a step, whole, and their parts.

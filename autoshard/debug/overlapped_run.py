@@ -1,4 +1,4 @@
-"""Run a program as devices run it, on simulated ranks: split into forward and backward, with overlapped communication."""
+"""Run a program on simulated ranks after the partition into forward and backward, with overlapped communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.ir.graph import copy_graph
 
 
 def run_overlapped(ranks: Ranks, options: Options) -> Results:
-    """Run one step of the program that devices compile."""
+    """Run one step of the program that is given to the backend."""
     return ranks.run_partitioned(_overlapped(ranks, options))
 
 

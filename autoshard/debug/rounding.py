@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.held_objects import copies_of_computed
-from autoshard.debug.random_draws import Draws
+from autoshard.debug.random_draws import Draws, ReplayError
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, run_on_one_device
 from passes._torch import OpOverload, flatten_pytree, intercepted, unflatten_pytree
 
@@ -49,8 +49,12 @@ class Rounding:
         return LIKELY * max(found)
 
     def of_result(self, kind: str, name: str, value: Tensor) -> float:
-        """Return the same for a result of the model; `kind` is a field of `Step`."""
-        return LIKELY * max(distance(getattr(step, kind)[name], value) for step in self._steps)
+        """Return the same for a result of the model; `kind` is a field of `Step`. It is 0 if the model draws otherwise than
+        the program, so that its numbers cannot be made the same."""
+        try:
+            return LIKELY * max(distance(getattr(step, kind)[name], value) for step in self._steps)
+        except ReplayError:
+            return 0.0
 
     @cached_property
     def _calls(self) -> tuple[Call, ...]:

@@ -128,8 +128,9 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
 
 
 def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLimitError:
-    smallest, cost = _smallest_limit(task, least.cost, solved.prepared)
-    what = f"no plan fits in {format_bytes(task.limit)} on a device: the one that takes least"
+    smallest, cost, in_time = _smallest_limit(task, least.cost, solved.prepared)
+    which = "the one that takes least" if in_time else "of those found in time, the one that takes least"
+    what = f"no plan fits in {format_bytes(task.limit)} on a device: {which}"
     return memory_limit_error(what, cost, smallest, "a larger mesh", least.largest(task.problem.mesh))
 
 
@@ -139,8 +140,9 @@ def _with_time(options: Options, started: float) -> Options:
     return replace(options, time_limit=limit if options.time_limit is None else min(limit, options.time_limit))
 
 
-def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost]:
-    """Return the smallest memory limit with a plan that fits, to a step of `STEP`, and the cost of that plan.
+def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> tuple[int, Cost, bool]:
+    """Return the smallest memory limit with a plan that fits, to a step of `STEP`, the cost of that plan, and whether the
+    search was not cut short.
 
     The smallest candidate, with `cost`, fits in its own peak, since every limit tries all candidates again. Limits
     between that and the given one, which is too small, are given to the solver: each halves their ratio.
@@ -156,4 +158,4 @@ def _smallest_limit(task: SearchTask, cost: Cost, prepared: Prepared | None) -> 
             largest = limit
         else:
             least, cost = limit, answer.evaluation.cost
-    return least, cost
+    return least, cost, prepared is None or task.left > 0

@@ -68,7 +68,7 @@ def test_the_same_rule_is_right_where_it_is_not_used_so() -> None:
     assert_expected_inline(str(found), """\
 equal on 4 simulated ranks (dp=2,tp=2)
 17 values are within 1e-04 of one device's, as are 3 results of the model
-results stay the same when communication is overlapped""")
+results stay the same after the partition and the passes of overlap""")
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_given_plan_is_followed() -> None:
     assert_expected_inline(str(found), """\
 equal on 4 simulated ranks (dp=2,tp=2)
 22 values are within 5e-02 of one device's
-results stay the same when communication is overlapped
+results stay the same after the partition and the passes of overlap
 results not compared with the model's: it computes in another precision""")
 
 

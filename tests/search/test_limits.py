@@ -84,9 +84,12 @@ def in_time(seconds: float | None) -> ShardingPlan:
 
 def test_a_limit_is_named_when_the_search_for_the_smallest_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "SECONDS", 0.0)
-    named = named_limit("wide mlp", "100KB")
-    found = planned("wide mlp", named)
-    assert found.cost is not None and found.cost.peak_memory <= named
+    with pytest.raises(MemoryLimitError, match="of those found in time, the one that takes least has a peak of") as raised:
+        planned("wide mlp", "100KB")
+    named = re.search(r"Give memory_limit=(\d+),", str(raised.value))
+    assert named is not None
+    found = planned("wide mlp", int(named[1]))
+    assert found.cost is not None and found.cost.peak_memory <= int(named[1])
 
 
 def test_a_program_that_takes_too_long_has_no_solution_and_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
