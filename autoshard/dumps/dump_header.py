@@ -42,10 +42,16 @@ class Header:
         return Header(tuple((one.name, None if one.name in ("seed", "cast_parameters") else one) for one in default_passes()))
 
     def placed_by(self, recipe: str, mesh: Mesh) -> Header:
-        """Return the header with a recipe's layouts, instead of constraints and searched layouts."""
-        cast = next((one for _, one in self.passes if isinstance(one, CastParameters)), CastParameters())
-        recipes = recipes_of(recipe, mesh)
-        phases = Phases(Seed(recipes), cast, pad=Pad(compute_parts(recipes, mesh)))
+        """Return the header with a recipe's layouts, instead of constraints and searched layouts.
+
+        A batch that was padded is padded again, and split over the same axes.
+        """
+        passes = [one for _, one in self.passes]
+        cast = next((one for one in passes if isinstance(one, CastParameters)), CastParameters())
+        pad = next((one for one in passes if isinstance(one, Pad)), Pad())
+        recipes, old = recipes_of(recipe, mesh), next((one for one in passes if isinstance(one, Seed)), Seed())
+        seed = Seed(recipes, inputs=old.inputs, batch=old.batch) if old.batch else Seed(recipes)
+        phases = Phases(seed, cast, pad=Pad(compute_parts(recipes, mesh), pad.batch_parts))
         given = {one.name: one for one in (phases.pad, *phases.constrain)} | dict.fromkeys(PLACING, phases.choose)
         return replace(self, passes=tuple((name, given.get(name, one)) for name, one in self.passes))
 

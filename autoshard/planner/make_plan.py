@@ -179,7 +179,7 @@ def _programmed(
         edges=tuple(ctx.edges),
         recomputation=decision.recomputation,
         pads=problem.pads,
-        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.split_when_padded),
+        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
         **recorder.facts,
     )
     return Planned(plan, problem.captured, gm, timer.seconds)
@@ -221,7 +221,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         edges=evaluation.edges,
         recomputation=evaluation.recomputation,
         pads=problem.pads,
-        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.split_when_padded),
+        padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
     )
 
 

@@ -52,22 +52,21 @@ class Problem:
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
     pads: bool = True  # dims that axes do not divide are padded
-    padded_axes: tuple[int, ...] = ()  # that the batch is padded for
+    padded_axes: tuple[int, ...] = ()  # axes that split the batch, which do not divide it
 
     @property
     def pad(self) -> Pad:
         """Return the pass that pads dims: for the axes that a recipe shards them over, or that a search may."""
         if not self.pads:
             return Pad()
-        is_plain = self.options.recipe == AUTO and self.options.passes is None
-        is_searched = is_plain and self.mesh.hardware is not None
+        recipes = given_recipes(self.options, self.mesh)
         names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
-        parts = compute_parts(names if is_searched else recipes_of(self.options.recipe, self.mesh), self.mesh)
+        parts = compute_parts(names if recipes is None else recipes, self.mesh)
         return Pad(parts, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded))
 
     @property
     def split_when_padded(self) -> tuple[int, ...]:
-        """Return the axes that split the batch because it is padded."""
+        """Return the axes that split the batch once it is padded; the inputs are whole on them."""
         return self.padded_axes if self.pads else ()
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
@@ -106,19 +105,19 @@ class Problem:
     def _batch(self, inputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
         """Return constraints for inputs as the caller splits them: by batch if dim 0 is the batch size, else whole.
 
-        Constraints in the options take precedence.
+        A batch that its axes do not divide is whole on them, also where recipes split it. Constraints in the options
+        take precedence.
         """
-        if self.batch_axes is None:
-            return ()
         _, first = _first_batch(inputs)
-        axes = () if self.split_when_padded else _dividing(self.batch_axes, self.mesh, first)
+        axes = () if self.split_when_padded else _dividing(self.batch_axes or (), self.mesh, first)
+        given = self.padded_axes if self.batch_axes is None else range(self.mesh.ndim)
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
         constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
-            Constraint(name, axis, Shard(0) if name in split and number in axes else R)
+            Constraint(name, self.mesh.names[axis], Shard(0) if name in split and axis in axes else R)
             for name in inputs
-            for number, axis in enumerate(self.mesh.names)
-            if (name, axis) not in constrained
+            for axis in given
+            if (name, self.mesh.names[axis]) not in constrained
         )
 
     @property
@@ -126,13 +125,13 @@ class Problem:
         """Return the remarks of capture, and one for a batch that the caller's axes do not divide."""
         found, inputs = self.captured.call.remarks, self.captured.shapes(InputRole.INPUT)
         name, batch = _first_batch(inputs)
-        if self.is_later:
+        if self.is_later or self.batch_axes is None:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
         else:
             whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
             constrained = constrained_axes(name, inputs, self.options, self.mesh)
             names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
-        if not names or self.split_when_padded:
+        if not names or is_gain(batch, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)):
             return found
         text = f"a batch of {batch} is not split over {' and '.join(names)}: every rank there computes all of it"
         return *found, Remark(Seed.name, text, Origin(), name.replace(".", "_"))
@@ -157,19 +156,27 @@ class Problem:
     def check_batch(self, recipes: Recipes) -> None:
         """Raise InputError if the axes that `recipes` split the batch over do not divide it.
 
-        The inputs of a later call are constrained, so that no recipe splits them.
+        No recipe splits inputs that are split as the caller says, or whole because their axes do not divide them.
         """
-        if self.is_later:
+        if self.batch_axes is not None or self.padded_axes:
             return
-        axes = data_axes(recipes)
+        inputs = self.captured.shapes(InputRole.INPUT)
+        name, batch = _first_batch(inputs)
+        constrained = constrained_axes(name, inputs, self.options, self.mesh)
+        axes = [axis for axis in data_axes(recipes) if self.mesh.names[axis] not in constrained]
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
-        name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
         if batch % ways:
             names = " x ".join(self.mesh.names[axis] for axis in axes)
             raise InputError(
                 f"input {name!r} has a batch of {batch}, which {names} = {ways} "
                 f"does not divide; give a batch that is a multiple of {ways}"
             )
+
+
+def given_recipes(options: Options, mesh: Mesh) -> Recipes | None:
+    """Return the recipe of each axis; None if layouts are searched for."""
+    is_searched = options.recipe == AUTO and options.passes is None and mesh.hardware is not None
+    return None if is_searched else recipes_of(options.recipe, mesh)
 
 
 def data_axes(recipes: Recipes) -> tuple[int, ...]:
@@ -202,15 +209,18 @@ def constrained_axes(name: str, inputs: Mapping[str, torch.Size], options: Optio
 
 
 def _padded_axes(request: PlanRequest, captured: Captured) -> tuple[int, ...]:
-    """Return the axes that a batch is padded for: those that the caller splits it over, if together they do not divide it.
+    """Return the axes that the caller, or else a given recipe, splits the batch over, if together they do not divide it.
 
     There are none if the user constrains the first input on one of them.
     """
-    axes, inputs, mesh = request.batch_axes or (), captured.shapes(InputRole.INPUT), request.mesh
+    mesh, options, inputs = request.mesh, request.options, captured.shapes(InputRole.INPUT)
+    axes = request.batch_axes
+    if axes is None:
+        axes = data_axes(given_recipes(options, mesh) or ())
     name, batch = _first_batch(inputs)
-    if not is_gain(batch, math.prod(mesh.sizes[axis] for axis in axes)):
+    if batch % math.prod(mesh.sizes[axis] for axis in axes) == 0:
         return ()
-    constrained = set() if request.is_later else constrained_axes(name, inputs, request.options, mesh)
+    constrained = set() if request.is_later else constrained_axes(name, inputs, options, mesh)
     return () if constrained & {mesh.names[axis] for axis in axes} else axes
 
 

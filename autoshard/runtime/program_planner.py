@@ -26,7 +26,7 @@ from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.shared_plan import Decided
-from passes.ir.layout import Layout, Shard, next_digit
+from passes.ir.layout import Layout, R, Shard, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
 
@@ -129,13 +129,14 @@ class ProgramPlanner:
         return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
 
     def _split_when_it_divides(self, plan: PlanRecord) -> dict[str, Layout]:
-        """Return the layouts of inputs in a plan whose batch was padded, for a batch that the axes divide."""
+        """Return the layouts of inputs, for a batch that the axes divide, of a plan whose batch they do not divide."""
         inputs = {name: value for name, value in plan.inputs.items() if value.shape}
         batch = next(value.shape[0] for value in inputs.values())
         layouts = {name: value.layout for name, value in inputs.items()}
         for axis in map(self.mesh.index, plan.padded_axes):
-            for name in (name for name, value in inputs.items() if value.shape[0] == batch):
-                layouts[name] = layouts[name].with_on(axis, next_digit(layouts[name], 0, self.mesh))
+            for name, value in inputs.items():
+                if value.shape[0] == batch and layouts[name].on(axis) == R:
+                    layouts[name] = layouts[name].with_on(axis, next_digit(layouts[name], 0, self.mesh))
         return layouts
 
     def _data_axes(self) -> tuple[int, ...]:

@@ -125,6 +125,15 @@ def test_a_graph_before_the_seeds_is_placed_by_a_recipe(dump: Path) -> None:
     assert pinned in found.text and pinned not in max(dump.iterdir()).read_text()
 
 
+def test_a_padded_batch_is_padded_for_another_recipe(tmp_path: Path) -> None:
+    options = Options(recipe="fsdp", dump=tmp_path / "dump")
+    plan(Model(), Mesh("dp=2", hardware="h100"), (torch.randn(3, 6),), options=options)
+    (tmp_path / "ddp").mkdir()
+    replay(tmp_path / "dump" / "00_capture.txt", recipe="ddp", folder=tmp_path / "ddp")
+    text = (tmp_path / "ddp" / "03_seed.txt").read_text()
+    assert '%x: f32[3, 6] pinned(dp:R "options") = input("x")' in text and 'pinned(dp:S(0) "padded batch")' in text
+
+
 def test_a_plan_is_dumped_as_well(dump: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, dump=tmp_path, overlap=Overlap(bucket_bytes=0))
     made = plan(Model(), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6),), options=options)

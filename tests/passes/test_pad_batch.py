@@ -13,6 +13,7 @@ from autoshard.debug.simulated_ranks import Call
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
+from autoshard.runtime.program_planner import ProgramPlanner
 from passes.ir.text import parse_graph
 from passes.pad import Pad
 from tests.passes.rewrite import assert_declines, assert_same_values
@@ -88,6 +89,14 @@ def checked(
         return planned.plan, comparison(keeper.graph, planned, Call(model, args, {}), options)
 
 
+def first_call(model: nn.Module, args: tuple[Tensor, ...], mesh: Mesh, options: Options) -> tuple[PlanRecord, Check]:
+    """Return the plan of a first call, whose batch the recipes or names split, and its comparison with one device."""
+    keeper = Keeper()
+    axes = ProgramPlanner("cpu", mesh, options, None).batch_axes()
+    planned = make_plan(PlanRequest(model.double(), args, {}, mesh, options, batch_axes=axes), observers=(keeper,))
+    return planned.plan, comparison(keeper.graph, planned, Call(model, args, {}), options)
+
+
 def batch(*shape: int) -> Tensor:
     torch.manual_seed(0)
     return torch.randn(BATCH, *shape, dtype=torch.float64)
@@ -111,6 +120,26 @@ def test_an_evaluation_batch_is_padded_and_its_outputs_are_not() -> None:
     assert found and not found.not_compared, str(found)
     assert plan.padded_axes == ("dp",) and plan.outputs["output"].shape == (5, CLASSES)
     assert plan.outputs["output"].layout.is_replicated and plan.inputs["x"].layout.is_replicated
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=2,tp=2", "fsdp+megatron"), ("a=2,b=2", "hsdp")])
+def test_a_recipe_splits_the_padded_batch_of_a_first_call(mesh: str, recipe: str) -> None:
+    plan, found = first_call(Cosines(), (batch(IN), labels()), Mesh(mesh, hardware="cpu"), Options(recipe=recipe))
+    assert found and not found.not_compared, str(found)
+    assert all(value.layout.is_replicated for value in plan.inputs.values())
+    assert plan.padded_axes == (("dp",) if recipe == "fsdp+megatron" else ("a", "b"))
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "auto"])
+def test_a_first_batch_of_one_is_whole_and_later_batches_are_split(recipe: str) -> None:
+    mesh, options = Mesh("dp=2", hardware="cpu"), Options(recipe=recipe)
+    plan, found = first_call(Cosines(), (batch(IN)[:1], labels()[:1]), mesh, options)
+    assert found and plan.inputs["x"].layout.is_replicated, str(found)
+    texts = [remark.text for remark in plan.remarks if remark.pass_name == "seed"]
+    assert texts[0] == "a batch of 1 is not split over dp: every rank there computes all of it"
+    planner = ProgramPlanner("cpu", mesh, options, None)
+    planner.first = plan
+    assert planner.splits().whole_shape("x", torch.empty(4, IN), 4) == (8, IN)
 
 
 @pytest.mark.slow
