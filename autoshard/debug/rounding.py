@@ -78,19 +78,29 @@ class Rounding:
 
 
 class _Nudge:
-    """Makes a call, and nudges the numbers that it rounds: no whole ones, and none that it was given."""
+    """Makes a call, and nudges the numbers that it rounds: no whole ones, and none that it was given.
+
+    A gradient formula (`..._backward`) takes several steps, each of which rounds: what it is given is nudged, whole
+    numbers as well.
+    """
 
     def __init__(self, precision: torch.dtype, seed: int) -> None:
         self.precision, self.generator = precision, torch.Generator("cpu").manual_seed(RUNS + seed)
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = op(*args, **kwargs)
         given = _numbers((args, kwargs))
+        if op._opname.endswith("_backward"):
+            leaves, spec = flatten_pytree((args, dict(kwargs)))
+            args, kwargs = unflatten_pytree([self._nudged(leaf) for _, leaf in leaves], spec)
+        result = op(*args, **kwargs)
         if not given or any(one.alias_info is not None for one in op._schema.returns):  # a view, or written in place
             return result
         leaves, spec = flatten_pytree(result)
         known = torch.cat(given)
         return unflatten_pytree([self._moved(leaf, known) if _has_digits(leaf) else leaf for _, leaf in leaves], spec)
+
+    def _nudged(self, leaf: Any) -> Any:
+        return nudged(leaf, self.precision, self.generator) if _has_digits(leaf) and not leaf.is_complex() else leaf
 
     def _moved(self, value: Tensor, known: Tensor) -> Tensor:
         numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

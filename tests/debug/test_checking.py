@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import InputError, Options, UserError, check, plan, rule
+from autoshard.debug.rounding import Rounding
+from autoshard.debug.simulated_ranks import Call
 from tests.models import build
 
 
@@ -108,6 +110,23 @@ def test_what_is_all_rounding_is_equal() -> None:
     assert str(found).endswith(
         "\noff by more, but no further than a change in the last digit of numbers moves them: 3"
     )
+
+
+def test_the_steps_within_a_gradient_formula_are_rounded() -> None:
+    """Measure the gradient of a bias before a sum of normalized values: exactly 0 but for the steps of one op."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), torch.randn(8, 4, dtype=torch.float64)
+    rounding = Rounding(Call(Summed(model), (x,), {}), torch.float64, training=True)
+    assert rounding.of_result("gradients", "model.0.bias", torch.zeros(4, dtype=torch.float64)) > 1e-16
+
+
+class Summed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).sum()
 
 
 class Plain(Normalized):
