@@ -272,8 +272,8 @@ def _split_batch(recipes: Mapping[int, Recipe], pins: _Pins) -> None:
         if not recipe.carries_batch:
             continue
         for node in inputs:
-            if tensor_of(node).shape[0] == batch:
-                pins.add(node, axis, pins.digit_left(node, 0), f"{recipe.name}: batch")
+            if tensor_of(node).shape[0] == batch and not _is_pinned(node, axis):
+                _pin_input(node, axis, Decision(Shard(0), f"{recipe.name}: batch"), pins)
 
 
 def _split_padded(axes: tuple[int, ...], pins: _Pins) -> None:

@@ -361,12 +361,6 @@ def test_placements_that_cut_through_each_other() -> None:
     )
 
 
-def test_a_batch_that_the_axes_left_by_constraints_do_not_divide() -> None:
-    expected = "which ep = 3 does not divide; give a batch that is a multiple of 3"
-    text = message(planned, "dp=2,ep=3", recipe="fsdp", inputs={"x": {"dp": "R"}})
-    assert text == f"InputError: input 'x' has a batch of 4, {expected}"
-
-
 @pytest.mark.parametrize(
     ("option", "expected"),
     [

@@ -61,10 +61,8 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     """Decide by the recipe that is asked for, by a plan for an earlier call, or by a search."""
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
     if options.recipe != AUTO or options.passes is not None or problem.mesh.size == 1:
-        problem.check_batch(recipes)
         return Decision(recipes, recomputation=_recomputation(problem, folded))
     if problem.mesh.hardware is None:
-        problem.check_batch(recipes)
         return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
     for pads in (True, False) if problem.earlier else ():
         graph = folded_variant(problem, folded, pads=pads)

@@ -20,9 +20,9 @@ from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cast_parameters import CastParameters
-from passes.errors import ConstraintError, InputError
+from passes.errors import ConstraintError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
-from passes.ir.layout import Layout, R, Shard
+from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
 from passes.ir.padding import is_gain
 from passes.pad import Pad
@@ -129,7 +129,7 @@ class Problem:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
         else:
             whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
-            constrained = constrained_axes(name, inputs, self.options, self.mesh)
+            constrained = constraints_of(name, inputs, self.options, self.mesh)
             names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
         if not names or is_gain(batch, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)):
             return found
@@ -153,24 +153,18 @@ class Problem:
                 )
         return tuple(Constraint(name, axis, one.placement) for (name, axis), one in found.items())
 
-    def check_batch(self, recipes: Recipes) -> None:
-        """Raise InputError if the axes that `recipes` split the batch over do not divide it.
+    def undivided(self, recipes: Recipes) -> str | None:
+        """Return a text if the axes that `recipes` split the batch over do not divide it.
 
         No recipe splits inputs that are split as the caller says, or whole because their axes do not divide them.
         """
         if self.batch_axes is not None or self.padded_axes:
-            return
-        inputs = self.captured.shapes(InputRole.INPUT)
-        name, batch = _first_batch(inputs)
-        constrained = constrained_axes(name, inputs, self.options, self.mesh)
-        axes = [axis for axis in data_axes(recipes) if self.mesh.names[axis] not in constrained]
+            return None
+        name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
+        axes = data_axes(recipes)
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
-        if batch % ways:
-            names = " x ".join(self.mesh.names[axis] for axis in axes)
-            raise InputError(
-                f"input {name!r} has a batch of {batch}, which {names} = {ways} "
-                f"does not divide; give a batch that is a multiple of {ways}"
-            )
+        names = " x ".join(self.mesh.names[axis] for axis in axes)
+        return f"input {name!r} has a batch of {batch}, which {names} = {ways} does not divide" if batch % ways else None
 
 
 def given_recipes(options: Options, mesh: Mesh) -> Recipes | None:
@@ -203,25 +197,28 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
-def constrained_axes(name: str, inputs: Mapping[str, torch.Size], options: Options, mesh: Mesh) -> set[str]:
-    """Return the axes on which the user constrains an input."""
-    return {one.axis for one in constraints_on(options.inputs, "inputs", inputs, mesh) if one.name == name}
+def constraints_of(name: str, inputs: Mapping[str, torch.Size], options: Options, mesh: Mesh) -> dict[str, Placement]:
+    """Return the user's placement of an input by axis."""
+    found = constraints_on(options.inputs, "inputs", inputs, mesh)
+    return {one.axis: one.placement for one in found if one.name == name}
 
 
 def _padded_axes(request: PlanRequest, captured: Captured) -> tuple[int, ...]:
     """Return the axes that the caller, or else a given recipe, splits the batch over, if together they do not divide it.
 
-    There are none if the user constrains the first input on one of them.
+    The user may constrain the first input on some of them; there are none if that splits the batch.
     """
     mesh, options, inputs = request.mesh, request.options, captured.shapes(InputRole.INPUT)
     axes = request.batch_axes
     if axes is None:
         axes = data_axes(given_recipes(options, mesh) or ())
     name, batch = _first_batch(inputs)
-    if batch % math.prod(mesh.sizes[axis] for axis in axes) == 0:
-        return ()
-    constrained = set() if request.is_later else constrained_axes(name, inputs, options, mesh)
-    return () if constrained & {mesh.names[axis] for axis in axes} else axes
+    if not request.is_later:
+        found = constraints_of(name, inputs, options, mesh)
+        if any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values()):
+            return ()
+        axes = tuple(axis for axis in axes if mesh.names[axis] not in found)
+    return axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ()
 
 
 @uncollected()

@@ -17,7 +17,7 @@ from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
-from passes.errors import InputError, RecipeError
+from passes.errors import RecipeError
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes, format_seconds
 from passes.manager import PassManager
@@ -84,10 +84,8 @@ def _promising(
     recipes: Recipes,
 ) -> tuple[Promise, ...]:
     """Return the recipe if it may be worth a simulation; otherwise decline it."""
-    try:
-        task.problem.check_batch(recipes)
-    except InputError as error:
-        standings.decline(name, str(error))
+    if (undivided := task.problem.undivided(recipes)) is not None:
+        standings.decline(name, undivided)
         return ()
     seconds, fits = 0.0, True  # unknown without the solver's model
     if prepared is not None and task.left > 0:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoshard import Mesh, Options
+from autoshard.config.options import Placements
 from autoshard.debug.checking import Check, Keeper, comparison
 from autoshard.debug.simulated_ranks import Call
 from autoshard.planner.make_plan import make_plan
@@ -128,6 +129,28 @@ def test_a_recipe_splits_the_padded_batch_of_a_first_call(mesh: str, recipe: str
     assert found and not found.not_compared, str(found)
     assert all(value.layout.is_replicated for value in plan.inputs.values())
     assert plan.padded_axes == (("dp",) if recipe == "fsdp+megatron" else ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "padded"),
+    [
+        ({"x": {"b": "R"}}, ("a",)),
+        ({"x": {"b": "S(1)"}}, ("a",)),
+        ({"labels": {"a": "R"}}, ("a", "b")),
+        ({"x": {"a": "R", "b": "R"}}, ()),
+    ],
+)
+def test_a_batch_is_padded_for_the_axes_that_constraints_leave(inputs: Placements, padded: tuple[str, ...]) -> None:
+    options = Options(recipe="zero2", inputs=inputs)
+    plan, found = first_call(Cosines(), (batch(IN), labels()), Mesh("a=3,b=2", hardware="cpu"), options)
+    assert found and plan.padded_axes == padded, str(found)
+
+
+def test_an_input_is_whole_on_an_axis_that_does_not_divide_what_constraints_leave() -> None:
+    options = Options(recipe="ddp", inputs={"x": {"a": "S(0)"}})
+    plan, found = first_call(Cosines(), (batch(IN)[:6], labels()[:6]), Mesh("a=2,b=2", hardware="cpu"), options)
+    assert found and plan.padded_axes == ()
+    assert "on b: labels[6] is not sharded: dim 0 does not divide further" in [remark.text for remark in plan.remarks]
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "auto"])
