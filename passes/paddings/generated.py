@@ -32,7 +32,7 @@ def is_generated(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> bool
     if space is None or at is None or len(space.results) != 1:
         return False
     factor, inside = at
-    if factor in space.blocked and operands(value):
+    if not space.can_pad(factor, inside.outer):
         return False
     sources = [
         (operand, found)

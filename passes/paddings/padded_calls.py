@@ -104,7 +104,7 @@ class PaddedCalls:
             self.values.held[node] = self.items[source][position]
             return node
         space, before = self.spaces.get(node), (node.args, node.kwargs)
-        factors = {} if space is None else padded_factors(node, space, self.calls[node], self.values, forced)
+        factors = {} if space is None else padded_factors(node, space, self.values, forced)
         if space is not None and factors:
             try:
                 return self._resized(node, space, factors)

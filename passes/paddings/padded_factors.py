@@ -13,42 +13,26 @@ from passes.ir.graph import operands, tensor_of
 from passes.ir.padding import Digit, Dims, Padding, in_dims, in_factor
 from passes.paddings.padded_values import PaddedValues
 from passes.propagation.partial_sums import is_zero
-from passes.rules.rule import Call, Space
+from passes.rules.rule import Space
 
 aten = torch.ops.aten
 
 Paddings = dict[str, tuple[Digit, int]]  # by factor: the digit that is padded, and its new size
 
-_FROM_THE_END = (  # ops whose indices may be negative, and then count from the end of what is indexed
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-)
 
-
-def padded_factors(node: Node, space: Space, call: Call, values: PaddedValues, forced: Paddings) -> Paddings:
+def padded_factors(node: Node, space: Space, values: PaddedValues, forced: Paddings) -> Paddings:
     """Return the factors of a call that are padded, as its operands are and as `forced`."""
     found: Paddings = dict(forced)
-    fixed = space.unpadded | _counted_from_the_end(node, space, call)
     for value, dims in zip(operands(node), space.operands, strict=True):
         for padding in values.of(value):
             at = in_factor(space.sizes, dims, padding.dim, padding.digit)
-            if at is not None and at[0] not in fixed:
+            if at is not None and space.can_pad(at[0], at[1].outer):
                 found.setdefault(at[0], (at[1], padding.padded))
     for dims in (*space.operands, *space.results):  # of each dim, one factor at most
         for dim in dims:
             for other in [factor for factor in dim if factor in found][1:]:
                 del found[other]
     return found
-
-
-def _counted_from_the_end(node: Node, space: Space, call: Call) -> frozenset[str]:
-    """Return the factors of dims whose end a negative index counts from."""
-    if node.target not in _FROM_THE_END:
-        return frozenset()
-    dims = zip(space.operands[0], call.args[1], strict=False)
-    return frozenset(factor for dim, index in dims if index is not None for factor in dim)
 
 
 def paddings_of(space: Space, dims: Dims, factors: Paddings) -> dict[str, Padding]:

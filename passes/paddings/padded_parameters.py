@@ -177,13 +177,14 @@ def _finer(space: Space, operand: int, held: _Held) -> tuple[str, Digit, Digit] 
     before = 1
     for factor in space.operands[operand][held.dim]:
         length = space.sizes[factor]
-        after, is_free = before * length, factor not in space.unpadded
-        if is_free and before >= held.digit.outer and held.digit.end % after == 0:
+        after = before * length
+        if space.can_pad(factor, 1) and before >= held.digit.outer and held.digit.end % after == 0:
             inner = held.digit.length // after
             return factor, Digit(1, length, 1), Digit(before, length, inner)
-        if is_free and held.digit.outer % before == 0 and after % held.digit.end == 0:
+        if held.digit.outer % before == 0 and after % held.digit.end == 0:
             inside = Digit(held.digit.outer // before, held.digit.size, after // held.digit.end)
-            return factor, inside, held.digit
+            if space.can_pad(factor, inside.outer):
+                return factor, inside, held.digit
         before = after
     return None
 

@@ -43,6 +43,7 @@ class Factors:
         *,
         linear: tuple[Linear, ...] = (),
         reductions: dict[str, str] | None = None,
+        numbered: frozenset[str] = frozenset(),
         replicated_results: frozenset[int] = frozenset(),
     ) -> Space:
         return Space(
@@ -52,6 +53,7 @@ class Factors:
             blocked=frozenset(self._blocked),
             reductions=reductions or {},
             linear=linear,
+            numbered=numbered,
             replicated_results=replicated_results,
             held=self._held,
         )

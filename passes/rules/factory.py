@@ -65,9 +65,11 @@ def _scalar(call: Call) -> Space:
     return Factors().space([], [()], linear=ZEROS if call.arg("s") == 0 else ())
 
 
-def _own(call: Call) -> Space:
+def _positions(call: Call) -> Space:
+    """Return the space of a result that is computed from positions, without operands."""
     factors = Factors()
-    return factors.space([], [factors.dims(call.result.shape)])
+    dims = factors.dims(call.result.shape)
+    return factors.space([], [dims], numbered=frozenset(factor for dim in dims for factor in dim))
 
 
 def _is_whole(call: LocalCall) -> bool:
@@ -136,7 +138,7 @@ register(
     aten.arange.start,
     aten.arange.start_step,
     prims.iota.default,
-    space=_own,
+    space=_positions,
     local=_local_count,
 )
-register(aten.eye.default, aten.eye.m, space=_own, local=_local_eye)
+register(aten.eye.default, aten.eye.m, space=_positions, local=_local_eye)

@@ -138,7 +138,7 @@ def _embedding(call: Call) -> Space | None:
     found = _lookup(weight, (index,))
     if found is None:
         return None
-    return _moving(found, (found.value, *found.indices), call.result)
+    return _moving(found, (found.value, *found.indices), call.result, wraps=False)
 
 
 def _embedding_local(call: LocalCall) -> Node:
@@ -158,7 +158,8 @@ def _embedding_backward(call: Call) -> Space | None:
     # Frequencies are counted over all indices and rows at once.
     blocked = (*found.index_factors, "v0") if call.arg("scale_grad_by_freq") else ()
     operands = (found.broadcast(grad), *found.indices)
-    return Space(found.sizes, operands, (found.value,), frozenset(blocked), linear=(Linear((0,)),))
+    rows = frozenset(found.looked_up)
+    return Space(found.sizes, operands, (found.value,), frozenset(blocked), linear=(Linear((0,)),), numbered=rows)
 
 
 def _embedding_backward_local(call: LocalCall) -> Node:
@@ -180,18 +181,25 @@ register(aten.embedding_dense_backward.default, space=_embedding_backward, local
 # Lookups: x[indices]
 
 
-def _moving(found: _Lookup, operands: tuple[Dims, ...], result: Tensor) -> Space:
-    """Return the space of a lookup in operand 0. The looked up dims of booleans stay whole, as booleans have no sum."""
-    blocked = frozenset(found.looked_up) if result.dtype == torch.bool else frozenset()
+def _moving(found: _Lookup, operands: tuple[Dims, ...], result: Tensor, *, wraps: bool) -> Space:
+    """Return the space of a lookup in operand 0; `wraps` says whether a negative index counts from the end.
+
+    The looked up dims of booleans stay whole, as booleans have no sum.
+    """
+    looked_up = frozenset(found.looked_up)
+    blocked = looked_up if result.dtype == torch.bool else frozenset()
     linear = (Linear((0,), moved(result.dtype)),)
-    return Space(found.sizes, operands, (found.result,), blocked, linear=linear)
+    wrapped = looked_up if wraps else frozenset()
+    return Space(
+        found.sizes, operands, (found.result,), blocked, linear=linear, numbered=looked_up, wrapped=wrapped
+    )
 
 
 def _index(call: Call) -> Space | None:
     found = _lookup(call.args[0], call.args[1])
     if found is None:
         return None
-    return _moving(found, (found.value, *found.indices), call.result)
+    return _moving(found, (found.value, *found.indices), call.result, wraps=True)
 
 
 def _index_local(call: LocalCall) -> Node:
@@ -207,7 +215,7 @@ def _masked_index(call: Call) -> Space | None:
         return None
     operands = (found.value, found.broadcast(mask), *found.indices)
     if fill == 0:
-        return _moving(found, operands, call.result)
+        return _moving(found, operands, call.result, wraps=True)
     # A sum over the ranks would add the fill once per rank.
     return Space(found.sizes, operands, (found.result,), frozenset(found.looked_up))
 
@@ -225,7 +233,7 @@ def _index_select(call: Call) -> Space | None:
     found = _lookup(value, _at(dim % value.ndim, index))
     if found is None:
         return None
-    return _moving(found, (found.value, *found.indices), call.result)
+    return _moving(found, (found.value, *found.indices), call.result, wraps=False)
 
 
 def _index_select_local(call: LocalCall) -> Node:
@@ -284,12 +292,16 @@ def _index_put(call: Call) -> Space | None:
         return _adding(found, operands, (0, last))
     blocked = frozenset(found.index_factors)
     linear = (Linear((0, last), moved(call.result.dtype)),)
-    return Space(found.sizes, operands, (found.value,), blocked, linear=linear)
+    wrapped = frozenset(found.looked_up)
+    return Space(found.sizes, operands, (found.value,), blocked, linear=linear, wrapped=wrapped)
 
 
 def _adding(found: _Lookup, operands: tuple[Dims, ...], linear: tuple[int, ...]) -> Space:
     accumulator = dict.fromkeys(found.index_factors, (0,))
-    return Space(found.sizes, operands, (found.value,), linear=(Linear(linear),), partial_operands=accumulator)
+    wrapped = frozenset(found.looked_up)
+    return Space(
+        found.sizes, operands, (found.value,), linear=(Linear(linear),), partial_operands=accumulator, wrapped=wrapped
+    )
 
 
 def _index_put_local(call: LocalCall) -> Node:

@@ -130,6 +130,10 @@ class Space:
     counted: frozenset[str] = frozenset()
     # ^ factors on which the op counts positions: they may be sharded, but not padded. A search leaves them whole, as it prices
     # the op and not the calls that a rank makes instead
+    numbered: frozenset[str] = frozenset()
+    # ^ factors whose positions are numbers that the call reads or gives, as an index is: padding may stand at their end only
+    wrapped: frozenset[str] = frozenset()
+    # ^ factors of which a negative number counts from the end: they may be sharded, but not padded
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
@@ -139,10 +143,11 @@ class Space:
     rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
 
-    @property
-    def unpadded(self) -> frozenset[str]:
-        """Return the factors that cannot be padded."""
-        return self.blocked | self.counted
+    def can_pad(self, factor: str, outer: int) -> bool:
+        """Return whether a digit of `factor`, with `outer` digits before it, may be padded."""
+        if factor in self.blocked or factor in self.counted or factor in self.wrapped:
+            return False
+        return outer == 1 or factor not in self.numbered
 
 
 @dataclass(frozen=True)

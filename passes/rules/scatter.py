@@ -6,6 +6,8 @@ scatter skips them. This covers cross-entropy and its gradient with a sharded vo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Node
 
@@ -22,6 +24,8 @@ from passes.rules.local_forms.masked import (
 from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
 
 aten = torch.ops.aten
+
+_NUMBERED = frozenset({"v"})  # the factor of the dim that is indexed
 
 
 def _factors(call: Call, dim: int, *others: Tensor) -> tuple[dict[str, int], tuple[Dims, ...], set[str]]:
@@ -69,7 +73,7 @@ def _gather(call: Call) -> Space | None:
     if value.dtype == torch.bool:
         blocked.add("v")  # booleans have no sum
     linear = (Linear((0,), moved(value.dtype)),)
-    return Space(sizes, (indexed, picked), (picked,), frozenset(blocked), linear=linear)
+    return Space(sizes, (indexed, picked), (picked,), frozenset(blocked), linear=linear, numbered=_NUMBERED)
 
 
 def _gather_local(call: LocalCall) -> Node:
@@ -95,7 +99,8 @@ def _scatter_value(call: Call) -> Space | None:
     # A sum over the ranks would add the written value once per rank.
     passing = tuple(op for op in moved(value.dtype) if written == 0 or op in ("max", "min", "avg"))
     blocked.add(f"i{dim}")
-    return Space(sizes, (indexed, picked), (indexed,), frozenset(blocked), linear=(Linear((0,), passing),))
+    linear = (Linear((0,), passing),)
+    return Space(sizes, (indexed, picked), (indexed,), frozenset(blocked), linear=linear, numbered=_NUMBERED)
 
 
 def _scatter_src(call: Call) -> Space | None:
@@ -106,7 +111,8 @@ def _scatter_src(call: Call) -> Space | None:
     sizes, (indexed, picked, written), blocked = _factors(call, dim, index, source)
     blocked.add(f"i{dim}")
     linear = (Linear((0, 2), moved(value.dtype)),)
-    return Space(sizes, (indexed, picked, written), (indexed,), frozenset(blocked), linear=linear)
+    operands = indexed, picked, written
+    return Space(sizes, operands, (indexed,), frozenset(blocked), linear=linear, numbered=_NUMBERED)
 
 
 def _scatter_add(call: Call) -> Space | None:
@@ -122,6 +128,7 @@ def _scatter_add(call: Call) -> Space | None:
         frozenset(blocked),
         linear=(Linear((0, 2)),),
         partial_operands={f"i{dim}": (0,)},
+        numbered=_NUMBERED,
     )
 
 
@@ -136,7 +143,7 @@ def _scatter_reduce(call: Call) -> Space | None:
         return None
     passing = _PASSING[call.args[4]]
     linear = (Linear((0, 2), passing),) if passing else ()
-    return Space(plain.sizes, plain.operands, plain.results, plain.blocked, linear=linear)
+    return replace(plain, linear=linear)
 
 
 def _index_reduce(call: Call) -> Space | None:
