@@ -59,7 +59,7 @@ class Phases:
     def prepare(self) -> Passes:
         """Return the passes that normalize a captured graph; all plans of a model share the result."""
         return (
-            Normalize(),
+            Normalize(self.pad.parts),
             self.pad,  # dims that axes do not divide
         )
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage, is_random, is_reshard, set_draw, value_of
-from passes.normal_forms import REWRITES, At
+from passes.normal_forms import REWRITES, At, split_projections
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Normalize(Pass):
        a whole row of the vocabulary.
     8. `_embedding_bag` over bags of one length becomes `embedding` and a sum, so that the batch can be sharded.
     9. Determinants become a factorization and products, which do not depend on the strides of a matrix.
-    10. Equal calls without side effects and random numbers are merged; unused calls are removed.
+    10. A product whose columns slices cut into unequal parts, such as a fused query, key and value with fewer key heads,
+        becomes a product per part, if an axis of `parts` ranks can shard a part: each is then sharded by itself.
+    11. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -64,6 +66,8 @@ class Normalize(Pass):
     takes: ClassVar[Stage] = Stage.CAPTURED
     gives: ClassVar[Stage] = Stage.CAPTURED
 
+    parts: int = 1
+
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         changed = False
         fake_mode = fake_mode_of([value_of(node) for node in gm.graph.nodes if node.op == "placeholder"])
@@ -71,13 +75,15 @@ class Normalize(Pass):
             rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
             if rewrite is not None:
                 changed |= rewrite(At(gm.graph, node, fake_mode))
+        if self.parts > 1:
+            changed |= split_projections(gm.graph, fake_mode, self.parts)
         changed |= _merge_equal(gm.graph)
         changed |= _drop_dead(gm.graph)
         _number_draws(gm.graph)
         return changed
 
 
-# --- 10: merge equal calls, remove unused ones
+# --- 11: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:

@@ -52,7 +52,7 @@ class Header:
         recipes, old = recipes_of(recipe, mesh), next((one for one in passes if isinstance(one, Seed)), Seed())
         seed = Seed(recipes, inputs=old.inputs, batch=old.batch) if old.batch else Seed(recipes)
         phases = Phases(seed, cast, pad=Pad(compute_parts(recipes, mesh), pad.batch_parts))
-        given = {one.name: one for one in (phases.pad, *phases.constrain)} | dict.fromkeys(PLACING, phases.choose)
+        given = {one.name: one for one in (*phases.prepare, *phases.constrain)} | dict.fromkeys(PLACING, phases.choose)
         return replace(self, passes=tuple((name, given.get(name, one)) for name, one in self.passes))
 
 

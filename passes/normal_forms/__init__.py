@@ -1,4 +1,4 @@
-"""The rewrites of `normalize`, a file per family; `REWRITES` maps each op to its rewrite."""
+"""The rewrites of `normalize`, a file per family; `REWRITES` maps each op to its rewrite, where one is enough."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.normal_forms import bags, determinants, parts, reductions, strides, views
+from passes.normal_forms.projections import split_projections
 from passes.normal_forms.rewriting import At
 
 REWRITES: Mapping[Any, Callable[[At], bool]] = {
@@ -17,4 +18,4 @@ REWRITES: Mapping[Any, Callable[[At], bool]] = {
     **determinants.REWRITES,
 }
 
-__all__ = ["REWRITES", "At"]
+__all__ = ["REWRITES", "At", "split_projections"]

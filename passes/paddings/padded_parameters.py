@@ -67,8 +67,11 @@ def _of_columns(linear: Linear, digit: Digit, weights: dict[Node, Node]) -> tupl
 def _of_parameter(
     value: Node, dim: int, digit: Digit, weights: dict[Node, Node]
 ) -> tuple[Node, int, Digit] | None:
-    """Return the parameter of which `value` is a form, and the dim and digit of it that give those of `value`."""
+    """Return the parameter of which `value` is a form, and the dim and digit of it that give those of `value`; None if
+    there are none."""
     while value is not weights[value]:
+        if value.target is aten.slice.Tensor:  # padding would be added to all parts
+            return None
         space = space_of(value)
         at = None if space is None else in_factor(space.sizes, space.results[0], dim, digit)
         found = None if space is None or at is None else in_dims(space.sizes, space.operands[0], *at)

@@ -22,7 +22,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Placement, R, Shard
 from passes.ir.padding import CUT_END
 from passes.propagation.axis import Axis
-from passes.recipes.weights import padded_form
+from passes.recipes.weights import resized_form
 from passes.rules.rule import row_giving
 
 
@@ -95,7 +95,7 @@ def _computed(axis: Axis, name: str) -> Placement | None:
     value = node
     while len(value.users) == 1 and (user := next(iter(value.users))) in axis.weights:
         if is_reshard(user):
-            used = None if padded_form(value, axis.weights) else axis.pinned(user)
+            used = None if resized_form(value, axis.weights) else axis.pinned(user)
             return used or axis.pinned(node)
         value = user
     return axis.pinned(node)

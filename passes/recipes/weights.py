@@ -22,6 +22,7 @@ _MOVES = (
     aten.clone.default,
     torch.ops.prims.convert_element_type.default,
     PAD_END,
+    aten.slice.Tensor,
 )
 
 
@@ -36,10 +37,10 @@ def weights_of(graph: Graph) -> dict[Node, Node]:
     return found
 
 
-def padded_form(value: Node, weights: dict[Node, Node]) -> Node | None:
-    """Return the call that pads a parameter, of which `value` is a form; None if it is not padded."""
+def resized_form(value: Node, weights: dict[Node, Node]) -> Node | None:
+    """Return the call that pads a parameter, or takes a part of it, of which `value` is a form; None if there is none."""
     while value is not weights[value]:
-        if value.target is PAD_END:
+        if value.target in (PAD_END, aten.slice.Tensor):
             return value
         value = operands(value)[0]
     return None

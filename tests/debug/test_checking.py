@@ -55,7 +55,7 @@ def test_a_wrong_rule_is_found_with_its_row_and_line() -> None:
     assert not found and found.first is not None
     assert_expected_inline(str(found).replace(str(found.first.error), ""), """\
 not equal on 4 simulated ranks (dp=2,tp=2), to within 1e-04:
-the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:42
+the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:44
   return self.down(torch.ops.autoshard_test.centred(self.up(x)))
   the rule of autoshard_test.centred on dp: R -> R; on tp: S(1) -> S(1)
 result output output is off by 3.0e-01

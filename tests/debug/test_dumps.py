@@ -85,7 +85,7 @@ def test_every_dump_runs_again_to_the_same_graphs(dump: Path, tmp_path: Path) ->
     header = files[0].read_text().partition("mesh ")[0]
     assert_expected_inline(header, """\
 # unknown_ops error
-# pass normalize
+# pass normalize {"parts": 2}
 # pass pad {"parts": 2}
 # pass seed {"recipes": ["fsdp", "megatron"], "params": [{"name": "down.weight", "axis": "dp", "placement": "R"}]}
 # pass cast_parameters {"stored": [["up.weight", "f32"], ["down.weight", "f32"]], "inputs": [["x", "f32"]], "reduce": "f32"}

@@ -934,3 +934,113 @@ stage CAPTURED
 return output("0") %getitem, output("1") %getitem_1
 """
     assert_declines(Normalize(), before)
+
+
+def projection(*parts: int) -> str:
+    """Return a fused projection of 8 columns, with a bias, its slices, and its gradients."""
+    ends = [sum(parts[: i + 1]) for i in range(len(parts))]
+    cut = [
+        f"%p{i}: f32[2, 3, {part}]<24, 8, 1> = slice.Tensor(%view, 2, {end - part}, {end})\n"
+        f"%a{i}: f32[2, 3, {part}] = mul.Tensor(%p{i}, {i + 2})\n"
+        f'%g{i}: f32[2, 3, {part}] = tangent("{i}")'
+        for i, (part, end) in enumerate(zip(parts, ends, strict=True))
+    ]
+    inputs = [line for lines in cut for line in lines.split("\n") if "tangent" in line]
+    calls = [line for lines in cut for line in lines.split("\n") if "tangent" not in line]
+    joined = ", ".join(f"%g{i}" for i in range(len(parts)))
+    outputs = ", ".join(f'output("{i}") %a{i}' for i in range(len(parts)))
+    return "\n".join(
+        (
+            'mesh tp=2\nstage CAPTURED\n%w: f32[8, 4] = parameter("w")\n%b: f32[8] = parameter("b")',
+            '%x: f32[6, 4] = input("x")',
+            *inputs,
+            "%permute: f32[4, 8]<1, 4> = permute(%w, [1, 0])",
+            "%mm: f32[6, 8] = mm(%x, %permute)",
+            "%add: f32[6, 8] = add.Tensor(%mm, %b)",
+            "%view: f32[2, 3, 8] = view(%add, [2, 3, 8])",
+            *calls,
+            f"%cat: f32[2, 3, 8] = cat([{joined}], 2)",
+            "%view_1: f32[6, 8] = view(%cat, [6, 8])",
+            "%permute_1: f32[8, 6]<1, 8> = permute(%view_1, [1, 0])",
+            "%gw: f32[8, 4] = mm(%permute_1, %x)",
+            "%sum_1: f32[8] = sum.dim_IntList(%view_1, [0], False)",
+            "%gx: f32[6, 4] = mm(%view_1, %w)",
+            f'return {outputs}, gradient("w") %gw, gradient("b") %sum_1, gradient("x") %gx\n',
+        )
+    )
+
+
+def test_unequal_parts_of_a_projection_are_products_of_their_own() -> None:
+    before = projection(4, 2, 2)
+    assert_expected_inline(rewrite(Normalize(parts=2), before), """\
+mesh tp=2
+stage CAPTURED
+%w: f32[8, 4] = parameter("w")
+%b: f32[8] = parameter("b")
+%x: f32[6, 4] = input("x")
+%g0: f32[2, 3, 4] = tangent("0")
+%g1: f32[2, 3, 2] = tangent("1")
+%g2: f32[2, 3, 2] = tangent("2")
+%slice_1: f32[4, 4] = slice.Tensor(%w, 0, 0, 4)
+%slice_2: f32[2, 4] = slice.Tensor(%w, 0, 4, 6)
+%slice_3: f32[2, 4] = slice.Tensor(%w, 0, 6, 8)
+%permute_2: f32[4, 4]<1, 4> = permute(%slice_1, [1, 0])
+%permute_3: f32[4, 2]<1, 4> = permute(%slice_2, [1, 0])
+%permute_4: f32[4, 2]<1, 4> = permute(%slice_3, [1, 0])
+%mm_1: f32[6, 4] = mm(%x, %permute_2)
+%mm_2: f32[6, 2] = mm(%x, %permute_3)
+%mm_3: f32[6, 2] = mm(%x, %permute_4)
+%slice_4: f32[4] = slice.Tensor(%b, 0, 0, 4)
+%slice_5: f32[2] = slice.Tensor(%b, 0, 4, 6)
+%slice_6: f32[2] = slice.Tensor(%b, 0, 6, 8)
+%add_1: f32[6, 4] = add.Tensor(%mm_1, %slice_4)
+%add_2: f32[6, 2] = add.Tensor(%mm_2, %slice_5)
+%add_3: f32[6, 2] = add.Tensor(%mm_3, %slice_6)
+%view_2: f32[2, 3, 4] = view(%add_1, [2, 3, 4])
+%view_3: f32[2, 3, 2] = view(%add_2, [2, 3, 2])
+%view_4: f32[2, 3, 2] = view(%add_3, [2, 3, 2])
+%a0: f32[2, 3, 4] = mul.Tensor(%view_2, 2)
+%a1: f32[2, 3, 2] = mul.Tensor(%view_3, 3)
+%a2: f32[2, 3, 2] = mul.Tensor(%view_4, 4)
+%view_5: f32[6, 4] = view(%g0, [6, 4])
+%view_6: f32[6, 2] = view(%g1, [6, 2])
+%view_7: f32[6, 2] = view(%g2, [6, 2])
+%permute_5: f32[4, 6]<1, 4> = permute(%view_5, [1, 0])
+%permute_6: f32[2, 6]<1, 2> = permute(%view_6, [1, 0])
+%permute_7: f32[2, 6]<1, 2> = permute(%view_7, [1, 0])
+%mm_4: f32[4, 4] = mm(%permute_5, %x)
+%mm_5: f32[2, 4] = mm(%permute_6, %x)
+%mm_6: f32[2, 4] = mm(%permute_7, %x)
+%sum_2: f32[4] = sum.dim_IntList(%view_5, [0], False)
+%sum_3: f32[2] = sum.dim_IntList(%view_6, [0], False)
+%sum_4: f32[2] = sum.dim_IntList(%view_7, [0], False)
+%mm_7: f32[6, 4] = mm(%view_5, %slice_1)
+%mm_8: f32[6, 4] = mm(%view_6, %slice_2)
+%mm_9: f32[6, 4] = mm(%view_7, %slice_3)
+%add_4: f32[6, 4] = add.Tensor(%mm_7, %mm_8)
+%add_5: f32[6, 4] = add.Tensor(%add_4, %mm_9)
+%cat_1: f32[8, 4] = cat([%mm_4, %mm_5, %mm_6], 0)
+%cat_2: f32[8] = cat([%sum_2, %sum_3, %sum_4], 0)
+return output("0") %a0,
+       output("1") %a1,
+       output("2") %a2,
+       gradient("w") %cat_1,
+       gradient("b") %cat_2,
+       gradient("x") %add_5
+""")
+    assert_same_values(Normalize(parts=2), before)
+    assert_declines(Normalize(), before)
+
+
+def test_equal_parts_of_a_projection_stay_one_product() -> None:
+    assert_declines(Normalize(parts=2), projection(4, 4))
+
+
+def test_a_projection_stays_one_product_if_it_has_a_whole_use() -> None:
+    piece = "%p1: f32[2, 3, 2]<24, 8, 1> = slice.Tensor"
+    before = projection(4, 2, 2).replace(f"{piece}(%view,", f"%flip: f32[2, 3, 8] = flip(%view, [2])\n{piece}(%flip,")
+    assert_declines(Normalize(parts=2), before)
+
+
+def test_a_projection_stays_one_product_if_no_part_divides() -> None:
+    assert_declines(Normalize(parts=2), projection(5, 3))

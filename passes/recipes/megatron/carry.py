@@ -10,7 +10,7 @@ from torch.fx import Node
 from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, R, Shard
 from passes.recipes.megatron.linears import Linear, digits_of
-from passes.recipes.weights import on_form, on_parameter, padded_form
+from passes.recipes.weights import on_form, on_parameter, resized_form
 from passes.rules.rule import Row, factor_row, row_sharding, space_of
 
 aten = torch.ops.aten
@@ -217,13 +217,16 @@ class StoredWeights:
 
     def __init__(self, weights: dict[Node, Node], size: int) -> None:
         self.weights, self.size = weights, size
+        self.unequal = _cut_unequally(weights)
         self.placed: dict[Node, tuple[Placement, Node]] = {}  # parameter placeholder -> placement, by whom
-        self.moved: dict[Node, Placement] = {}  # padded form of a parameter -> the placement that it is moved to for use
+        self.moved: dict[Node, Placement] = {}  # padded form or part of a parameter -> the placement that it is moved to
 
     def place(self, value: Node, placement: Placement, by: Node) -> bool:
         """Shard the parameter of which `value` is a form; return False if it cannot be, or already is otherwise."""
         parameter = self.weights[value]
-        wanted = on_parameter(value, placement, self.weights, self.size)
+        wanted = None
+        if parameter not in self.unequal:
+            wanted = on_parameter(value, placement, self.weights, self.size)
         if wanted is None:
             wanted = self._moved(value, placement)
         if wanted is None:
@@ -231,15 +234,32 @@ class StoredWeights:
         return self.placed.setdefault(parameter, (wanted, by))[0] == wanted
 
     def _moved(self, value: Node, placement: Placement) -> Placement | None:
-        """Return how to store a parameter that is padded and then moved, so that its form `value` has `placement`."""
-        pad = padded_form(value, self.weights)
-        used = None if pad is None else on_form(value, placement, pad, self.size)
-        if pad is None or used is None:
+        """Return how to store a parameter that is padded or cut and then moved, so that its form `value` has
+        `placement`.
+
+        One that is cut is stored in parts of another dim, as all its parts then are.
+        """
+        form = resized_form(value, self.weights)
+        used = None if form is None else on_form(value, placement, form, self.size)
+        if form is None or used is None:
             return None
-        self.moved[pad] = used
-        space, source = space_of(pad), operands(pad)[0]
+        self.moved[form] = used
+        space, source = space_of(form), operands(form)[0]
         assert space is not None
+        before, after = tensor_of(source).shape, tensor_of(form).shape
         rows = (factor_row(space, factor, 1, self.size) for factor in space.sizes)
-        tries = (row.operands[0] for row in rows if row is not None)
+        tries = [row.operands[0] for row in rows if row is not None]
+        if form.target is aten.slice.Tensor:
+            tries = [at for at in tries if isinstance(at, Shard) and before[at.dim] == after[at.dim]]
         found = (on_parameter(source, at, self.weights, self.size) for at in tries)
         return next((at for at in found if at is not None), R)
+
+
+def _cut_unequally(weights: dict[Node, Node]) -> set[Node]:
+    """Return the parameters that slices take parts of different shapes from: no sharding of one gives that of all its
+    parts."""
+    shapes: dict[Node, set[tuple[int, ...]]] = {}
+    for value, parameter in weights.items():
+        if value.target is aten.slice.Tensor:
+            shapes.setdefault(parameter, set()).add(tuple(tensor_of(value).shape))
+    return {parameter for parameter, found in shapes.items() if len(found) > 1}

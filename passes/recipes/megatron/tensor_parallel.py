@@ -40,7 +40,7 @@ def tensor_parallel(site: Site) -> Decisions:
         if node.target is aten.embedding.default:
             _shard_table(node, carry, parameters, remarks)
     for value, placement in carry.stored.moved.items():
-        values[value] = Decision(placement, "megatron: parts of a padded parameter")
+        values[value] = Decision(placement, "megatron: parts of a parameter, as it is used")
     for node in forward:
         if node in carry.rows and node in carry.ways.scattered:
             scattered = Shard(carry.linears[node].column_dim)
