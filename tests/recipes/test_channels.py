@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "depthwise": (separable, IMAGES),
     "lstm": (lambda: Language(nn.LSTM), TOKENS),
     "lstm_of_two_layers": (lambda: Language(nn.LSTM, num_layers=2), TOKENS),
+    "lstm_in_both_directions": (lambda: Language(nn.LSTM, bidirectional=True), (torch.randint(32, (2, 3)),)),
     "gru": (lambda: Language(nn.GRU), TOKENS),
     "rnn": (lambda: Language(nn.RNN), TOKENS),
 }

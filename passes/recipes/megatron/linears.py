@@ -19,7 +19,16 @@ _PRODUCTS = (
     "transformers.grouped_mm_fallback.default",  # by name: transformers need not be installed
 )
 # Ops whose result has the columns of their operand: what lies between a product and the slices that cut its result.
-_MOVES = (aten.view.default, aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dims, aten.clone.default)
+_MOVES = (
+    aten.view.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unsqueeze.default,
+    aten.squeeze.dims,
+    aten.clone.default,
+    aten.flip.default,
+    torch.ops.prims.rev.default,
+)
 
 
 @dataclass(frozen=True)
