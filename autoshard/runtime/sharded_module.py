@@ -99,7 +99,8 @@ class ShardedModule(Refusals):
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
-        A tensor that the axes do not divide, such as a last batch, comes back as a DTensor, whole on every rank. Raises
+        A tensor that the axes do not divide, such as a last batch, comes back as a DTensor, whole on every rank. The
+        gradient of a tensor that requires it is that of this rank's part, and of all of it where it is whole. Raises
         InputError for a call that does not fit, and, before anything was captured, with the recipe `context`.
         """
         if not self._autoshard.programs:

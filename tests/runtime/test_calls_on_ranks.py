@@ -118,6 +118,25 @@ def test_a_gan_trains_as_on_one_device() -> None:
     assert max(run_on_ranks(_gan, 2)) < 1e-12
 
 
+def _differentiate(rank: int) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    one = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh()).double()
+    model = autoshard(one, mesh, options=Options(recipe="ddp", compile="eager"))
+    worst = 0.0
+    for batch in (4, 3):  # the part of a rank, and a batch that is whole on both
+        x = torch.randn(batch, 4, dtype=torch.float64, requires_grad=True)
+        wanted = torch.autograd.grad(one(x).square().mean(), x)[0]
+        model(*model.shard(x)).square().mean().backward()
+        part = slice(2 * rank, 2 * rank + 2) if batch == 4 else slice(batch)
+        assert x.grad is not None
+        worst = max(worst, float((x.grad - wanted)[part].abs().max()))
+    return worst
+
+
+def test_an_input_that_requires_it_gets_its_gradient_also_from_an_odd_batch() -> None:
+    assert max(run_on_ranks(_differentiate, 2)) < 1e-12
+
+
 def _draw(rank: int, planned: bool) -> float:
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))

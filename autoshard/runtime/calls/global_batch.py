@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.calls.programs import RuntimeState, bound_call
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
-from autoshard.runtime.parameters import Place, distributed_tensor
-from passes.ir.layout import local_part, replicated
+from autoshard.runtime.parameters import Place
+from passes.ir.layout import local_part
 
 
 def parts_of(
@@ -50,5 +50,6 @@ def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, pl
 
 
 def _whole(tensor: torch.Tensor, place: Place) -> DTensor:
-    storage = place.storage(replicated(place.mesh), tuple(tensor.shape))
-    return distributed_tensor(tensor.to(place.device).contiguous(), storage, place)
+    """Return a DTensor that has all of `tensor` on every rank; a gradient goes back to `tensor`."""
+    whole = [Replicate()] * place.mesh.ndim
+    return DTensor.from_local(tensor.to(place.device).contiguous(), place.device_mesh, whole, run_check=False)
