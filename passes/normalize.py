@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage, is_random, is_reshard, set_draw, value_of
-from passes.normal_forms import REWRITES, At, split_projections
+from passes.normal_forms import REWRITES, At, Split, split_projections
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,19 @@ class Normalize(Pass):
             rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
             if rewrite is not None:
                 changed |= rewrite(At(gm.graph, node, fake_mode))
-        if self.parts > 1:
-            changed |= split_projections(gm.graph, fake_mode, self.parts)
+        split = split_projections(gm.graph, fake_mode, self.parts) if self.parts > 1 else ()
+        for one in split:
+            ctx.remark(self, one.first, _text(one, self.parts))
+        changed |= bool(split)
         changed |= _merge_equal(gm.graph)
         changed |= _drop_dead(gm.graph)
         _number_draws(gm.graph)
         return changed
+
+
+def _text(split: Split, parts: int) -> str:
+    columns = " + ".join(map(str, split.columns))
+    return f"{columns} columns of a product become products of their own, for an axis of {parts} to shard each by itself"
 
 
 # --- 11: merge equal calls, remove unused ones

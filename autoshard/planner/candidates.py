@@ -65,10 +65,9 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     return _choice(task, standings, solved, _cut(task, standings))
 
 
-def compared(best: Choice, others: Sequence[Choice], *, pads: bool) -> Choice:
-    """Return the best choice with those of the other searches among its candidates; `pads` says that it pads dims."""
-    name = "{}, not padded" if pads else "{}, padded"
-    added = [Candidate(name.format(one.search.chosen), one.evaluation.cost, fits=True) for one in others]
+def compared(best: Choice, others: Sequence[Choice], difference: str) -> Choice:
+    """Return the best choice with those of other searches among its candidates; `difference` is added to their names."""
+    added = [Candidate(f"{one.search.chosen}, {difference}", one.evaluation.cost, fits=True) for one in others]
     bounds = [one.search.bound for one in (best, *others)]
     searched = replace(
         best.search,

@@ -48,13 +48,14 @@ class Decision:
     folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
 
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
-        """Return the problem and the folded graph that were decided on: with dims that are padded, or without."""
+        """Return the problem and the folded graph that were decided on: with padded dims and split products, or without.
+        """
         return replace(problem, pads=self.pads), self.folded or folded
 
 
 def folded_variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
-    """Return the folded graph of `problem` with padding or without, given the one with it."""
-    return folded if pads or not folded.is_padded else fold(replace(problem, pads=False))
+    """Return the folded graph of `problem` with padded dims and split products or without, given the one with them."""
+    return folded if pads or not (folded.is_padded or folded.is_split) else fold(replace(problem, pads=False))
 
 
 def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Decision:
@@ -95,8 +96,8 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 def _best_of_variants(
     problem: Problem, folded: Folded, effort: Effort, progress: Progress
 ) -> tuple[Choice, bool, Folded]:
-    """Search with padding and, if that changes the graph, without it; return the better plan."""
-    if not folded.is_padded:
+    """Search with padding and split products and, if they change the graph, without them; return the better plan."""
+    if not (folded.is_padded or folded.is_split):
         return search(problem, folded, effort, progress), True, folded
     found, errors = list[tuple[Choice, bool, Folded]](), list[MemoryLimitError]()
     for pads in (True, False):
@@ -108,7 +109,9 @@ def _best_of_variants(
     if not found:
         raise errors[0]
     best, pads, graph = min(found, key=lambda one: one[0].evaluation.cost.step_time)
-    return compared(best, [one for one, *_ in found if one is not best], pads=pads), pads, graph
+    what = "padded" if folded.is_padded else "split"
+    others = [one for one, *_ in found if one is not best]
+    return compared(best, others, f"not {what}" if pads else what), pads, graph
 
 
 def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Decision:

@@ -36,6 +36,7 @@ from passes.ir.text import format_graph, format_type
 from passes.ir.units import format_bytes
 from passes.localize import Localize
 from passes.manager import PassManager
+from passes.normalize import Normalize
 from passes.observers import Logger
 from passes.pad import Pad
 from passes.propagate import Propagate
@@ -68,6 +69,11 @@ class Folded:
     def is_padded(self) -> bool:
         """Return whether some dims are longer than in the model."""
         return any(remark.pass_name == Pad.name for remark in self.remarks)
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether some products of the model are several here."""
+        return any(remark.pass_name == Normalize.name for remark in self.remarks)
 
 
 def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) -> Folded:

@@ -51,12 +51,15 @@ class Problem:
     batch_axes: tuple[int, ...] | None
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
-    pads: bool = True  # dims that axes do not divide are padded
+    pads: bool = True  # dims that axes do not divide are padded, and products with unequal parts are split
     padded_axes: tuple[int, ...] = ()  # axes that split the batch, which do not divide it
 
     @property
     def pad(self) -> Pad:
-        """Return the pass that pads dims: for the axes that a recipe shards them over, or that a search may."""
+        """Return the pass that pads dims: for the axes that a recipe shards them over, or that a search may.
+
+        Its `parts` are also those that products are split for.
+        """
         if not self.pads:
             return Pad()
         recipes = given_recipes(self.options, self.mesh)

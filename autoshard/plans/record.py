@@ -34,8 +34,8 @@ class PlanRecord:
     the names of the graph in which repeated layers are folded. With a cost comes the `timeline` that it was computed
     from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
     "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything. `pads` says that
-    dims may be padded, if axes do not divide them. `padded_axes` split the batch, but do not divide that of this plan:
-    the inputs are whole on them.
+    dims may be padded, if axes do not divide them, and products with unequal parts split. `padded_axes` split the batch,
+    but do not divide that of this plan: the inputs are whole on them.
     """
 
     mesh: Mesh

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.normal_forms import bags, determinants, parts, reductions, strides, views
-from passes.normal_forms.projections import split_projections
+from passes.normal_forms.projections import Split, split_projections
 from passes.normal_forms.rewriting import At
 
 REWRITES: Mapping[Any, Callable[[At], bool]] = {
@@ -18,4 +18,4 @@ REWRITES: Mapping[Any, Callable[[At], bool]] = {
     **determinants.REWRITES,
 }
 
-__all__ = ["REWRITES", "At", "split_projections"]
+__all__ = ["REWRITES", "At", "Split", "split_projections"]

@@ -55,17 +55,24 @@ class _Parts:
         return tuple(pairwise((0, *accumulate(self.lengths))))
 
 
-def split_projections(graph: Graph, fake_mode: FakeTensorMode, parts: int) -> bool:
-    """Split the products with parameters that need it, where an axis of `parts` ranks can shard a part of the columns.
+@dataclass(frozen=True)
+class Split:
+    """A product that was split: the product of the first part, and the columns of each part."""
 
-    Return whether any was split.
+    first: Node
+    columns: tuple[int, ...]
+
+
+def split_projections(graph: Graph, fake_mode: FakeTensorMode, parts: int) -> tuple[Split, ...]:
+    """Split the products with parameters that need it, where an axis of `parts` ranks can shard a part of the columns.
     """
     weights = weights_of(graph)
     found = ((node, _cut(node, weights)) for node in graph.nodes)
     cuts = {node: cut for node, cut in found if cut is not None and any(part % parts == 0 for part in cut)}
+    splitting = _Splitting(graph, fake_mode, weights, cuts)
     if cuts:
-        _Splitting(graph, fake_mode, weights, cuts).run()
-    return bool(cuts)
+        splitting.run()
+    return tuple(Split(splitting.parts[node].nodes[0], cut) for node, cut in cuts.items())
 
 
 # --- which products are split

@@ -14,10 +14,10 @@ from passes.verify import verify
 assert passes.rules
 
 
-def rewrite(pass_: Pass, before: str) -> str:
-    """Return the text of what `pass_` makes of the graph; it must say that it changed it."""
-    text, remarks = _run(pass_, before, changed=True)
-    assert remarks == []
+def rewrite(pass_: Pass, before: str, *remarks: str) -> str:
+    """Return the text of what `pass_` makes of the graph; it must say that it changed it, and make these remarks."""
+    text, made = _run(pass_, before, changed=True)
+    assert made == list(remarks)
     return text
 
 

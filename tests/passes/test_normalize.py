@@ -972,7 +972,8 @@ def projection(*parts: int) -> str:
 
 def test_unequal_parts_of_a_projection_are_products_of_their_own() -> None:
     before = projection(4, 2, 2)
-    assert_expected_inline(rewrite(Normalize(parts=2), before), """\
+    remark = "4 + 2 + 2 columns of a product become products of their own, for an axis of 2 to shard each by itself"
+    assert_expected_inline(rewrite(Normalize(parts=2), before, remark), """\
 mesh tp=2
 stage CAPTURED
 %w: f32[8, 4] = parameter("w")

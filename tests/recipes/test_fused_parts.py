@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoshard import Options, ShardingPlan, check, plan
+from autoshard import Mesh, Options, ShardingPlan, check, plan
 from passes.ir.layout import Shard
 
 DIM, HEAD, HEADS, KEYS = 32, 8, 4, 2
@@ -58,3 +58,11 @@ def test_each_rank_computes_its_heads(parts: Callable[[Tensor], tuple[Tensor, ..
 def operations(made: ShardingPlan) -> float:
     assert made.timeline is not None
     return sum(task.flops for task in made.timeline.program.tasks)
+
+
+def test_a_search_takes_the_better_of_plans_with_split_products_and_without() -> None:
+    made = plan(Attention(split), Mesh("dp=2,tp=2", hardware="h100"), (torch.randn(4, 6, DIM),))
+    assert made.search is not None
+    other = next(one for one in made.search.candidates if "split" in one.name)
+    assert made.cost is not None and other.cost is not None and made.cost.step_time <= other.cost.step_time
+    assert other.name.endswith(", not split" if made.pads else ", split")
