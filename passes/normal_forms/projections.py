@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import FakeTensorMode, OpOverload
 from passes.ir.fake_calls import is_viewable
-from passes.ir.graph import is_random, operands, tensor_of
+from passes.ir.graph import InputRole, is_random, operands, placeholders, tensor_of
 from passes.normal_forms.rewriting import At, as_int
 from passes.propagation.partial_sums import is_zero
 from passes.recipes.weights import weights_of
@@ -69,9 +69,10 @@ def split_projections(graph: Graph, fake_mode: FakeTensorMode, parts: int) -> tu
     weights = weights_of(graph)
     found = ((node, _cut(node, weights)) for node in graph.nodes)
     cuts = {node: cut for node, cut in found if cut is not None and any(part % parts == 0 for part in cut)}
+    if not cuts:
+        return ()
     splitting = _Splitting(graph, fake_mode, weights, cuts)
-    if cuts:
-        splitting.run()
+    splitting.run()
     return tuple(Split(splitting.parts[node].nodes[0], cut) for node, cut in cuts.items())
 
 
@@ -86,27 +87,31 @@ def _cut(node: Node, weights: dict[Node, Node]) -> tuple[int, ...] | None:
     if x in weights or weight not in weights:
         return None
     columns = tensor_of(node).shape[1]
-    slices = list(_slices(node, 1, columns))
-    bounds = {one for one in slices if one}
-    if not slices or None in slices:
+    slices = _slices(node, 1, columns)
+    if not slices:
         return None
-    parts = list(pairwise(sorted({0, columns, *(end for one in bounds for end in one)})))
+    parts = list(pairwise(sorted({0, columns, *(end for bounds in slices for end in bounds)})))
     lengths = tuple(end - start for start, end in parts)
-    return lengths if bounds <= set(parts) and len(set(lengths)) > 1 else None
+    return lengths if slices <= set(parts) and len(set(lengths)) > 1 else None
 
 
-def _slices(value: Node, dim: int, columns: int) -> Iterator[tuple[int, int] | None]:
-    """Yield the bounds of all slices of `dim`, which is the columns; None for a use that needs them whole."""
-    for user in value.users:
-        if user.target is aten.slice.Tensor and _dim(user, 1) == dim and _step(user) == 1:
-            start, end = _window(user, columns)
-            inner = list(_slices(user, dim, end - start))
-            found = [(start + one[0], start + one[1]) for one in inner if one]
-            yield from found if found and None not in inner else [(start, end)]
-        elif (kept := _kept_dim(user, value, dim)) is not None:
-            yield from _slices(user, kept, columns)
-        else:
-            yield None
+def _slices(value: Node, dim: int, columns: int) -> set[tuple[int, int]] | None:
+    """Return the bounds of all slices of `dim`, which is the columns; None if any use needs them whole."""
+    found: set[tuple[int, int]] = set()
+    pending, seen = [(value, dim)], {value}
+    while pending:
+        value, dim = pending.pop()
+        for user in value.users:
+            if user.target is aten.slice.Tensor and _dim(user, 1) == dim and _step(user) == 1:
+                start, end = _window(user, columns)
+                inner = _slices(user, dim, end - start)
+                found |= {(start + first, start + last) for first, last in inner} if inner else {(start, end)}
+            elif (kept := _kept_dim(user, value, dim)) is None:
+                return None
+            elif user not in seen:
+                seen.add(user)
+                pending.append((user, kept))
+    return found
 
 
 def _kept_dim(node: Node, value: Node, dim: int) -> int | None:
@@ -154,6 +159,15 @@ def _pieces(cat: Node) -> Iterator[Node]:
             yield value
 
 
+def _backward(graph: Graph) -> set[Node]:
+    """Return the values that depend on the gradient of an output."""
+    found = set(placeholders(graph, InputRole.TANGENT))
+    for node in graph.nodes:
+        if any(value in found for value in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 # --- the calls on parts
 
 
@@ -164,6 +178,7 @@ class _Splitting:
         self, graph: Graph, fake_mode: FakeTensorMode, weights: dict[Node, Node], cuts: dict[Node, tuple[int, ...]]
     ) -> None:
         self.graph, self.fake_mode, self.weights, self.cuts = graph, fake_mode, weights, cuts
+        self.backward = _backward(graph)
         self.parts: dict[Node, _Parts] = {}
         self.joined: dict[Node, Node] = {}
 
@@ -179,7 +194,7 @@ class _Splitting:
     def _visit(self, node: Node) -> None:
         if node in self.cuts:
             self.parts[node] = self._product(node)
-        elif (found := self._joined_parts(node) or self._written_part(node)) is not None:
+        elif node in self.backward and (found := self._joined_parts(node) or self._written_part(node)) is not None:
             self.parts[node] = found
         elif any(value in self.parts for value in node.all_input_nodes):
             made = _ON_PARTS.get(node.target, _pointwise if _is_pointwise(node) else _nothing)(self, node)
@@ -194,11 +209,12 @@ class _Splitting:
 
     def _product(self, node: Node) -> _Parts:
         x, weight = operands(node)[0], operands(node)[-1]
+        x = self._whole(x, node) if x in self.parts else x
         slices = self.sliced(weight, 1, self.cuts[node], node)
         return _Parts(1, tuple(self.call(node, aten.mm.default, x, part) for part in slices))
 
     def _joined_parts(self, node: Node) -> _Parts | None:
-        """Return the operands of a call that joins parts of such lengths."""
+        """Return the operands of a call that joins gradients of such parts."""
         if node.target is not aten.cat.default:
             return None
         for pieces in (tuple(operands(node)), tuple(_pieces(node))):
@@ -208,7 +224,7 @@ class _Splitting:
         return None
 
     def _written_part(self, node: Node) -> _Parts | None:
-        """Return the parts of zeros into which a slice is written that is one of them, or several."""
+        """Return the parts of zeros into which the gradient of one or several parts is written."""
         if node.target is not aten.slice_scatter.default or not is_zero(operands(node)[0]) or _step(node) != 1:
             return None
         dim, shape = _dim(node, 2), list(tensor_of(node).shape)
