@@ -81,6 +81,8 @@ class _Replay:
         ):  # no program draws from another generator
             return op(*args, **kwargs)
         functional = _functional(op)
+        if functional is not op:
+            args = _with_defaults(op, args, kwargs)
         result: Any = NotImplemented
         if functional in self.table:
             with intercepted(self):
@@ -107,6 +109,12 @@ class _Replay:
 
 def _shown(op: OpOverload, value: Tensor) -> str:
     return f"{op} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _with_defaults(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return `args` with the defaults of `op` that a call leaves out: its other form may have none."""
+    left = [argument for argument in op._schema.arguments[len(args) :] if not argument.kwarg_only]
+    return (*args, *(argument.default_value for argument in left if argument.name not in kwargs))
 
 
 def _functional(op: OpOverload) -> OpOverload:
