@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import Options, check
@@ -63,6 +64,8 @@ DRAWS = {
     "two": lambda linear, x: linear(x) * torch.rand(8, 8) + torch.randn_like(x),
     "gumbel": lambda linear, x: F.gumbel_softmax(linear(x)),
     "bernoulli": lambda linear, x: linear(x) * torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda linear, x: linear(x).gather(1, x.softmax(1).multinomial(3)),
+    "categorical": lambda linear, x: linear(x)[:, Categorical(logits=x).sample((2,)).flatten()],
     "order": lambda linear, x: linear(x)[torch.randperm(8)],
     "recomputed": lambda linear, x: checkpoint(lambda y: F.dropout(linear(y).relu(), 0.3), x, use_reentrant=False),
     "dropout2d": lambda linear, x: F.dropout2d(linear(x).view(8, 4, 2)),  # `bernoulli_` with its default

@@ -22,6 +22,8 @@ from torch.fx import GraphModule
 from passes._torch.patches import replaced
 from passes._torch.results import JointGraph
 
+aten = torch.ops.aten
+
 _torch_has_effects = effects.has_effects
 
 
@@ -36,13 +38,33 @@ def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decomposition
 
 
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
-    """Return Inductor's decompositions, without those of `whole`; Inductor's compiler is not imported for them."""
-    return {op: rule for op, rule in select_decomp_table().items() if op not in whole}
+    """Return Inductor's decompositions and ours, without those of `whole`; Inductor's compiler is not imported for them."""
+    return {op: rule for op, rule in (select_decomp_table() | _OURS).items() if op not in whole}
+
+
+def draw_categories(
+    weights: torch.Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Any:
+    """Draw as `multinomial` does, by a race of exponential times, as torch's kernel: the first to arrive, or the first
+    `count`.
+
+    With replacement, each of the `count` draws is a race of its own.
+    """
+    if generator is not None:
+        return NotImplemented
+    if count > 1 and replacement:
+        races = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, weights.shape[-1])
+        return (races / aten.exponential.default(torch.empty_like(races))).argmax(-1)
+    speeds = weights / aten.exponential.default(torch.empty_like(weights))
+    return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count, -1).indices
+
+
+_OURS: dict[Any, Any] = {aten.multinomial.default: draw_categories}  # of ops that Inductor leaves whole
 
 
 def _has_effects(op: Any) -> bool:
     """Return what torch says, but false for the check of a factorization, which a graph leaves out as any other check."""
-    return op is not torch.ops.aten._linalg_check_errors.default and _torch_has_effects(op)
+    return op is not aten._linalg_check_errors.default and _torch_has_effects(op)
 
 
 def _input_end(description: Any) -> tuple[str, int]:

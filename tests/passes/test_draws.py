@@ -10,6 +10,7 @@ from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
+from passes._torch.joint import draw_categories
 from passes.base import PassContext
 from passes.ir.graph import InputRole, draw_of, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part
@@ -54,6 +55,17 @@ def step(model: nn.Module, x: torch.Tensor, mesh: Mesh, options: Options) -> dic
         shape = given[output.name].shape if output.name in given else ()
         found[output.name] = assemble([result[i] for result in results], shape, layout_of(node), mesh)
     return found
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_categories_are_drawn_as_often_as_their_weights_say(replacement: bool) -> None:
+    torch.manual_seed(0)
+    weights, rows = torch.tensor([4.0, 0.0, 1.0, 3.0, 2.0]), 20_000
+    drawn = draw_categories(weights.expand(rows, -1), 2, replacement)
+    assert drawn.shape == (rows, 2) and drawn.dtype is torch.int64
+    for place in drawn.unbind(1)[: 2 if replacement else 1]:
+        torch.testing.assert_close(place.bincount(minlength=5) / rows, weights / 10, atol=0.015, rtol=0)
+    assert bool((drawn[:, 0] == drawn[:, 1]).any()) is replacement
 
 
 @pytest.mark.slow
