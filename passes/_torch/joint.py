@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,7 +41,19 @@ def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decomposition
 
 def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
     """Return Inductor's decompositions and ours, without those of `whole`; Inductor's compiler is not imported for them."""
-    return {op: rule for op, rule in (select_decomp_table() | _OURS).items() if op not in whole}
+    table = select_decomp_table()
+    pools = {op: _importing_lowerings(table[op]) for op in _POOLS if op in table}
+    return {op: rule for op, rule in (table | pools | _OURS).items() if op not in whole}
+
+
+def _importing_lowerings(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decomposition that reads `torch._inductor.lowering`, which its module does not import."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return rule(*args, **kwargs)
+
+    return made
 
 
 def draw_categories(
@@ -59,6 +73,7 @@ def draw_categories(
     return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count, -1).indices
 
 
+_POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
 _OURS: dict[Any, Any] = {aten.multinomial.default: draw_categories}  # of ops that Inductor leaves whole
 
 

@@ -49,10 +49,11 @@ def _sampler(call: Call) -> Space:
 
 
 def _sampler_backward(call: Call) -> Space:
-    """Return the space of the requested gradients of `_sampler`; the grid's is a sum over channels."""
+    """Return the space of the gradients of `_sampler`; the grid's is a sum over channels, and is given asked for or not.
+    """
     grad, value, positions = call.operands
     factors, image, grid, picked = _sampled(value, positions, grad)
-    results = [dims for dims, asked in zip((image, grid), call.arg("output_mask"), strict=True) if asked]
+    results = [image, grid] if call.arg("output_mask")[0] else [grid]
     return factors.space([picked, image, grid], results, linear=(Linear((0,)),))
 
 

@@ -56,6 +56,11 @@ CASES = (
         rows=SAMPLED_BACK,
     ),
     Case(
+        aten.grid_sampler_2d_backward.default,
+        (floats(4, 12, 3, 2), IMAGE, GRID, 0, BORDER, False, [True, False]),
+        rows=SAMPLED_BACK,
+    ),
+    Case(
         aten.grid_sampler_3d_backward.default,
         (floats(4, 12, 3, 2, 2), VOLUME, VOLUME_GRID, 0, ZEROS, False, [True, True]),
         rows=SAMPLED_BACK,
