@@ -79,7 +79,7 @@ def makes_zeros(
         if not values.of(new[i])[padding]:
             return False
     is_pointwise = torch.Tag.pointwise in _tags(node)
-    if any(linear.operands and set(linear.operands) <= carrying for linear in space.linear):
+    if any(one.operands and set(one.operands) <= carrying and "sum" in one.ops for one in space.linear):
         return not is_pointwise or _is_zero_at_zero(node, carrying)  # 0 / 0 is not zero
     return len(carrying) == len(new) and is_pointwise and _is_zero_at_zero(node, carrying)
 

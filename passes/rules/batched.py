@@ -8,6 +8,7 @@ offsets find the elements of whole values only. Bags of one length are rewritten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -36,11 +37,15 @@ def _with_own(factors: Factors, shape: Sequence[int], own: set[int], prefix: str
     ]
 
 
-def _matrices(*linear: Linear) -> SpaceOf:
-    """Return the space of an op on stacks of matrices: each matrix by itself."""
+def _matrices(*linear: Linear, pads: bool = True) -> SpaceOf:
+    """Return the space of an op on stacks of matrices: each matrix by itself.
+
+    Without `pads` no matrices are added, as the op raises for some.
+    """
 
     def space(call: Call) -> Space:
-        return _stacked(call, call.operands[0].ndim - 2, linear)
+        found = _stacked(call, call.operands[0].ndim - 2, linear)
+        return found if pads else replace(found, unpadded=frozenset(found.sizes))
 
     return space
 
@@ -168,21 +173,24 @@ def _bags_weights_backward(call: Call) -> Space:
 
 register(aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default, space=_fourier)
 register(
-    aten._linalg_eigh.default,
-    aten._linalg_eigvals.default,
     aten._linalg_solve_ex.default,
-    aten._linalg_svd.default,
     aten.cholesky_inverse.default,
     aten.linalg_cholesky_ex.default,
-    aten.linalg_eig.default,
     aten.linalg_householder_product.default,
     aten.linalg_inv_ex.default,
     aten.linalg_lu.default,
     aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu_solve.default,
     aten.linalg_qr.default,
-    aten.lu_unpack.default,
     space=_matrices(),
+)
+register(  # they raise for numbers that are not finite, and for pivots of 0
+    aten._linalg_eigh.default,
+    aten._linalg_eigvals.default,
+    aten._linalg_svd.default,
+    aten.linalg_eig.default,
+    aten.linalg_lu_solve.default,
+    aten.lu_unpack.default,
+    space=_matrices(pads=False),
 )
 register(aten.linalg_matrix_exp.default, space=_matrices(), local=_dense)
 register(aten.cholesky_solve.default, space=_matrices(SUMS))

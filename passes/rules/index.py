@@ -189,9 +189,9 @@ def _moving(found: _Lookup, operands: tuple[Dims, ...], result: Tensor, *, wraps
     looked_up = frozenset(found.looked_up)
     blocked = looked_up if result.dtype == torch.bool else frozenset()
     linear = (Linear((0,), moved(result.dtype)),)
-    wrapped = looked_up if wraps else frozenset()
+    unpadded = looked_up if wraps else frozenset()
     return Space(
-        found.sizes, operands, (found.result,), blocked, linear=linear, numbered=looked_up, wrapped=wrapped
+        found.sizes, operands, (found.result,), blocked, linear=linear, numbered=looked_up, unpadded=unpadded
     )
 
 
@@ -292,15 +292,15 @@ def _index_put(call: Call) -> Space | None:
         return _adding(found, operands, (0, last))
     blocked = frozenset(found.index_factors)
     linear = (Linear((0, last), moved(call.result.dtype)),)
-    wrapped = frozenset(found.looked_up)
-    return Space(found.sizes, operands, (found.value,), blocked, linear=linear, wrapped=wrapped)
+    unpadded = frozenset(found.looked_up)
+    return Space(found.sizes, operands, (found.value,), blocked, linear=linear, unpadded=unpadded)
 
 
 def _adding(found: _Lookup, operands: tuple[Dims, ...], linear: tuple[int, ...]) -> Space:
     accumulator = dict.fromkeys(found.index_factors, (0,))
-    wrapped = frozenset(found.looked_up)
+    unpadded = frozenset(found.looked_up)
     return Space(
-        found.sizes, operands, (found.value,), linear=(Linear(linear),), partial_operands=accumulator, wrapped=wrapped
+        found.sizes, operands, (found.value,), linear=(Linear(linear),), partial_operands=accumulator, unpadded=unpadded
     )
 
 

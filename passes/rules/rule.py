@@ -132,8 +132,8 @@ class Space:
     # the op and not the calls that a rank makes instead
     numbered: frozenset[str] = frozenset()
     # ^ factors whose positions are numbers that the call reads or gives, as an index is: padding may stand at their end only
-    wrapped: frozenset[str] = frozenset()
-    # ^ factors of which a negative number counts from the end: they may be sharded, but not padded
+    unpadded: frozenset[str] = frozenset()
+    # ^ factors that may be sharded, but not padded, as where a negative number counts from the end
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
@@ -145,7 +145,7 @@ class Space:
 
     def can_pad(self, factor: str, outer: int) -> bool:
         """Return whether a digit of `factor`, with `outer` digits before it, may be padded."""
-        if factor in self.blocked or factor in self.counted or factor in self.wrapped:
+        if factor in self.blocked or factor in self.counted or factor in self.unpadded:
             return False
         return outer == 1 or factor not in self.numbered
 

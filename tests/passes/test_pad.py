@@ -196,6 +196,9 @@ REDUCTIONS = (
     "%r: f32[4, 4] = slice.Tensor(%cos, 1, 2, 6)",
     "%r: f32[4] = select.int(%cos, 1, -1)",
     "%r: f32[4, 6] = cumsum(%cos, 1)",
+    "%r: f32[5, 6] = constant_pad_nd(%mm, [0, 0, 0, 1], 0.25)\n%s: f32[5] = sum.dim_IntList(%r, [1])",
+    "%i: i64[1, 6] = full([1, 6], 2, dtype=i64, device=device(cpu), pin_memory=False)\n"
+    "%r: f32[4, 6] = scatter.value(%mm, 0, %i, 0.5)\n%s: f32[4] = sum.dim_IntList(%r, [1])",
 )
 
 

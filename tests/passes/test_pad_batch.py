@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoshard import Mesh, Options
+from autoshard import Mesh, Options, check
 from autoshard.config.options import Placements
 from autoshard.debug.checking import Check, Keeper, comparison
 from autoshard.debug.simulated_ranks import Call
@@ -189,6 +189,23 @@ def test_padding_that_is_not_a_number_reaches_no_gradient() -> None:
 def test_a_padded_row_that_is_divided_by_its_norm_reaches_no_gradient(mesh: str, recipe: str) -> None:
     _, found = checked(Cosines(), (batch(IN), labels()), mesh, recipe)
     assert found and not found.not_compared, str(found)
+
+
+def test_ops_that_raise_for_the_zeros_of_a_padding_get_none() -> None:
+    class Solved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            spectrum = torch.linalg.eigvalsh(x / x.norm(dim=(1, 2), keepdim=True))  # NaN of a padded matrix
+            return torch.linalg.solve(x, x.sum(-1)).sum() + torch.linalg.slogdet(x)[1].sum() + spectrum.sum()
+
+    diagonal = torch.arange(1.0, 4, dtype=torch.float64).diag()
+    matrices = torch.stack([diagonal / number + torch.eye(3) for number in range(1, 8)])
+    found = check(Solved().double(), "dp=2", (matrices,), options=Options(recipe="fsdp"))
+    assert found, str(found)
 
 
 def test_inputs_with_another_first_dim_are_left_as_they_are() -> None:
