@@ -1,7 +1,7 @@
-"""Neither the order of a program, nor what shares a message, nor chunks change a bit of what it computes.
+"""Neither the order of a program nor what shares a message changes a bit of what it computes.
 
-What `fuse_collectives` changes is the dtype in which sums are reduced and the order in which they are added up: equal but
-for the rounding.
+Two passes change the rounding: `fuse_collectives` the dtype in which sums are reduced and the order in which they are added
+up, `decompose_matmuls` the shapes of products, for which a kernel may add up in another order.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ ALONE: tuple[Pass, ...] = (
 # A sum that is rounded to bf16 before it is reduced, or after, is off by half a unit in the last of 8 bits at most: by
 # 2**-9, and a gradient passes several such sums. All of a rank's gradients together were 2**-9 off at most.
 ROUNDED = 2**-7
+ROUNDS = {FuseCollectives.name, DecomposeMatmuls.name}
 
 
 def _hardware() -> Hardware:
@@ -184,11 +185,11 @@ def test_training_in_mixed_precision_with_and_without_each_pass(
         results = ranks.run_split(split)
         for changed, other in others.items():
             for mine, theirs in zip(results, ranks.run_split(other), strict=True):
+                if changed in ROUNDS:
+                    assert relative_error(_joined(mine), _joined(theirs)) < ROUNDED, f"{changed}, step {step}"
+                    continue
                 for one, another in zip(mine, theirs, strict=True):
-                    if changed != "fuse_collectives":
-                        assert one is another is None or torch.equal(one, another), f"{changed}, step {step}"
-                if changed == "fuse_collectives":
-                    assert relative_error(_joined(mine), _joined(theirs)) < ROUNDED, f"step {step}"
+                    assert one is another is None or torch.equal(one, another), f"{changed}, step {step}"
         _update(ranks, split, results)
 
 
