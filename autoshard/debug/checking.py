@@ -301,7 +301,7 @@ class _Comparison:
                 self.left_out["drawn at random"] += 1
             elif is_unwritten(node):
                 self.left_out["never written to"] += 1
-            elif is_tensor(node) and (_is_state(node) or self._is_workspace(node)):
+            elif is_tensor(node) and _is_state(node):
                 self.left_out["internal to a kernel"] += 1
             elif is_tensor(node):
                 self._compare(node, parts)
@@ -311,10 +311,6 @@ class _Comparison:
         for node in (self.nodes[name] for name in stands_for(local)):
             if is_random(node):
                 self._draw(node, parts)
-
-    def _is_workspace(self, node: Node) -> bool:
-        """Return whether a value is memory of a kernel (oneDNN's recurrent layers): a trace gives it no elements."""
-        return tensor_of(node).numel() == 0 and self.whole.value(node).numel() > 0
 
     def _draw(self, node: Node, parts: Sequence[Any]) -> bool:
         """Take a value from the ranks; false for a copy of a draw, which has its value already."""

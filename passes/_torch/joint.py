@@ -30,8 +30,13 @@ _torch_has_effects = effects.has_effects
 
 
 def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decompositions: dict[Any, Any]) -> JointGraph:
-    """Trace forward and backward of `flat`, or the forward alone if no output needs a gradient."""
-    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects):
+    """Trace forward and backward of `flat`, or the forward alone if no output needs a gradient.
+
+    Torch takes oneDNN's kernel for an LSTM whose input on the CPU needs no gradient: an op that cannot be sharded, and whose
+    forward keeps nothing for the backward unless autograd records it. Without oneDNN an LSTM is traced as its products.
+    """
+    no_kernel = replaced(torch._C, "_get_mkldnn_enabled", lambda: False)
+    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects), no_kernel:
         joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
         graph_module = joint.graph_module
     descriptions = graph_module.graph.output_node().meta["desc"]

@@ -9,6 +9,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
 | `partitioners.fx_graph_cse` | a graph is partitioned | torch's imports Inductor's compiler | partition.py |
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
+| `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |

@@ -318,6 +318,17 @@ def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
     )
 
 
+def test_a_recurrent_layer_of_the_input_is_its_products(one_rank: DeviceMesh) -> None:
+    """Train an LSTM in float32 whose input needs no gradient, for which torch would take oneDNN's kernel."""
+    model, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 5, 3)
+    sharded = autoshard(copy.deepcopy(model), one_rank, (x,), options=EAGER)
+    for one in (sharded, model):
+        one(x)[0].square().sum().backward()
+    for got, want in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert got.grad is not None and want.grad is not None
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+
+
 def test_a_copy_of_a_recurrent_model_has_no_parameters_of_the_model() -> None:
     """An LSTM holds its parameters in a list as well; a later program is captured from the copy."""
     model = nn.LSTM(3, 4)
