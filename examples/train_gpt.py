@@ -37,7 +37,6 @@ CONFIG = Config(layers=4, dim=128, heads=4, vocab=1024, seq=64)
 BATCH = 32
 LEARNING_RATE = 2e-3
 WARMUP = 20  # steps
-WRITTEN = 150  # tokens of the sample
 TEMPERATURE = 0.5
 
 
@@ -74,6 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mesh", type=parse_pairs, default="dp=2,tp=2", help="axes and their sizes")
     parser.add_argument("--recipe", type=parse_pairs, default="dp=fsdp,tp=megatron", help="a recipe per axis")
     parser.add_argument("--compile", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--sample", type=int, default=150, help="tokens that the trained model writes")
     parser.add_argument("--single", action="store_true", help="train on one device only")
     return parser.parse_args()
 
@@ -96,7 +96,7 @@ def train_single(arguments: argparse.Namespace) -> None:
     history = train(compiled(model, arguments), corpus.step, "one device", arguments.steps, console)
     print_histories([history], corpus, console)
     prompt = corpus.prompt()
-    print_sample(corpus.decode(prompt), corpus.decode(write(model, prompt)), console)
+    print_sample(corpus.decode(prompt), corpus.decode(write(model, prompt, arguments.sample)), console)
 
 
 def train_sharded(arguments: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ def train_sharded(arguments: argparse.Namespace) -> None:
     name = " x ".join(f"{recipe} ({axis}={arguments.mesh[axis]})" for axis, recipe in arguments.recipe.items())
     sharded = train(model, lambda step: model.shard(*corpus.step(step)), name, arguments.steps, console)
     prompt = corpus.prompt()
-    written = write(model, prompt)
+    written = write(model, prompt, arguments.sample)
 
     if is_first:
         alone = train(compiled(make_model(), arguments), corpus.step, "one device", arguments.steps, console)
@@ -170,12 +170,12 @@ def train(
 
 
 @torch.no_grad()
-def write(model: nn.Module, prompt: Tensor) -> Tensor:
-    """Return `WRITTEN` tokens that follow `prompt` [seq], from a sliding window. Every rank gives the same row and, with the
+def write(model: nn.Module, prompt: Tensor, count: int) -> Tensor:
+    """Return `count` tokens that follow `prompt` [seq], from a sliding window. Every rank gives the same row and, with the
     same seed, chooses the same tokens, as the ranks of a tensor-parallel group must."""
     seeded = torch.Generator().manual_seed(0)
     text = prompt
-    for _ in range(WRITTEN):
+    for _ in range(count):
         logits = model(text[None, -CONFIG.seq :])
         text = torch.cat((text, torch.multinomial(torch.softmax(logits[0] / TEMPERATURE, 0), 1, generator=seeded)))
     return text[len(prompt) :]

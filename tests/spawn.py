@@ -9,6 +9,7 @@ share no seed of hashes.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -109,6 +110,7 @@ def _rank_main(
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)
     )
+    gc.set_threshold(50_000, 20, 20)  # as conftest does for the tests
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=150))

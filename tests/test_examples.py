@@ -16,12 +16,13 @@ from examples.gpt import GPT, GPT2
 from examples.llama import LLAMA3_8B, LLAMA3_70B, LLAMA3_405B, TINY, Config, Llama
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+SHORT = ("--steps", "3", "--sample", "8", "--compile", "eager")
 
 
 def run(*command: str) -> str:
     """Return the output of a Python command, which must succeed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment)
+    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, env=environment)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
@@ -30,7 +31,7 @@ def run(*command: str) -> str:
 @pytest.mark.gloo
 def test_train_gpt_starts_its_ranks_and_has_the_loss_of_one_device() -> None:
     two = ("--mesh", "dp=2", "--recipe", "dp=fsdp")
-    output = run(str(EXAMPLES / "train_gpt.py"), *two, "--steps", "3", "--compile", "eager")
+    output = run(str(EXAMPLES / "train_gpt.py"), *two, *SHORT)
     (difference,) = re.findall(r"largest relative difference of the loss over all 3 steps: (\S+)", output)
     assert float(difference) < 1e-5
     assert re.search(r"blocks\.\d-3\n.*  attn\.qkv +In\[B_dp, ", output, re.DOTALL)
@@ -48,7 +49,7 @@ def test_long_context_has_the_loss_of_one_device() -> None:
 
 @pytest.mark.slow
 def test_train_gpt_runs_on_one_device_alone() -> None:
-    output = run(str(EXAMPLES / "train_gpt.py"), "--single", "--steps", "3", "--compile", "eager")
+    output = run(str(EXAMPLES / "train_gpt.py"), "--single", *SHORT)
     assert "one device" in output
     assert "fsdp" not in output
 
