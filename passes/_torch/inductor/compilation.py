@@ -18,6 +18,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from passes._torch.inductor.inductor_bools import send_booleans_as_bytes
 from passes._torch.inductor.inductor_patterns import possible_patterns
 from passes._torch.inductor.inductor_sends import lower_sends
 from passes._torch.inductor.inductor_settings import order_settings
@@ -94,6 +95,7 @@ def inductor_compile(
     if keep_order:
         options |= _KEEP_ORDER
     once("the lowering of sends", lower_sends)
+    send_booleans_as_bytes(gm)
     gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible_outputs)
     with (
         _compiling(inputs),

@@ -1,0 +1,55 @@
+"""Collectives of booleans, for Inductor: torch's lowerings would send eight bytes for each.
+
+Inductor promotes the operand of a lowering with its numbers, and the number of ranks is one: booleans become int64, while
+the graph says that they are booleans. What reads them then computes with numbers (`~1` is -2, which is true).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from passes._torch.operators.neighbours import SEND
+
+_VIEW = torch.ops.aten.view.dtype
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def send_booleans_as_bytes(gm: GraphModule) -> None:
+    """Let collectives carry uint8 views of booleans, and view what they return as booleans, in place."""
+    for node in list(gm.graph.nodes):
+        if not (_is_collective(node) and _is_boolean(node.args[0])):
+            continue
+        part = node.args[0]
+        assert isinstance(part, Node)
+        with gm.graph.inserting_before(node):
+            node.replace_input_with(part, _viewed(part, torch.uint8))
+        _retype(node)
+        for wait in list(node.users):
+            assert wait.target is _WAIT
+            readers = list(wait.users)
+            _retype(wait)
+            with gm.graph.inserting_after(wait):
+                back = _viewed(wait, torch.bool)
+            for reader in readers:
+                reader.replace_input_with(wait, back)
+
+
+def _is_collective(node: Node) -> bool:
+    op = node.target
+    return isinstance(op, OpOverload) and (op.namespace == "_c10d_functional" or op is SEND) and op is not _WAIT
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, Node) and value.meta["val"].dtype == torch.bool
+
+
+def _viewed(node: Node, dtype: torch.dtype) -> Node:
+    view = node.graph.call_function(_VIEW, (node, dtype))
+    view.meta = dict(node.meta) | {"val": node.meta["val"].view(dtype)}
+    return view
+
+
+def _retype(node: Node) -> None:
+    node.meta["val"] = node.meta["val"].view(torch.uint8)
