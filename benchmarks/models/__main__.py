@@ -4,7 +4,8 @@ Each is built from the library's own classes in a small configuration, unmodifie
 it. It is planned for 4 ranks (dp=2,tp=2) and run on simulated ranks: losses, outputs, gradients and buffers have to equal
 those of one device. A training step, an evaluation, and a training step on a batch of another shape are compared, with
 `fsdp`, with `fsdp` x `megatron`, and with the default options. Prints a table; `--write` puts its rows into docs/models.md,
-each as it is found; `--fast` takes the half of the models that `make test-models` runs, under `fsdp` x `megatron`, and
+each as it is found. `--real-ranks` trains and evaluates on four gloo processes instead, with `fsdp` x `megatron` unless
+`--recipe` says another. `--fast` takes the half of the models that `make test-models` runs, under `fsdp` x `megatron`, and
 fails if one is not equal.
 """
 
@@ -12,20 +13,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 from benchmarks.models.case import Case
 from benchmarks.models.cases import CASES, rows_of
 from benchmarks.models.measure import CALLS, RECIPES, Recipes, Row
+from benchmarks.models.real_ranks import RealRow, trained
+from benchmarks.models.table import Cells, Table
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- made by python -m benchmarks.models --write -->\n", "<!-- end -->\n"
 FAST: Recipes = {"fsdp x megatron": ("training", "evaluation")}
 ALL: Recipes = dict.fromkeys(RECIPES, CALLS)  # the calls that are compared
-HEADER = ("model", "recipe", "compared", "outcome", "seconds", "parameters", "FLOPs", "not cut in four")
+SIMULATED = Table(
+    "python -m benchmarks.models --write",
+    ("model", "recipe", "compared", "outcome", "seconds", "parameters", "FLOPs", "not cut in four"),
+)
+REAL = Table(
+    "python -m benchmarks.models --real-ranks --write",
+    ("model", "recipe", "outcome", "loss and gradients off by", "evaluation off by", "seconds"),
+)
 
 
 def main() -> None:
@@ -33,24 +40,51 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="half of the models, one recipe; fails if one is not equal")
     parser.add_argument("-k", metavar="TEXT", default="", help="only models whose names have TEXT in them")
     parser.add_argument("--recipe", choices=list(RECIPES), help="only this recipe")
+    parser.add_argument("--real-ranks", action="store_true", help="four gloo processes instead of simulated ranks")
     parser.add_argument("--jobs", type=int, default=2, help="models that are tried at the same time")
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     given = parser.parse_args()
     cases = [case for case in CASES if given.k.lower() in case.name.lower() and (case.is_fast or not given.fast)]
-    recipes = FAST if given.fast else ALL
-    if given.recipe:
-        recipes = {given.recipe: recipes.get(given.recipe, CALLS)}
-    rows = list[Row]()
-    for found in _tried(cases, recipes, given.jobs):
-        for row in found:
-            print(" | ".join(_cells(row)), flush=True)
-            rows.append(row)
-        if given.write:
-            _write(found)
-    failed = [row for row in rows if not row.is_equal]
-    print(f"{len(rows) - len(failed)} of {len(rows)} equal one device")
+    if given.real_ranks:
+        failed = _on_real_ranks(cases, given.recipe or "fsdp x megatron", writes=given.write)
+    else:
+        recipes = FAST if given.fast else ALL
+        if given.recipe:
+            recipes = {given.recipe: recipes.get(given.recipe, CALLS)}
+        failed = _on_simulated_ranks(cases, recipes, given.jobs, writes=given.write)
     if given.fast and failed:
         sys.exit(1)
+
+
+def _on_simulated_ranks(cases: list[Case], recipes: Recipes, jobs: int, *, writes: bool) -> bool:
+    """Print a row for each model and recipe; return whether one is not equal."""
+    rows = list[Row]()
+    for found in _tried(cases, recipes, jobs):
+        _tell(list(map(_cells, found)), SIMULATED, writes=writes)
+        rows += found
+    return _sum_up(rows)
+
+
+def _on_real_ranks(cases: list[Case], recipe: str, *, writes: bool) -> bool:
+    """Print a row for each model; return whether one is not equal."""
+    rows = list[RealRow]()
+    for case in cases:
+        rows.append(trained(case, recipe))
+        _tell([_real_cells(rows[-1])], REAL, writes=writes)
+    return _sum_up(rows)
+
+
+def _tell(rows: list[Cells], table: Table, *, writes: bool) -> None:
+    for cells in rows:
+        print(" | ".join(cells), flush=True)
+    if writes:
+        table.write(rows, [(case.name, recipe) for case in CASES for recipe in RECIPES])
+
+
+def _sum_up(rows: Sequence[Row | RealRow]) -> bool:
+    equal = sum(row.is_equal for row in rows)
+    print(f"{equal} of {len(rows)} equal one device")
+    return equal < len(rows)
 
 
 def _tried(cases: list[Case], recipes: Recipes, jobs: int) -> Iterator[tuple[Row, ...]]:
@@ -65,28 +99,18 @@ def _tried(cases: list[Case], recipes: Recipes, jobs: int) -> Iterator[tuple[Row
                 yield tuple(Row(case.name, recipe, f"crash: {type(error).__name__}: {error}") for recipe in recipes)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _real_cells(row: RealRow) -> Cells:
+    begin = row.model, row.recipe, row.outcome
+    if not row.seconds:
+        return *begin, "", "", ""
+    return *begin, f"{row.training:.1e}", f"{row.evaluation:.1e}", f"{row.seconds:.1f}"
+
+
+def _cells(row: Row) -> Cells:
     begin = row.model, row.recipe, ", ".join(row.calls), row.outcome
     if not row.seconds:
         return *begin, "", "", "", ""
     return *begin, f"{row.seconds:.1f}", f"{row.parameters:.3f}", f"{row.flops:.3f}", row.whole
-
-
-def _write(rows: tuple[Row, ...]) -> None:
-    """Put rows into the table, in the order of `CASES`, in place of those of the same model and recipe."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    old = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in table.splitlines()[2:]]
-    found = {cells[:2]: cells for cells in (*old, *map(_cells, rows))}
-    order = [(case.name, recipe) for case in CASES for recipe in RECIPES]
-    ordered = sorted((cells for cells in found.values() if cells[:2] in order), key=lambda cells: order.index(cells[:2]))
-    lines = [_line(HEADER), _line(("---",) * len(HEADER)), *map(_line, ordered)]
-    PAGE.write_text("\n".join((before + BEGIN.rstrip(), *lines, END.rstrip())) + "\n" + after)
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 if __name__ == "__main__":

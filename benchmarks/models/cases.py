@@ -15,7 +15,12 @@ CASES = (*language.CASES, *encoders.CASES, *signals.CASES, *others.CASES)
 
 def rows_of(name: str, recipes: Recipes) -> tuple[Row, ...]:
     """Return the rows of the model `name`, without the messages of its library."""
+    quiet()
+    return measured(next(case for case in CASES if case.name == name), recipes)
+
+
+def quiet() -> None:
+    """Leave out the messages of libraries, and run on one thread."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
-    return measured(next(case for case in CASES if case.name == name), recipes)
