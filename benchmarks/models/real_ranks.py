@@ -11,6 +11,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import socket
 import tempfile
 import time
@@ -35,6 +36,7 @@ LIMIT = 600.0  # seconds for a model; then a rank hangs
 CLOSE = 1e-5  # of the largest value of a tensor
 SMALL = 1e-3  # of the largest gradient: below it, a gradient may be rounding alone
 RATE = 0.01
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
 PRELOADED = [
     "torch",
     "transformers",
@@ -76,9 +78,14 @@ def trained(case: Case, recipe: str) -> RealRow:
         try:
             ended = _joined(ranks)
         except (ProcessRaisedException, ProcessExitedException) as error:
-            lines = str(error).strip().splitlines()
-            return RealRow(case.name, recipe, next((line for line in reversed(lines) if line[:1].isalpha()), lines[-1]))
+            return RealRow(case.name, recipe, _reason(str(error)))
         return RealRow(**json.loads(report.read_text())) if ended else RealRow(case.name, recipe, "not done in time")
+
+
+def _reason(report: str) -> str:
+    """Return the line of a process's report that names the exception."""
+    lines = report.strip().splitlines()
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
 
 
 def _joined(ranks: Any) -> bool:

@@ -39,14 +39,17 @@ stage LOCAL
 %zero: f32[] = full([], 0.0)
 %one: f32[] = full([], 1.0)
 %where: f32[22, 8] = where.self(%left_out, %one, %zero)
-return output("where") %where, output("sent") %sent
+%row: f64[8]<1> = select.int(%x, 0, 0)
+%product: f64[22, 8] = mul.Tensor(%row, %left_out)
+%chosen: f64[8, 8] = where.self(%gathered, %row, %zero)
+return output("chosen") %chosen, output("product") %product, output("where") %where, output("sent") %sent
 """
 
 
 def test_booleans_stay_booleans() -> None:
     for found, expected in run_on_ranks(_moved, 2):
         assert found == expected
-        assert {1.0, 0.0} == {value for row in found[0] for value in row}
+        assert {1.0, 0.0} == {value for row in found[2] for value in row}
 
 
 def _moved(rank: int) -> tuple[Any, Any]:
@@ -56,7 +59,7 @@ def _moved(rank: int) -> tuple[Any, Any]:
     gm, _ = parse_graph(MOVED.strip())
     compiled, eager = (compile_split(split_program(gm, mode=mode), mode=mode) for mode in ("inductor", "eager"))
     found, expected = compiled.forward([x])[0], eager.forward([x])[0]
-    assert [value.dtype for value in found] == [torch.float32, torch.bool]
+    assert [value.dtype for value in found] == [torch.float64, torch.float64, torch.float32, torch.bool]
     return [value.tolist() for value in found], [value.tolist() for value in expected]
 
 

@@ -12,26 +12,26 @@ from torch.fx import GraphModule, Node
 
 from passes._torch.operators.neighbours import SEND
 
-_VIEW = torch.ops.aten.view.dtype
+_CONVERT = torch.ops.prims.convert_element_type.default  # Inductor's vectors on a CPU have no views of other dtypes
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def send_booleans_as_bytes(gm: GraphModule) -> None:
-    """Let collectives carry uint8 views of booleans, and view what they return as booleans, in place."""
+    """Convert the booleans that collectives carry to uint8, and what they return to booleans, in place."""
     for node in list(gm.graph.nodes):
         if not (_is_collective(node) and _is_boolean(node.args[0])):
             continue
         part = node.args[0]
         assert isinstance(part, Node)
         with gm.graph.inserting_before(node):
-            node.replace_input_with(part, _viewed(part, torch.uint8))
+            node.replace_input_with(part, _converted(part, torch.uint8))
         _retype(node)
         for wait in list(node.users):
             assert wait.target is _WAIT
             readers = list(wait.users)
             _retype(wait)
             with gm.graph.inserting_after(wait):
-                back = _viewed(wait, torch.bool)
+                back = _converted(wait, torch.bool)
             for reader in readers:
                 reader.replace_input_with(wait, back)
 
@@ -45,11 +45,11 @@ def _is_boolean(value: object) -> bool:
     return isinstance(value, Node) and value.meta["val"].dtype == torch.bool
 
 
-def _viewed(node: Node, dtype: torch.dtype) -> Node:
-    view = node.graph.call_function(_VIEW, (node, dtype))
-    view.meta = dict(node.meta) | {"val": node.meta["val"].view(dtype)}
-    return view
+def _converted(node: Node, dtype: torch.dtype) -> Node:
+    converted = node.graph.call_function(_CONVERT, (node, dtype))
+    converted.meta = dict(node.meta) | {"val": node.meta["val"].to(dtype)}
+    return converted
 
 
 def _retype(node: Node) -> None:
-    node.meta["val"] = node.meta["val"].view(torch.uint8)
+    node.meta["val"] = node.meta["val"].to(torch.uint8)
