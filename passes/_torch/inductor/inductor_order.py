@@ -25,8 +25,8 @@ class JoinsBetweenCollectives(CustomSchedulerPass):
             if contains_collective(node):
                 sent = node.get_outputs()[0]
             elif sent is not None and isinstance(node, SchedulerNode):
-                own = next(iter(node.get_buffer_names()))
-                node.add_fake_dep(WeakDep(sent.get_name(), mutating_buf=own, is_fake=True))
+                # The kernel mutates nothing: with a buffer for `mutating_buf`, fusing looks up what that buffer overwrites.
+                node.add_fake_dep(WeakDep(sent.get_name(), mutating_buf=node.get_name(), is_fake=True))
                 sent.set_users([*sent.users, NodeUser(node, is_weak=True)])
         if sent is not None:
             scheduler = nodes[0].scheduler
@@ -35,7 +35,7 @@ class JoinsBetweenCollectives(CustomSchedulerPass):
         return found
 
     def uuid(self) -> str:
-        return "autoshard: joins between collectives, 1"
+        return "autoshard: joins between collectives, 2"
 
 
 class GraphOrder(CustomSchedulerPass):
