@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
@@ -21,7 +22,8 @@ from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributions import constraints
+from torch.distributions import Distribution, constraints, kl
+from torch.nn.functional import gaussian_nll_loss
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from passes._torch.patches import once, replaced
@@ -53,6 +55,7 @@ def trace_module(
         ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
     once("checkpoint_sequential", _teach_checkpoint_sequential)
+    _teach_divergences()
     _teach_distributions()
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
         if not marks_leaves:
@@ -193,7 +196,20 @@ def _teach_distributions() -> None:
 
     This is needed for each capture: `init_process_group` clears the map.
     """
-    trace_rules.get_torch_obj_rule_map()[constraints.is_dependent] = UserFunctionVariable
+    rules = trace_rules.get_torch_obj_rule_map()
+    rules[constraints.is_dependent] = rules[gaussian_nll_loss] = UserFunctionVariable
+
+
+def _teach_divergences() -> None:
+    """Look up the formulas of `kl_divergence` for all classes there are: torch does so in the first call, and keeps them."""
+    classes = [Distribution]
+    for known in classes:
+        classes += [found for found in known.__subclasses__() if found not in classes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes for which torch has two formulas
+        for pair in itertools.product(classes, repeat=2):
+            if pair not in kl._KL_MEMOIZE:
+                kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
 
 
 def _run_layers(layers: Any, value: Any) -> Any:

@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal, kl, kl_divergence
 from torch.utils.checkpoint import checkpoint_sequential
 
 from autoshard import Mesh, Options, plan
@@ -164,6 +165,30 @@ def test_a_distribution_is_traced_without_the_checks_of_its_arguments() -> None:
     said = "a check of values is left out: a rank that raised alone would leave the others waiting"
     assert [remark.text for remark in captured.call.remarks] == [said]
     check(Chooses().double(), torch.ones(2, 4, dtype=torch.float64))
+
+
+class OwnNormal(Normal):
+    """A subclass that torch knows no formula of."""
+
+
+class Codes(Model):
+    """Adds up what a variational autoencoder pays."""
+
+    def __init__(self, prior: type[Normal]) -> None:
+        super().__init__()
+        self.prior = prior
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.layer(x).chunk(2, -1)
+        code = Independent(Normal(mean, deviation.exp()), 1)
+        prior = Independent(self.prior(torch.zeros_like(mean), torch.ones_like(mean)), 1)
+        return kl_divergence(code, prior).sum() + F.gaussian_nll_loss(mean, x[:, :2], deviation.exp())
+
+
+@pytest.mark.parametrize("prior", [Normal, OwnNormal])
+def test_divergences_and_likelihoods_of_distributions(prior: type[Normal]) -> None:
+    kl._KL_MEMOIZE.clear()  # as in a process that has called none
+    check(Codes(prior).double(), torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4))
 
 
 class RequiresGradient(Model):
