@@ -51,6 +51,8 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
             stored = tracked.store_attr_mutations.get(variable) or {}
             constants = {name: new.as_python_constant() for name, new in stored.items() if new.is_python_constant()}
             changed, source = objects.get(id(variable)), source_name(variable.source)
+            if isinstance(changed, set) and variable.is_python_constant() and variable.as_python_constant() == changed:
+                continue  # what is added was in it, as the name of a buffer that is assigned again
             read = (name for name in stored if _is_default(changed, name) or _is_read(graph.guards, source, name))
             stack = "".join(stacks[0].format()) if stacks else ""
             effects.append(SideEffect(source, stack, changed, tuple(stored), constants, frozenset(read)))

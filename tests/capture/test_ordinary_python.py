@@ -191,6 +191,22 @@ def test_divergences_and_likelihoods_of_distributions(prior: type[Normal]) -> No
     check(Codes(prior).double(), torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(2, 4))
 
 
+class AssignsBuffer(Model):
+    """Casts a buffer that is not saved, as it is, in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Buffer(torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.positions = self.positions.to(device=x.device, dtype=x.dtype)
+        return self.layer(x + self.positions)
+
+
+def test_a_buffer_that_is_assigned_again() -> None:
+    check(AssignsBuffer().double(), torch.ones(2, 4, dtype=torch.float64))
+
+
 class RequiresGradient(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = x * 2
