@@ -24,7 +24,7 @@ from passes.ir.graph import Origin, origin_of, set_origin
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_HERE = str(Path(__file__).parent.parent) + "/"
+_HERE = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("autoshard", "passes"))
 
 
 def set_origins(graph: Graph, fqns: Mapping[int, str]) -> None:

@@ -59,6 +59,7 @@ try:
     )
     from passes._torch.interception import Calls, intercepted
     from passes._torch.modes import in_forward_mode, in_transform, reentrant_checkpoint
+    from passes._torch.operators.ctc import CTC_LOSS
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
@@ -71,6 +72,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "ALL_GATHER_MATMUL",
     "Box",
+    "CTC_LOSS",
     "Calls",
     "DTensorSpec",
     "FakeTensorMode",

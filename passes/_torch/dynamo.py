@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo import symbolic_convert, trace_rules
-from torch._dynamo.decorators import substitute_in_graph
+from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.exc import UserError as DynamoUserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
@@ -22,13 +21,11 @@ from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
 from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerVariable
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributions import Distribution, constraints, kl
-from torch.nn.functional import gaussian_nll_loss
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from passes._torch.patches import once, replaced
+from passes._torch.patches import replaced
 from passes._torch.results import LeftOut, TracedModule, TraceFailure
 from passes._torch.side_effects import source_name, watch_side_effects
+from passes._torch.substitutes import UnknownLengthError, check_selections, masked_select, teach_dynamo
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
@@ -54,14 +51,14 @@ def trace_module(
         specialize_int=True,
         ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
     )
-    once("checkpoint_sequential", _teach_checkpoint_sequential)
-    _teach_divergences()
-    _teach_distributions()
+    teach_dynamo()
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:
         if not marks_leaves:
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
-            stack.enter_context(replaced(TensorVariable, "call_method", _call_method))
+        methods = partial(_call_method, marks_leaves=marks_leaves)
+        stack.enter_context(replaced(TensorVariable, "call_method", methods))
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+        check_selections(traced.graph)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
     output = traced._dynamo_bytecode_flatten.out.graph_capture_output
@@ -90,8 +87,10 @@ def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> A
     return _SETATTR(variable, tx, value, name, new)
 
 
-def _call_method(value: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name == "requires_grad_" and _is_plain(value, next(iter((*args, *kwargs.values())), True)):
+def _call_method(value: Any, tx: Any, name: str, args: Any, kwargs: Any, *, marks_leaves: bool) -> Any:
+    if name == "masked_select":
+        return UserFunctionVariable(masked_select).call_function(tx, [value, *args], kwargs)
+    if not marks_leaves and name == "requires_grad_" and _is_plain(value, next(iter((*args, *kwargs.values())), True)):
         return value
     return _METHOD(value, tx, name, args, kwargs)
 
@@ -177,47 +176,6 @@ def _stack() -> str:
     return "".join(TracingContext.extract_stack().format())
 
 
-def _teach_checkpoint_sequential() -> None:
-    """Let dynamo trace `checkpoint_sequential`, as it does `checkpoint`."""
-    substitute_in_graph(checkpoint_sequential, skip_signature_check=True)(_checkpoint_sequential)
-
-
-def _checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-    """Do as `torch.utils.checkpoint.checkpoint_sequential` does: checkpoint all segments but the last."""
-    layers = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else functions
-    size = len(layers) // segments
-    for start in range(0, size * (segments - 1), size):
-        input = checkpoint(_run_layers, layers[start : start + size], input, use_reentrant=use_reentrant, **kwargs)
-    return _run_layers(layers[size * (segments - 1) :], input)
-
-
-def _teach_distributions() -> None:
-    """Let dynamo trace how distributions check their arguments; the checks are left out as others are.
-
-    This is needed for each capture: `init_process_group` clears the map.
-    """
-    rules = trace_rules.get_torch_obj_rule_map()
-    rules[constraints.is_dependent] = rules[gaussian_nll_loss] = UserFunctionVariable
-
-
-def _teach_divergences() -> None:
-    """Look up the formulas of `kl_divergence` for all classes there are: torch does so in the first call, and keeps them."""
-    classes = [Distribution]
-    for known in classes:
-        classes += [found for found in known.__subclasses__() if found not in classes]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of classes for which torch has two formulas
-        for pair in itertools.product(classes, repeat=2):
-            if pair not in kl._KL_MEMOIZE:
-                kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
-
-
-def _run_layers(layers: Any, value: Any) -> Any:
-    for layer in layers:
-        value = layer(value)
-    return value
-
-
 def _logging_functions() -> set[Callable[..., Any]]:
     """Return the methods of all loggers, including those that libraries add: dynamo leaves their calls out of the
     graph."""
@@ -230,6 +188,8 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def trace_failure(error: Exception) -> TraceFailure:
     """Return why `trace_module` or `trace_joint` raised `error`."""
     detail = str(error)
+    if isinstance(error, UnknownLengthError):
+        return TraceFailure(DynamicOutputShapeException.__name__, detail, error.stack)
     if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
         kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__
         return TraceFailure(kind or "", detail, "".join(error.real_stack.format()))

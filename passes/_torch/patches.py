@@ -16,7 +16,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `LoggingLoggerVariable.call_method` | | | |
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | a check of values is left out | dynamo.py |
 | `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo.py |
-| `TensorVariable.call_method` | | | |
+| `TensorVariable.call_method` | | a selection by a mask, for a CTC loss, has a fixed length | |
 | `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
 
@@ -26,8 +26,10 @@ For the rest of the process, once (`once`):
 |---|---|---|---|
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
 | Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
-| dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo.py |
-| dynamo's rule for `constraints.is_dependent`, again for each call | a call is traced | dynamo, which stops at it | dynamo.py |
+| dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | substitutes.py |
+| dynamo's polyfills of `ctc_loss`, `masked_select` and `cudnn.flags` | a call is traced | dynamo, which stops at them | substitutes.py |
+| dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss`, again for each call | a call is traced | dynamo, which stops at them | substitutes.py |
+| the formulas that `kl_divergence` finds in its first call | a call is traced | distributions | substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

@@ -1,4 +1,5 @@
-"""Sharding rules of ops that need some dims whole and treat the others as a batch: Fourier transforms, linear algebra.
+"""Sharding rules of ops that need some dims whole and treat the others as a batch: Fourier transforms, linear algebra,
+the CTC loss.
 
 Each rank runs the op on its part of the batch. For bags of embeddings of any length that is the embedding's width, as
 offsets find the elements of whole values only. Bags of one length are rewritten to `embedding` and a sum by
@@ -13,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from passes._torch import CTC_LOSS
 from passes.rules.factors import Dim, Factors
 from passes.rules.rule import Call, Linear, LocalCall, Space, SpaceOf, Tensor, register
 
@@ -171,6 +173,21 @@ def _bags_weights_backward(call: Call) -> Space:
     return bags.factors.space(operands, [bags.lists(call.result)])
 
 
+def _ctc(call: Call) -> Space:
+    """Return the space of the CTC loss of a batch of sequences; targets in one row belong to the whole batch."""
+    log_probs, targets = call.operands[:2]
+    factors = Factors()
+    batch = factors.one("batch", log_probs.shape[1], blocked=targets.ndim == 1)
+    time, classes = (factors.one(name, log_probs.shape[dim], blocked=True) for name, dim in (("time", 0), ("classes", 2)))
+    longest = factors.one("longest", targets.shape[-1], blocked=True)
+    found = factors.space(
+        [[time, batch, classes], [longest] if targets.ndim == 1 else [batch, longest], [batch], [batch]],
+        [[batch], [time, batch, classes]],
+    )
+    return replace(found, unpadded=frozenset(found.sizes))
+
+
+register(CTC_LOSS, space=_ctc)
 register(aten._fft_c2c.default, aten._fft_c2r.default, aten._fft_r2c.default, space=_fourier)
 register(
     aten._linalg_solve_ex.default,

@@ -1,0 +1,125 @@
+"""Functions that dynamo traces in place of torch's own, which it cannot trace."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import trace_rules
+from torch._dynamo.decorators import substitute_in_graph
+from torch._dynamo.variables import UserFunctionVariable
+from torch.backends import cudnn
+from torch.distributions import Distribution, constraints, kl
+from torch.fx import Graph
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
+from passes._torch.patches import once
+
+
+def teach_dynamo() -> None:
+    """Let dynamo trace the functions of this module in place of torch's."""
+    once("functions in place of torch's", _substitute)
+    _teach_distributions()
+    _teach_divergences()
+
+
+def _substitute() -> None:
+    for original, traced in (
+        (checkpoint_sequential, _checkpoint_sequential),
+        (F.ctc_loss, _ctc_loss),
+        (torch.masked_select, masked_select),
+        (cudnn.flags, _cudnn_flags),
+    ):
+        trace_rules.get_torch_obj_rule_map().pop(original, None)
+        substitute_in_graph(original, skip_signature_check=True)(traced)
+
+
+def _checkpoint_sequential(functions: Any, segments: int, input: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+    """Do as `torch.utils.checkpoint.checkpoint_sequential` does: checkpoint all segments but the last."""
+    layers = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else functions
+    size = len(layers) // segments
+    for start in range(0, size * (segments - 1), size):
+        input = checkpoint(_run_layers, layers[start : start + size], input, use_reentrant=use_reentrant, **kwargs)
+    return _run_layers(layers[size * (segments - 1) :], input)
+
+
+def _run_layers(layers: Any, value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Do as `torch.nn.functional.ctc_loss` does, with an operator whose results have fixed shapes."""
+    lengths = torch.as_tensor(target_lengths, device=log_probs.device).reshape(-1)
+    times = torch.as_tensor(input_lengths, device=log_probs.device).reshape(-1)
+    batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    losses, _ = CTC_LOSS(batch, targets, times, lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths.to(losses.dtype).clamp(min=1)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    if reduction == "none":
+        return losses if log_probs.dim() == 3 else losses.squeeze(0)
+    raise ValueError(f"{reduction} is not a valid value for reduction")
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    """Return what `torch.masked_select` does, and zeros after it: for readers that know how many elements there are."""
+    selected: Tensor = MASKED_SELECT(x, mask)
+    return selected
+
+
+class UnknownLengthError(RuntimeError):
+    """A selection by a mask, made by the code in `stack`, is read by an op that needs its length."""
+
+    def __init__(self, stack: str) -> None:
+        super().__init__("masked_select")
+        self.stack = stack
+
+
+def check_selections(graph: Graph) -> None:
+    """Raise UnknownLengthError unless the targets of a CTC loss are the one use of each selection by a mask."""
+    for node in graph.find_nodes(op="call_function", target=MASKED_SELECT):
+        if any(reader.target is not CTC_LOSS or node in (*reader.args[:1], *reader.args[2:]) for reader in node.users):
+            raise UnknownLengthError(node.meta.get("stack_trace") or "")
+
+
+def _cudnn_flags(*args: Any, **kwargs: Any) -> Any:
+    """Leave out `torch.backends.cudnn.flags`, which chooses kernels and changes no values."""
+    return nullcontext()
+
+
+def _teach_distributions() -> None:
+    """Let dynamo trace how distributions check their arguments; the checks are left out as others are.
+
+    This is needed for each capture: `init_process_group` clears the map.
+    """
+    rules = trace_rules.get_torch_obj_rule_map()
+    rules[constraints.is_dependent] = rules[F.gaussian_nll_loss] = UserFunctionVariable
+
+
+def _teach_divergences() -> None:
+    """Look up the formulas of `kl_divergence` for all classes there are: torch does so in the first call, and keeps them."""
+    classes = [Distribution]
+    for known in classes:
+        classes += [found for found in known.__subclasses__() if found not in classes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes for which torch has two formulas
+        for pair in itertools.product(classes, repeat=2):
+            if pair not in kl._KL_MEMOIZE:
+                kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
