@@ -34,7 +34,7 @@ from benchmarks.models.cases import CASES, quiet
 from benchmarks.models.measure import MESH, RECIPES
 
 LIMIT = 600.0  # seconds for a model; then a rank hangs
-CLOSE = 1e-5  # of the largest value of a tensor
+CLOSE = 1e-4  # of the largest value of a tensor; the sine of a float32 angle of 1000, as of time steps, is off by 6e-5
 SMALL = 1e-3  # of the largest gradient: below it, a gradient may be rounding alone
 RATE = 0.01
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
