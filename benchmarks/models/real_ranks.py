@@ -42,7 +42,7 @@ PRELOADED = [
     "torch",
     "transformers",
     "autoshard.api",
-    "passes._torch.dynamo",
+    "passes._torch.dynamo.module_trace",
     "passes._torch.joint",
     "benchmarks.models.cases",
 ]
@@ -50,7 +50,7 @@ PRELOADED = [
 
 @dataclass(frozen=True)
 class RealRow:
-    """What four processes computed with a model, beside one device."""
+    """Holds what four processes computed with a model, beside one device."""
 
     model: str
     recipe: str
@@ -164,7 +164,7 @@ def _step(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 found[name] = _whole(parameter.grad).clone()
-                parameter -= RATE * parameter.grad
+                parameter.sub_(parameter.grad, alpha=RATE)
     return found
 
 

@@ -37,13 +37,13 @@ def trace_module(
 
     Without `marks_leaves`, `requires_grad_()` has no effect on a value that is no parameter: its gradient goes nowhere.
     """
-    traced: TracedModule = _module("dynamo").trace_module(module, args, kwargs, marks_leaves=marks_leaves)
+    traced: TracedModule = _module("dynamo.module_trace").trace_module(module, args, kwargs, marks_leaves=marks_leaves)
     return traced
 
 
 def trace_failure(error: Exception) -> TraceFailure:
     """Return why `trace_module` or `trace_joint` raised `error`."""
-    failure: TraceFailure = _module("dynamo").trace_failure(error)
+    failure: TraceFailure = _module("dynamo.module_trace").trace_failure(error)
     return failure
 
 

@@ -12,13 +12,13 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
 | `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
-| `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out, with a remark | dynamo.py |
+| `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out | dynamo/module_trace.py |
 | `LoggingLoggerVariable.call_method` | | | |
-| `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | a check of values is left out | dynamo.py |
-| `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo.py |
+| `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | checks are left out | dynamo/module_trace.py |
+| `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo/module_trace.py |
 | `TensorVariable.call_method` | | a selection by a mask, for a CTC loss, has a fixed length | |
-| `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo.py |
-| `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | side_effects.py |
+| `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo/module_trace.py |
+| `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | dynamo/side_effects.py |
 
 For the rest of the process, once (`once`):
 
@@ -26,10 +26,10 @@ For the rest of the process, once (`once`):
 |---|---|---|---|
 | `_c10d_functional.all_gather_into_tensor` on CPU | groups on gloo are opened | torch 2.13 and newer | groups.py |
 | Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
-| dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | substitutes.py |
-| dynamo's polyfills of `ctc_loss`, `masked_select` and `cudnn.flags` | a call is traced | dynamo, which stops at them | substitutes.py |
-| dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss`, again for each call | a call is traced | dynamo, which stops at them | substitutes.py |
-| the formulas that `kl_divergence` finds in its first call | a call is traced | distributions | substitutes.py |
+| dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo/substitutes.py |
+| dynamo's polyfills of `ctc_loss`, `masked_select`, `cudnn.flags` | a call is traced | dynamo | dynamo/substitutes.py |
+| dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |
+| the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

@@ -196,7 +196,7 @@ class AssignsBuffer(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = nn.Buffer(torch.arange(4.0), persistent=False)
+        self.positions: Tensor = nn.Buffer(torch.arange(4.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.positions = self.positions.to(device=x.device, dtype=x.dtype)

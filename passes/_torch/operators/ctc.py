@@ -56,8 +56,9 @@ def _ctc_backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     """Return the elements that a mask selects and zeros after them, as many as the mask has elements."""
-    x, mask = torch.broadcast_tensors(x, mask)
-    flat, chosen = x.reshape(-1), mask.reshape(-1)
+    broadcast: Any = torch.broadcast_shapes
+    shape = broadcast(x.shape, mask.shape)
+    flat, chosen = x.expand(shape).reshape(-1), mask.expand(shape).reshape(-1)
     places = torch.where(chosen, chosen.cumsum(0) - 1, flat.numel())
     return flat.new_zeros(flat.numel() + 1).scatter(0, places, flat)[:-1]
 

@@ -68,7 +68,7 @@ def _ctc_loss(
     lengths = torch.as_tensor(target_lengths, device=log_probs.device).reshape(-1)
     times = torch.as_tensor(input_lengths, device=log_probs.device).reshape(-1)
     batch = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-    losses, _ = CTC_LOSS(batch, targets, times, lengths, blank, zero_infinity)
+    losses: Tensor = CTC_LOSS(batch, targets, times, lengths, blank, zero_infinity)[0]
     if reduction == "mean":
         return (losses / lengths.to(losses.dtype).clamp(min=1)).mean()
     if reduction == "sum":
@@ -115,11 +115,12 @@ def _teach_distributions() -> None:
 
 def _teach_divergences() -> None:
     """Look up the formulas of `kl_divergence` for all classes there are: torch does so in the first call, and keeps them."""
-    classes = [Distribution]
+    classes: list[type] = [Distribution]
+    find: Any = kl._dispatch_kl
     for known in classes:
-        classes += [found for found in known.__subclasses__() if found not in classes]
+        classes += set(type.__subclasses__(known)) - set(classes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes for which torch has two formulas
-        for pair in itertools.product(classes, repeat=2):
-            if pair not in kl._KL_MEMOIZE:
-                kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
+        for one, other in itertools.product(classes, repeat=2):
+            if (one, other) not in kl._KL_MEMOIZE:
+                kl._KL_MEMOIZE[one, other] = find(one, other)

@@ -22,10 +22,10 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from passes._torch.dynamo.side_effects import source_name, watch_side_effects
+from passes._torch.dynamo.substitutes import UnknownLengthError, check_selections, masked_select, teach_dynamo
 from passes._torch.patches import replaced
 from passes._torch.results import LeftOut, TracedModule, TraceFailure
-from passes._torch.side_effects import source_name, watch_side_effects
-from passes._torch.substitutes import UnknownLengthError, check_selections, masked_select, teach_dynamo
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
@@ -89,7 +89,8 @@ def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> A
 
 def _call_method(value: Any, tx: Any, name: str, args: Any, kwargs: Any, *, marks_leaves: bool) -> Any:
     if name == "masked_select":
-        return UserFunctionVariable(masked_select).call_function(tx, [value, *args], kwargs)
+        function: Any = masked_select
+        return UserFunctionVariable(function).call_function(tx, [value, *args], kwargs)
     if not marks_leaves and name == "requires_grad_" and _is_plain(value, next(iter((*args, *kwargs.values())), True)):
         return value
     return _METHOD(value, tx, name, args, kwargs)
