@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from passes._torch import CTC_LOSS
 from tests.rules.harness import Case, check_case, floats, ops_of
 
 aten = torch.ops.aten
@@ -128,7 +129,18 @@ BAGS = (
         rows="S(1), S(1), R, R, R -> P(sum)",
     ),
 )
-CASES = (*WAVES, *MATRICES, *PRODUCTS, *BAGS)
+LOG_PROBS, LABELS = floats(9, 4, 6).log_softmax(-1), torch.arange(12).reshape(4, 3) % 5 + 1
+TIMES, LENGTHS = torch.tensor([9, 8, 9, 7]), torch.tensor([3, 2, 0, 3])
+SPEECH = (
+    Case(
+        CTC_LOSS,
+        (LOG_PROBS, LABELS, TIMES, LENGTHS, 0, False),
+        note="padded",
+        rows="S(1), S(0), S(0), S(0) -> S(0), S(1)",
+    ),
+    Case(CTC_LOSS, (LOG_PROBS, LABELS.flatten()[:8], TIMES, LENGTHS, 0, False), note="in_one_row", rows=""),
+)
+CASES = (*WAVES, *MATRICES, *PRODUCTS, *BAGS, *SPEECH)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
