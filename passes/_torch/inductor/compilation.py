@@ -13,12 +13,14 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import ConstantFolder
+from torch._inductor.custom_graph_pass import get_custom_graph_passes
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes._torch.inductor.inductor_bools import send_booleans_as_bytes
+from passes._torch.inductor.inductor_overwrites import CopiesBeforeOverwrites
 from passes._torch.inductor.inductor_patterns import possible_patterns
 from passes._torch.inductor.inductor_sends import lower_sends
 from passes._torch.inductor.inductor_settings import order_settings
@@ -91,7 +93,12 @@ def inductor_compile(
     `visible_outputs` keep the strides of the graph. With `keep_order`, collectives and waits stay where the graph has
     them; by default Inductor moves each wait after its collective.
     """
-    options: dict[str, Any] = {"fx_graph_cache": True}
+    own = inductor_config.post_grad_custom_post_pass  # the user's pass, if there is one
+    copies = CopiesBeforeOverwrites()
+    options: dict[str, Any] = {
+        "fx_graph_cache": True,
+        "post_grad_custom_post_pass": copies if own is None else [*get_custom_graph_passes(own), copies],
+    }
     if keep_order:
         options |= _KEEP_ORDER
     once("the lowering of sends", lower_sends)
