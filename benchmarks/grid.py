@@ -1,137 +1,118 @@
 """Compare the searched plan with the best recipe over many cases: `python -m benchmarks.grid`.
 
-Models from 124M to 70B parameters, from 8 to 2048 devices, four kinds of hardware, small and large batches, short and
-long sequences. Per case: the simulated step of the chosen plan, that of the best recipe that fits in memory, their
-ratio, how far the solver's model is off, and the seconds of planning; in the end the worst ratio and the median gain.
-Nothing runs on devices. A name, such as `llama3_8b`, runs that model's cases alone.
+Models from 124M to 70B parameters, from 8 to 2048 devices, six kinds of hardware, fast and slow networks, small and large
+batches, short and long sequences. Per case: the simulated step of the chosen plan, that of the best recipe that fits in
+memory, their ratio, the lowest ratio that the search's bound leaves, how far the solver's model is off, and the seconds of
+planning; in the end the worst ratio and the median gain. Nothing runs on devices. A name, such as `llama3_8b`, runs that
+model's cases alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
 from autoshard.planner.effort import EXHAUSTIVE
 from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
-from examples.gpt import gpt2
-from examples.llama import llama3_8b, llama3_70b
-from examples.vit import vit_huge, vit_large
-
-
-def wide_mlp(batch: int, hidden: int = 1 << 17) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return two layers with far more `hidden` columns than the batch has rows."""
-    model = nn.Sequential(nn.Linear(8192, hidden), nn.ReLU(), nn.Linear(hidden, 8192))
-    return _WithLoss(model), (torch.zeros(batch, 8192), torch.zeros(batch, 8192))
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.model(x), y)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, the mesh that it is planned for, and the sizes of its global batch."""
-
-    build: Callable[..., tuple[nn.Module, tuple[Any, ...]]]
-    mesh: str
-    hardware: str
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
-        return f"{self.build.__name__} {self.mesh} {self.hardware}, {sizes}"
-
-
-CASES = (
-    Case(gpt2, "dp=8", "a100", {"batch": 64, "seq": 1024}),
-    Case(gpt2, "dp=8", "a100", {"batch": 8, "seq": 1024}),
-    Case(gpt2, "dp=4,tp=2", "h100", {"batch": 512, "seq": 1024}),
-    Case(gpt2, "dp=2,tp=4", "h100", {"batch": 2, "seq": 8192}),
-    Case(gpt2, "dp=32,tp=8", "b200", {"batch": 1024, "seq": 1024}),
-    Case(llama3_8b, "dp=8", "h100", {"batch": 8, "seq": 2048}),
-    Case(llama3_8b, "tp=8", "h100", {"batch": 1, "seq": 8192}),
-    Case(llama3_8b, "dp=8,tp=8", "a100", {"batch": 16, "seq": 2048}),
-    Case(llama3_8b, "dp=32,tp=8", "h100", {"batch": 64, "seq": 8192}),
-    Case(llama3_8b, "dp=64", "h100", {"batch": 64, "seq": 4096}),
-    Case(llama3_8b, "dp=4,tp=8", "h200", {"batch": 4, "seq": 32768}),
-    Case(llama3_8b, "dp=256,tp=8", "h100", {"batch": 512, "seq": 4096}),
-    Case(llama3_8b, "dp=16,tp=8", "b200", {"batch": 256, "seq": 4096}),
-    Case(llama3_70b, "dp=8,tp=8", "h200", {"batch": 8, "seq": 4096}),
-    Case(llama3_70b, "dp=32,tp=8", "h100", {"batch": 32, "seq": 4096}),
-    Case(llama3_70b, "dp=32,tp=8", "b200", {"batch": 64, "seq": 8192}),
-    Case(llama3_70b, "dp=256,tp=8", "h200", {"batch": 512, "seq": 4096}),
-    Case(vit_large, "dp=8", "a100", {"batch": 256}),
-    Case(vit_large, "dp=4,tp=2", "h100", {"batch": 16}),
-    Case(vit_huge, "dp=64", "h100", {"batch": 4096}),
-    Case(vit_huge, "dp=8,tp=8", "a100", {"batch": 64}),
-    Case(wide_mlp, "dp=8", "h100", {"batch": 4096}),
-    Case(wide_mlp, "tp=8", "a100", {"batch": 64}),
-    Case(wide_mlp, "dp=4,tp=8", "h100", {"batch": 1024}),
-    Case(wide_mlp, "dp=2,tp=8", "b200", {"batch": 65536}),
-)
+from autoshard.planner.standings import SOLVED
+from benchmarks.grid_cases import CASES, Case
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", help="names of models; by default all")
+    parser.add_argument("--json", type=Path, help="a file to write the rows to")
     given = parser.parse_args()
-    cases = [case for case in CASES if not given.models or case.build.__name__ in given.models]
-    ratios = [ratio for case in cases if (ratio := measure(case)) is not None]
+    rows: list[Row] = []
+    for case in CASES:
+        if given.models and case.build.__name__ not in given.models:
+            continue
+        try:
+            rows.append(row := measured(case))
+        except MemoryLimitError as error:
+            print(f"{case}: {error}", flush=True)
+            continue
+        print(row, flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    ratios = [row.ratio for row in rows if row.ratio is not None]
     if not ratios:
         sys.exit("no recipe fits in any of these cases")
     gain = 1 - statistics.median(ratios)
-    print(f"{len(cases)} cases, {len(ratios)} with a recipe that fits: worst ratio {max(ratios):.3f}, median gain {gain:.1%}")
+    print(f"{len(rows)} cases, {len(ratios)} with a recipe that fits: worst ratio {max(ratios):.3f}, median gain {gain:.1%}")
 
 
-def measure(case: Case) -> float | None:
-    """Plan and print one case; return the chosen step over that of the best recipe that fits, if there is one."""
+@dataclass(frozen=True)
+class Row:
+    """The plan of a case beside the best recipe that was simulated and fits; None: there is none. Times in seconds."""
+
+    case: str
+    chosen: str
+    step: float
+    recipe: str | None
+    recipe_step: float | None
+    solved_step: float | None  # of the solver's own plan
+    objective: float | None  # that the solver minimised
+    bound: float | None  # of the objective
+    planning: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the chosen step as a part of the best recipe's."""
+        return None if self.recipe_step is None else self.step / self.recipe_step
+
+    def __str__(self) -> str:
+        parts = [f"{self.case}: {self.chosen} {self.step * 1e3:.1f} ms"]
+        if self.recipe_step is None:
+            parts.append("no recipe fits")
+        else:
+            parts.append(f"best recipe {self.recipe} {self.recipe_step * 1e3:.1f} ms, ratio {self.ratio:.3f}")
+            if self.bound is not None:
+                parts.append(f"{self.bound / self.recipe_step:.3f} by the bound")
+            if self.solved_step is not None:
+                parts.append(f"{self.solved_step / self.recipe_step:.3f} by the solver alone")
+        if self.objective is not None and self.solved_step is not None:
+            parts.append(f"model {self.objective / self.solved_step:.3f}")
+        if self.objective is not None and self.bound is not None:
+            parts.append(f"gap {1 - self.bound / self.objective:.2%}")
+        return ", ".join([*parts, f"{self.planning:.0f} s"])
+
+
+def measured(case: Case) -> Row:
+    """Plan a case and simulate all recipes. Raises MemoryLimitError where no plan fits."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model, args = case.build(**case.sizes)
     started = time.perf_counter()
-    try:
-        mesh = Mesh(case.mesh, hardware=case.hardware)
-        plan, _ = plan_ahead(PlanRequest(model, args, {}, mesh, Options(mixed_precision=policy)), effort=EXHAUSTIVE)
-    except MemoryLimitError as error:
-        print(f"{case}: {error}", flush=True)
-        return None
+    mesh = Mesh(case.mesh, hardware=case.hardware)
+    plan, _ = plan_ahead(PlanRequest(model, args, {}, mesh, Options(mixed_precision=policy)), effort=EXHAUSTIVE)
     seconds = time.perf_counter() - started
     assert plan.cost is not None and plan.search is not None
-    experts = [one for one in plan.search.candidates if one.name != "solved" and one.cost is not None and one.fits]
-    best = min(experts, key=lambda one: one.cost.step_time if one.cost else 0.0, default=None)
-    solved = next((one.cost for one in plan.search.candidates if one.name == "solved"), None)
-    objective = plan.search.objective
-    model_off = "" if solved is None or objective is None else f", model {objective / solved.step_time:.3f}"
-    gap = "" if plan.search.gap is None else f", gap {plan.search.gap:.2%}"
-    line = f"{case}: {plan.search.chosen} {plan.cost.step_time * 1e3:.1f} ms"
-    if best is None or best.cost is None:
-        print(f"{line}, no recipe fits{model_off}{gap}, {seconds:.0f} s", flush=True)
-        return None
-    ratio = plan.cost.step_time / best.cost.step_time
-    alone = "" if solved is None else f" (solver's alone {solved.step_time / best.cost.step_time:.3f})"
-    print(
-        f"{line}, best recipe {best.name} {best.cost.step_time * 1e3:.1f} ms, ratio {ratio:.3f}{alone}{model_off}{gap}, "
-        f"{seconds:.0f} s",
-        flush=True,
+    steps = {one.name: one.cost.step_time for one in plan.search.candidates if one.cost is not None and one.fits}
+    solved = next((one.cost.step_time for one in plan.search.candidates if one.name == SOLVED and one.cost), None)
+    recipes = [name for name in steps if name.partition(",")[0] != SOLVED]
+    best = min(recipes, key=lambda name: steps[name], default=None)
+    return Row(
+        str(case),
+        plan.search.chosen,
+        plan.cost.step_time,
+        best,
+        None if best is None else steps[best],
+        solved,
+        plan.search.objective,
+        plan.search.bound,
+        seconds,
     )
-    return ratio
 
 
 if __name__ == "__main__":
