@@ -56,8 +56,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, memory: Tensor, *, causal: bool) -> Tensor:
-        split = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q(x), self.k(memory), self.v(memory)))
-        return self.out(F.scaled_dot_product_attention(*split, is_causal=causal).transpose(1, 2).flatten(2))
+        made = self.q(x), self.k(memory), self.v(memory)
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in made)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
