@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,11 +43,12 @@ from passes.ir.graph import (
     set_value,
     stands_for,
     tensor_of,
+    transfer_of,
     value_of,
 )
 from passes.ir.layout import Layout, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
-from passes.rules.rule import Call, LocalCall, call_of, rule_of
+from passes.rules.rule import Call, LocalCall, Message, call_of, rule_of
 
 aten = torch.ops.aten
 
@@ -247,16 +248,17 @@ class _Emitter:
         set_recompute(new, is_recompute(self.at))
         if (kind := kind_of_op(op)) is not None:
             set_transfer(new, Transfer(kind.name, self.mesh.axes_of_group(str(args[-1])), (self.at.name,)))
-            self._mark_sent(new)
         return new
 
-    def _mark_sent(self, new: Node) -> None:
-        """Say of a collective that a local form makes why it is there; in the backward, it is never kept from the
-        forward.
-        """
-        if not is_step(self.at):
-            set_note(new, f"{Localize.name}: ring: passed from rank to rank")
-            set_recompute(new, self.at in self.backward and new not in self.backward)
+    def send(self, message: Message, op: OpOverload, *args: Any) -> Node:
+        """Add a collective that a local form makes. In the backward, what it gives is never kept from the forward."""
+        new = self._add(op, args, {})
+        transfer = transfer_of(new)
+        assert transfer is not None, op
+        set_transfer(new, replace(transfer, what=message.what))
+        set_note(new, f"{Localize.name}: {message.why}")
+        set_recompute(new, self.at in self.backward and new not in self.backward)
+        return new
 
     def note_backward(self, node: Node) -> None:
         """Remember a call that depends on gradients of outputs."""
@@ -304,6 +306,10 @@ class _LocalCall(LocalCall):
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._emitter.emit(op, *args, **kwargs)
+
+    def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
+        group = self.mesh.group_name(tuple(self.mesh.names[axis] for axis in axes))
+        return self._emitter.send(message, op, *args, group)
 
     def item(self, results: Node, number: int) -> Node:
         return self._emitter.item(results, number)

@@ -309,6 +309,6 @@ class Recorder(Observer):
                 collectives=collectives_of(gm, ctx.mesh),
             )
         if pass_.name == Localize.name:
-            self.facts["collectives"] = (*self.facts["collectives"], *sends_of(gm))
+            self.facts["collectives"] = (*self.facts["collectives"], *sends_of(gm, ctx.mesh))
         if pass_.name == Rematerialize.name and changed:
             self.facts["collectives"] = with_remade(self.facts["collectives"], gm)

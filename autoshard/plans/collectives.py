@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from passes.errors import VerifyError
-from passes.ir.collectives import SEND, is_collective, step_axes, step_kind
+from passes.ir.collectives import KINDS, SEND, is_collective, step_axes, step_kind
 from passes.ir.graph import (
     InputRole,
     Origin,
+    Transfer,
     input_of,
+    is_recompute,
     layout_of,
     made_again,
     needs_of,
@@ -76,31 +78,43 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
     )
 
 
-def sends_of(gm: GraphModule) -> tuple[Collective, ...]:
+def sends_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
     """Return the messages that local forms send, read off a LOCAL graph: one entry for all of one call."""
-    in_backward, by_call = _depends_on_tangents(gm), dict[str, list[Node]]()
+    in_backward, by_call = _depends_on_tangents(gm), dict[str, list[tuple[Node, Transfer]]]()
     for node in gm.graph.nodes:
         transfer = transfer_of(node)
-        if transfer is not None and transfer.kind == SEND.name:
-            by_call.setdefault(transfer.steps[0], []).append(node)
-    return tuple(_sent(call, nodes, backward=nodes[-1] in in_backward) for call, nodes in by_call.items())
+        if transfer is not None and transfer.what:
+            by_call.setdefault(transfer.steps[0], []).append((node, transfer))
+    return tuple(
+        _sent(call, sent, mesh, backward=any(node in in_backward or is_recompute(node) for node, _ in sent))
+        for call, sent in by_call.items()
+    )
 
 
-def _sent(call: str, nodes: Sequence[Node], *, backward: bool) -> Collective:
-    transfer = transfer_of(nodes[0])
-    assert transfer is not None
+def _sent(call: str, sent: Sequence[tuple[Node, Transfer]], mesh: Mesh, *, backward: bool) -> Collective:
+    first, transfer = sent[0]
     return Collective(
         id=call,
         kind=transfer.kind,
-        axes=transfer.axes,
-        bytes=sum(tensor_of(node).numel() * tensor_of(node).element_size() for node in nodes),
+        axes=tuple(dict.fromkeys(axis for _, one in sent for axis in one.axes)),
+        bytes=sum(_received(node, one, mesh) for node, one in sent),
         backward=backward,
         recomputed=False,
-        origin=origin_of(nodes[0]),
-        reason=_reason(nodes[0]),
-        what="keys and values" if not backward else "keys and values, and their gradients",
-        chunks=len(nodes),
+        origin=origin_of(first),
+        reason=_reason(first),
+        what=", and ".join(dict.fromkeys(one.what for _, one in sent)),
+        chunks=len(sent),
     )
+
+
+def _received(node: Node, transfer: Transfer, mesh: Mesh) -> int:
+    received, ranks = KINDS[transfer.kind].received, math.prod(map(mesh.axis_size, transfer.axes))
+    assert received is not None, node
+    return int(received(_nbytes(operands(node)[0]), _nbytes(node), ranks))
+
+
+def _nbytes(node: Node) -> int:
+    return tensor_of(node).numel() * tensor_of(node).element_size()
 
 
 def _uses(gm: GraphModule, in_backward: set[Node], again: set[Node]) -> tuple[set[Node], set[Node]]:

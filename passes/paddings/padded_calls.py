@@ -42,7 +42,7 @@ from passes.paddings.generated import is_generated
 from passes.paddings.padded_factors import Paddings, fill_of, longer, makes_zeros, padded_factors, paddings_of
 from passes.paddings.padded_values import PaddedValues
 from passes.recipes.weights import weights_of
-from passes.rules.rule import Call, LocalCall, Space, call_of, rule_of, space_of
+from passes.rules.rule import Call, LocalCall, Message, Space, call_of, rule_of, space_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -220,6 +220,9 @@ class _LongerCall(LocalCall):
 
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._at.call(op, *args, **kwargs)
+
+    def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
+        raise _DeclinedError(self._at.node)
 
     def item(self, results: Node, number: int) -> Node:
         raise _DeclinedError(self._at.node)

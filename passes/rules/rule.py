@@ -282,6 +282,14 @@ def row_giving(space: Space, result: int, placement: Placement, size: int) -> Ro
     return factor_row(space, *at, size) if at is not None else None
 
 
+@dataclass(frozen=True)
+class Message:
+    """A value that a local form sends, in words, and why it does: the plan shows both."""
+
+    what: str
+    why: str
+
+
 class LocalCall(abc.ABC):
     """The interface of local forms: a call that is to be made on per-device tensors.
 
@@ -299,6 +307,10 @@ class LocalCall(abc.ABC):
     @abc.abstractmethod
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call on per-device values."""
+
+    @abc.abstractmethod
+    def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
+        """Add a functional collective over the group of `axes`, which is its last argument; it is to be awaited."""
 
     @abc.abstractmethod
     def item(self, results: Node, number: int) -> Node:

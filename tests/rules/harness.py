@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from passes.ir.collectives import kind_of_op
 from passes.ir.graph import set_value, value_of
 from passes.ir.layout import (
     PARTIAL_OPS,
@@ -31,7 +34,7 @@ from passes.ir.layout import (
 )
 from passes.ir.mesh import Mesh
 from passes.ir.padding import PADS
-from passes.rules.rule import Call, LocalCall, Row, Rule, Space, Tensor, factor_row, registered, rows, rule_of
+from passes.rules.rule import Call, LocalCall, Message, Row, Rule, Space, Tensor, factor_row, registered, rows, rule_of
 
 SIZES = (2, 3, 4)
 
@@ -128,13 +131,15 @@ def _check_rows(
         splits = [split(tensor, layout, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
     except NotSplittable:
         return
-    parts: list[list[torch.Tensor]] = []
-    for place, coordinate in enumerate(mesh.coordinates()):
-        here = EagerCall(case, call, [parts[place] for parts in splits], layouts, outs, mesh, coordinate)
+    meeting = Meeting(mesh)
+
+    def run(place: int, coordinate: tuple[int, ...]) -> list[torch.Tensor]:
+        here = EagerCall(case, call, [parts[place] for parts in splits], layouts, outs, mesh, coordinate, meeting)
         node = rule.local(here) if rule.local else None
         node = node if node is not None else here.emit(case.op, *here.args, **here.kwargs)
-        found = value_of(node) if isinstance(node, Node) else tuple(map(value_of, node))
-        parts.append(_results(found))
+        return _results(value_of(node) if isinstance(node, Node) else tuple(map(value_of, node)))
+
+    parts = meeting.of_all_ranks(run)
     where = f"{case} on {mesh}: {' | '.join(map(str, chosen))}"
     for i, expected in enumerate(whole):
         local = [part[i] for part in parts]
@@ -220,6 +225,40 @@ def _noise(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randint(-5, 6, tensor.shape, dtype=tensor.dtype)
 
 
+class Meeting:
+    """Ranks of a mesh, a thread each, and the collectives in which they meet."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self._barrier = mesh, threading.Barrier(mesh.size)
+        self._given: list[tuple[Any, ...]] = [()] * mesh.size
+
+    def of_all_ranks(self, run: Callable[[int, tuple[int, ...]], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Run a function of place and coordinate on every rank."""
+
+        def guarded(place: int, coordinate: tuple[int, ...]) -> list[torch.Tensor]:
+            try:
+                return run(place, coordinate)
+            except BaseException:
+                self._barrier.abort()  # no rank waits for this one
+                raise
+
+        with ThreadPoolExecutor(self.mesh.size) as ranks:
+            return list(ranks.map(guarded, range(self.mesh.size), self.mesh.coordinates()))
+
+    def send(self, coordinate: tuple[int, ...], op: OpOverload, args: tuple[Any, ...], axes: tuple[int, ...]) -> Any:
+        """Return what a rank gets from a collective that all of them make."""
+        place = list(self.mesh.coordinates()).index(coordinate)
+        self._given[place] = args
+        self._barrier.wait()
+        names = tuple(self.mesh.names[axis] for axis in axes)
+        group = next(group for group in self.mesh.groups(names) if place in group)
+        kind = kind_of_op(op)
+        assert kind is not None
+        got = kind.ops[op]([self._given[other] for other in group])[list(group).index(place)].clone()
+        self._barrier.wait()
+        return got
+
+
 class EagerCall(LocalCall):
     """A call on one rank's real tensors: what is emitted is executed at once."""
 
@@ -232,9 +271,10 @@ class EagerCall(LocalCall):
         outs: list[Layout],
         mesh: Mesh,
         coordinate: tuple[int, ...],
+        meeting: Meeting | None = None,
     ) -> None:
         self._graph = Graph()
-        self._layouts, self._outs, self._coordinate = layouts, outs, coordinate
+        self._layouts, self._outs, self._coordinate, self._meeting = layouts, outs, coordinate, meeting
         self.call = call
         self.mesh = mesh
         self.operands = tuple(self._constant(part) for part in parts)
@@ -247,6 +287,12 @@ class EagerCall(LocalCall):
         value = op(*_map_nodes(args), **_map_nodes(kwargs))
         set_value(node, tuple(value) if isinstance(value, list) else value)
         return node
+
+    def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
+        assert self._meeting is not None, "a single rank sends to no other"
+        names = tuple(self.mesh.names[axis] for axis in axes)
+        values = (*_map_nodes(args), self.mesh.group_name(names))
+        return self._constant(self._meeting.send(self._coordinate, op, values, axes))
 
     def item(self, results: Node, number: int) -> Node:
         return self.emit(operator.getitem, results, number)

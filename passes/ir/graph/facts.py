@@ -55,6 +55,7 @@ class Transfer:
     kind: str  # a name in `passes.ir.collectives`: "all_gather", "reduce_scatter", ...
     axes: tuple[str, ...]
     steps: tuple[str, ...] = field(default=(), compare=False)  # the collectives of the plan that it runs, by id
+    what: str = field(default="", compare=False)  # what the local form of a rule sends; empty: a reshard's value
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,13 @@ from passes.rules.local_forms.attention_pieces import (
     takes,
 )
 from passes.rules.local_forms.causal import CausalBackward, CausalForward
-from passes.rules.rule import LocalCall
+from passes.rules.rule import LocalCall, Message
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+_WHY = "ring: passed from rank to rank"
+_KEYS, _GRADIENTS = Message("keys and values", _WHY), Message("their gradients", _WHY)
 
 
 def ring_forward(call: LocalCall) -> tuple[Node, ...] | None:
@@ -80,7 +83,7 @@ class _Ring:
     """
 
     ranks: int
-    group: str
+    axes: tuple[int, ...]
     blocks: int  # equal parts of the sequence, of each of which a rank has a piece; 1 if positions do not matter
     coordinate: Node  # i64[1]
     inner: tuple[Digit, ...]
@@ -96,7 +99,6 @@ def _ring(call: LocalCall) -> _Ring | None:
         return None
     mask = named(call, "attn_mask") if call.kwargs.get("attn_mask") is not None else None
     blocks, end = _blocks(call, queries, keys) if is_causal or mask is not None else (1, 1)
-    names = tuple(call.mesh.names[axis] for axis in axes)
     inner = queries.axes_on(SEQUENCE)[len(axes) :] if is_causal else ()
     ranks, coordinate = 1, call.coordinate(axes[0])
     for number, axis in enumerate(axes):
@@ -104,9 +106,8 @@ def _ring(call: LocalCall) -> _Ring | None:
         if number:
             before = call.emit(aten.mul.Tensor, coordinate, call.mesh.sizes[axis])
             coordinate = call.emit(aten.add.Tensor, before, call.coordinate(axis))
-    group = call.mesh.group_name(names)
     digits = inner_digits(call, queries, inner, end)
-    return _Ring(ranks, group, blocks if is_causal else 1, coordinate, digits, is_causal, mask, blocks)
+    return _Ring(ranks, axes, blocks if is_causal else 1, coordinate, digits, is_causal, mask, blocks)
 
 
 def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
@@ -159,9 +160,9 @@ class _Round(Pieces):
         ]
         return views[0], views[1]
 
-    def passed(self, message: Node, offset: int) -> Node:
+    def passed(self, message: Node, offset: int, kind: Message = _KEYS) -> Node:
         """Send a message to the rank `offset` places after this one; the result is not there yet."""
-        return self.call.emit(SEND, message, offset, self.ring.group)
+        return self.call.send(SEND, message, offset, axes=self.ring.axes, message=kind)
 
     def awaited(self, message: Node) -> Node:
         return self.call.emit(_WAIT, message)
@@ -320,7 +321,8 @@ class _RingBackward(_Round):
                 own = of_held
             else:
                 terms = self.packed(of_held)
-                passing = self.passed(terms if passing is None else self.sum(self.awaited(passing), terms), -1)
+                terms = terms if passing is None else self.sum(self.awaited(passing), terms)
+                passing = self.passed(terms, -1, _GRADIENTS)
             if not is_last:
                 message = self.awaited(following)
                 held = self.unpacked(message, keys)
