@@ -21,6 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 
+from passes._torch.operators.decompositions import DECOMPOSITIONS
 from passes._torch.patches import replaced
 from passes._torch.results import JointGraph
 
@@ -48,7 +49,7 @@ def select_decompositions(*, whole: frozenset[OpOverload]) -> dict[Any, Any]:
     """Return Inductor's decompositions and ours, without those of `whole`; Inductor's compiler is not imported for them."""
     table = select_decomp_table()
     pools = {op: _importing_lowerings(table[op]) for op in _POOLS if op in table}
-    return {op: rule for op, rule in (table | pools | _OURS).items() if op not in whole}
+    return {op: rule for op, rule in (table | pools | DECOMPOSITIONS).items() if op not in whole}
 
 
 def _importing_lowerings(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,25 +62,7 @@ def _importing_lowerings(rule: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def draw_categories(
-    weights: torch.Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
-) -> Any:
-    """Draw as `multinomial` does, by a race of exponential times, as torch's kernel: the first to arrive, or the first
-    `count`.
-
-    With replacement, each of the `count` draws is a race of its own.
-    """
-    if generator is not None:
-        return NotImplemented
-    if count > 1 and replacement:
-        races = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, weights.shape[-1])
-        return (races / aten.exponential.default(torch.empty_like(races))).argmax(-1)
-    speeds = weights / aten.exponential.default(torch.empty_like(weights))
-    return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count, -1).indices
-
-
 _POOLS = (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
-_OURS: dict[Any, Any] = {aten.multinomial.default: draw_categories}  # of ops that Inductor leaves whole
 
 
 def _has_effects(op: Any) -> bool:

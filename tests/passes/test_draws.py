@@ -10,7 +10,7 @@ from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
-from passes._torch.joint import draw_categories
+from passes._torch.operators.decompositions import draw_categories
 from passes.base import PassContext
 from passes.ir.graph import InputRole, draw_of, input_of, layout_of, outputs_of, placeholders, returned
 from passes.ir.layout import assemble, local_part

@@ -1,0 +1,72 @@
+"""Our decompositions of ops that Inductor leaves whole: into ops that can be sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def draw_categories(weights: Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None) -> Any:
+    """Draw as `multinomial` does, by a race of exponential times, as torch's kernel: the first to arrive, or the first
+    `count`.
+
+    With replacement, each of the `count` draws is a race of its own.
+    """
+    if generator is not None:
+        return NotImplemented
+    if count > 1 and replacement:
+        races = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, weights.shape[-1])
+        return (races / aten.exponential.default(torch.empty_like(races))).argmax(-1)
+    speeds = weights / aten.exponential.default(torch.empty_like(weights))
+    return speeds.argmax(-1, keepdim=True) if count == 1 else speeds.topk(count, -1).indices
+
+
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    """Do as `masked_scatter` does: each row that the mask selects is looked up by the number of selected rows before it.
+
+    Multimodal models put the features of an image in place of its tokens so. Their mask repeats a mask of tokens over
+    the width of a token, and rows are as wide. A mask that repeats nothing has rows of one element.
+    """
+    if not source.numel():
+        return NotImplemented
+    x, mask = aten.broadcast_tensors.default([x, mask])
+    rows, width = _rows(mask, source.numel())
+    found = aten.embedding.default(source.reshape(-1, width), _places(rows))
+    return torch.where(mask, found.reshape(x.shape), x)
+
+
+def masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Any:
+    """Return the gradient of `source`: each row is added where `masked_scatter` looked it up."""
+    if not math.prod(sizes):
+        return NotImplemented
+    gradient, mask = aten.broadcast_tensors.default([gradient, mask])
+    rows, width = _rows(mask, math.prod(sizes))
+    taken = torch.where(mask, gradient, 0).reshape(*rows.shape, width)
+    count = math.prod(sizes) // width
+    return aten.embedding_dense_backward.default(taken, _places(rows), count, -1, False).reshape(sizes)
+
+
+def _rows(mask: Tensor, elements: int) -> tuple[Tensor, int]:
+    """Return the mask of rows, of which `mask` repeats each, and how wide they are; `elements` are a number of whole rows."""
+    width = 1
+    while mask.dim() and mask.stride(-1) == 0 and elements % (width * mask.shape[-1]) == 0:
+        width, mask = width * mask.shape[-1], mask.select(-1, 0)
+    return mask, width
+
+
+def _places(rows: Tensor) -> Tensor:
+    """Return how many rows are selected before each; of one that is not selected, any number that one may have."""
+    return (rows.flatten().cumsum(0) - 1).clamp(min=0).reshape(rows.shape)
+
+
+DECOMPOSITIONS: dict[Any, Any] = {
+    aten.multinomial.default: draw_categories,
+    aten.masked_scatter.default: masked_scatter,
+    aten.masked_scatter_backward.default: masked_scatter_backward,
+}
