@@ -27,6 +27,7 @@ from passes.ir.layout import Shard
 from passes.recipes.context_parallel.long_sequences import blocks_of
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
+from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention, is_attention_backward
 from passes.rules.rule import call_of, row_giving, space_of
@@ -38,17 +39,18 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
     Without `way`, each call runs in the one that is predicted to be the fastest.
     """
     found, uses = dict[Node, Shard](), Uses()
-    refused, ways = list[tuple[Node, str]](), list[tuple[Attention, str]]()
+    refused, ways = list[tuple[Node, str]](), list[tuple[Attention | Written, str]]()
     for one in _attentions(site, way):
-        why = _why_not(one, way)
+        given = GATHER if ways and isinstance(one, Written) else way  # it only joins those that run in another way
+        why = _why_not(one, given, site.size)
         if why:
             refused.append((one.node, why))
         else:
-            ways.append((one, way or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
+            ways.append((one, given or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
     if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
         return shard_sequences(site, EXCHANGE)  # no call needs the sequence in blocks
     for one, chosen in ways:
-        for value, reached in _inputs_of(one, chosen):
+        for value, reached in _inputs_of(one, chosen, site.size):
             found.setdefault(value, reached)
         uses |= one.uses(chosen)
     if not found:
@@ -64,15 +66,19 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
     return Decisions(inputs=inputs, operands=uses, remarks=tuple((node, f"{whole}: {why}") for node, why in refused))
 
 
-def _attentions(site: Site, way: str | None) -> list[Attention]:
-    """Return the calls of attention; causal ones come first, as they decide how the sequence is cut."""
+def _attentions(site: Site, way: str | None) -> list[Attention | Written]:
+    """Return all attention: causal calls come first, as they decide how the sequence is cut, and what is written out last."""
     calls = [node for node in site.gm.graph.nodes if is_attention(node.target)]
     is_cut = way != EXCHANGE and any(bool(call_of(node).arg("is_causal")) for node in calls)
+
+    def blocks(length: int) -> int:
+        return blocks_of(length, site.size) if is_cut else 1
+
     found = []
     for node in calls:
-        outer = blocks_of(results_of(node)[0].shape[POSITIONS], site.size) if is_cut else 1
-        found.append(Attention(node, _backward_of(node), site, Shard(POSITIONS, outer)))
-    return sorted(found, key=lambda one: one.is_causal, reverse=True)
+        positions = Shard(POSITIONS, blocks(results_of(node)[0].shape[POSITIONS]))
+        found.append(Attention(node, _backward_of(node), site, positions))
+    return [*sorted(found, key=lambda one: one.is_causal, reverse=True), *written_out(site.gm, blocks)]
 
 
 def _backward_of(node: Node) -> Node | None:
@@ -80,18 +86,17 @@ def _backward_of(node: Node) -> Node | None:
     return next((user for user in users if is_attention_backward(user.target)), None)
 
 
-def _why_not(one: Attention, way: str | None) -> str:
+def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
     """Return why a call runs in no way, or not in the one that is given; empty if it does."""
-    length, size = results_of(one.node)[0].shape[POSITIONS], one.site.size
-    if length % size:
-        return f"{length} positions do not divide by {size}; pad them to a multiple of {size}"
+    if one.length % size:
+        return f"{one.length} positions do not divide by {size}; pad them to a multiple of {size}"
     refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
     return refusals[0] if all(refusals) else ""
 
 
-def _inputs_of(one: Attention, way: str) -> Iterator[tuple[Node, Shard]]:
+def _inputs_of(one: Attention | Written, way: str, size: int) -> Iterator[tuple[Node, Shard]]:
     """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded."""
-    size, seen = one.site.size, set[object]()
+    seen = set[object]()
     queue = [(operand, 0, placement) for operand, placement in one.before(way)]
     while queue:
         entry = node, number, placement = queue.pop()
@@ -111,9 +116,9 @@ def _inputs_of(one: Attention, way: str) -> Iterator[tuple[Node, Shard]]:
 
 
 def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
-    if not any(is_attention(node.target) for node in site.gm.graph.nodes):
+    if not _attentions(site, None):
         return (
-            "the model calls no kernel of attention (on CPU, one with dropout is written out as products); call "
+            "the model has no attention, neither a kernel nor a softmax between two products; call "
             "torch.nn.functional.scaled_dot_product_attention"
         )
     if refused:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from passes.ir.graph import item_of, operands, tensor_of
+from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, Shard
 from passes.recipes.context_parallel.way_costs import POSITIONS, SECONDS, Attending, resized
 from passes.recipes.recipe import Decision, Site
@@ -40,6 +40,11 @@ class Attention:
     @property
     def is_causal(self) -> bool:
         return bool(call_of(self.node).arg("is_causal"))
+
+    @property
+    def length(self) -> int:
+        """Return the number of queries."""
+        return results_of(self.node)[0].shape[POSITIONS]
 
     @property
     def calls(self) -> tuple[Node, ...]:
