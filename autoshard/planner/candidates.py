@@ -43,7 +43,7 @@ class Choice:
 def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Choice:
     """Return the candidate with the shortest simulated step of those that fit in memory; if equal, the first.
 
-    Recipes that the solver's own model finds hopeless are not simulated, unless the effort is to try all; nor are any
+    Recipes that are proven to be slower, or not to fit, are not simulated, unless the effort is to try all; nor are any
     once the time limit is over and there is a plan that fits. Raises MemoryLimitError if nothing fits, with what takes
     the memory and the smallest limit that would do. A candidate that fails because of a bug in autoshard is left out
     with a warning; if all do, raises CompilerError.

@@ -18,7 +18,7 @@ class Effort:
     gap: float  # largest optimality gap of the solver's plan
     grouped_gap: float  # the same if it uses several axes alike
     takes_first: bool  # stop at the solver's first good plan, and at the first program that fits in memory
-    recipes: Literal["needed", "promising", "all"]  # simulate until a plan is good; those the solver finds near it; all
+    recipes: Literal["needed", "possible", "all"]  # simulate until a plan is good; those that can be better; all
     windows: tuple[int, ...]  # limits on what is gathered ahead, in largest gathers: one order is tried for each
     bucket_sizes: int  # how many bucket sizes are tried, the largest first
     least_chunked: float  # part of a step that chunks must be able to hide, or they are not simulated
@@ -32,7 +32,7 @@ FULL = Effort(
     gap=Goal.gap,
     grouped_gap=0.02,
     takes_first=False,
-    recipes="promising",
+    recipes="possible",
     windows=WINDOWS,
     bucket_sizes=2,
     least_chunked=0.01,

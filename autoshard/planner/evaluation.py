@@ -195,7 +195,8 @@ def evaluate(
 
     Messages are bucketed after the layers are unrolled, so that equal layers stay equal until then. If they are not
     equal (a recipe may lay out every other one alike), all layers are planned. For a step slower than `worst`, the
-    program is not made to fit into memory, and if it is much slower, fewer orders are tried.
+    program is not made to fit into memory, and if it is much slower, fewer orders are tried. Raises SlowerError if it is
+    proven to be slower before it is simulated.
     """
     try:
         with uncollected():
@@ -213,7 +214,7 @@ def in_chunks(problem: Problem, one: Evaluation) -> Evaluation:
             timeline, remarks = one.chunking.run()
         return replace(one, timeline=timeline, chunking=None, remarks=(*one.remarks, *remarks))
     except UnlikeLayersError as error:
-        worst, effort = one.timeline.step_time, one.chunking.effort
+        worst, effort = float("inf"), one.chunking.effort
         whole = _evaluated_whole(problem, one.folded, one.recipes, one.solution, worst, error, effort=effort)
         return in_chunks(problem, whole)
 

@@ -13,21 +13,18 @@ from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
-from autoshard.planner.recomputation import memory_budget_of
+from autoshard.planner.recomputation import SlowerError, memory_budget_of
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
 from passes.errors import RecipeError
 from passes.ir.mesh import Mesh
-from passes.ir.units import format_bytes, format_seconds
+from passes.ir.units import format_bytes
 from passes.manager import PassManager
 from passes.recipes import recipe_named, registered_recipes
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.search.prepared import Prepared
 
-# Part of a step: a recipe that the solver's model finds slower than the best by more is not simulated. The model is up to a
-# third too slow when memory is ample: `zero2+megatron` for 8B 435 ms (benchmarks.planning_time), simulated 326 (benchmarks.grid).
-NEAR = 0.5
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
 TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
 
@@ -59,13 +56,19 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
             standings.decline_late(one.name)
         elif is_needed and standings.best is not None and len(standings.evaluated) > 1:
             standings.decline(one.name, QUICKLY)
-        elif task.effort.recipes != "all" and one.seconds > standings.best_time * (1 + NEAR):
-            standings.decline(one.name, f"about {format_seconds(one.seconds)} by the solver's model: not simulated")
         else:
             progress(one.name)
-            worst = float("inf") if task.effort.recipes == "all" else standings.best_time
-            with standings.attempt(one.name):
-                standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
+            _enter(task, standings, one)
+
+
+def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
+    """Enter a recipe's plan, unless it is proven to be slower than the best, before or by its simulation."""
+    worst = float("inf") if task.effort.recipes == "all" else standings.best_time
+    with standings.attempt(one.name):
+        try:
+            standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
+        except SlowerError as slower:
+            standings.decline(one.name, str(slower))
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:

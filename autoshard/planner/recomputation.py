@@ -16,12 +16,14 @@ from autoshard.plans.outcome import Recomputation
 from passes.base import PassContext
 from passes.cost.build_program import program_of
 from passes.cost.program import Program
+from passes.cost.scheduling.least_step import least_step
 from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, copy_graph, has_backward, placeholders, results_of, saving_of
 from passes.ir.recompute_blocks import Blocks
+from passes.ir.units import format_seconds
 from passes.manager import PassManager
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared
@@ -30,6 +32,14 @@ from passes.search.selective_recomputation import SelectiveRecomputation
 Kept = tuple[str, ...] | None  # kinds of values that blocks keep; None: nothing is recomputed
 FAR = 1.05  # times the memory limit: a better order cannot be expected to save more than this
 FOLD = 3  # times all values of a step on one device: bound for gradients, AdamW's states, gathers and buckets
+
+
+class SlowerError(Exception):
+    """A program is slower than a known plan, whatever its order: its step takes at least `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"at least {format_seconds(seconds)}: not simulated")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,10 @@ class Settling:
     effort: Effort = FULL
 
     def settle(self) -> Trial:
-        """Return the program; with `"auto"` one that fits if there is one, else the one with the least memory."""
+        """Return the program; with `"auto"` one that fits if there is one, else the one with the least memory.
+
+        Raises SlowerError if the program is proven to be slower than `worst`.
+        """
         recompute = self.problem.options.recompute
         if recompute == "block" and has_backward(self.graph.graph):
             trial = self.trial(())
@@ -142,11 +155,21 @@ class Settling:
         PassManager(Phases(kept=kept).rematerialize).run(gm, PassContext(problem.mesh))
         split = split_program(gm, mode=problem.options.compile)
         program = program_of_split(split, problem, self.repeats)
+        self._check_promise(program)
         if self.effort.takes_first and kept is None and problem.options.recompute == "auto" and self.worst == float("inf"):
             lowered = simulate(program)
             if lowered.peak_memory > FAR * self.limit:
                 return Trial(kept, split, program, lowered)
         return Trial(kept, split, program, self._ordered(program))
+
+    def _check_promise(self, program: Program) -> None:
+        """Raise SlowerError if a step of `program` is proven to be slower than `worst` in any order."""
+        if self.worst == float("inf"):
+            return
+        overlap = self.problem.options.hiding
+        least = least_step(program, are_sent_apart=overlap is None or not overlap.symmetric_memory)
+        if least > self.worst:
+            raise SlowerError(least)
 
     def _ordered(self, program: Program) -> Timeline:
         return run_step(program, self.problem.options, self.worst, effort=self.effort)

@@ -19,10 +19,11 @@ from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
 from autoshard.planner import standings
 from autoshard.planner.effort import FULL
-from autoshard.planner.evaluation import evaluate, fold, seeded
+from autoshard.planner.evaluation import evaluate, fold, in_chunks, seeded
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import captured_problem
+from autoshard.planner.recomputation import SlowerError
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
@@ -315,7 +316,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
 
 @pytest.mark.slow
 def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
-    """Once a plan fits: what stores too much is not simulated at all, what is slower anyway is not made to fit."""
+    """Once a plan fits: neither what stores too much nor what is proven to be slower."""
     model, args = on_meta(4096, 1 << 12, layers=6)
     mesh = Mesh("dp=2,tp=4", hardware="a100-pcie")
     free = plan(model, mesh, args, options=Options())
@@ -324,7 +325,28 @@ def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
     assert found.search is not None
     notes = {one.name: one.note for one in found.search.candidates if not one.fits}
     assert notes["ddp"] == "takes 192.4 MiB for parameters, gradients and optimizer: not simulated"
-    assert notes["zero2"] == "slower though nothing is computed again: not made to fit"
+    assert notes["zero2"] == "at least 8.50 ms: not simulated"
+
+
+def test_a_recipe_that_is_not_simulated_is_proven_to_be_slower() -> None:
+    model, args = on_meta(1024, 1 << 12)
+    mesh, options = Mesh("dp=2,tp=4", hardware="a100-pcie"), Options()
+    problem = captured_problem(PlanRequest(model, args, {}, mesh, options))
+    folded = fold(problem)
+    for name in ("fsdp", "zero2+megatron", "megatron"):
+        recipes = recipes_of(name, mesh)
+        with pytest.raises(SlowerError, match=r"at least [\d.]+ .s: not simulated") as slower:
+            evaluate(problem, folded, recipes, effort=FULL, worst=1e-9)
+        step = in_chunks(problem, evaluate(problem, folded, recipes, effort=FULL)).cost.step_time
+        assert 0.5 * step < slower.value.seconds <= step
+
+
+@pytest.mark.slow
+def test_recipes_are_left_out_by_what_is_proven_of_them_alone() -> None:
+    found = searched(4096, 1 << 12, Mesh("dp=2,tp=4", hardware="h100"))
+    assert found.search is not None and found.cost is not None
+    notes = {one.name: one.note for one in found.search.candidates if one.cost is None}
+    assert notes["megatron"].startswith("at least ") and all("model" not in note for note in notes.values())
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:

@@ -84,7 +84,7 @@ class Bucketing:
 def seconds_by_sort(program: Program) -> dict[Sort, float]:
     """Return the seconds of the messages that can be joined, by sort."""
     found: dict[Sort, float] = {}
-    for task in filter(_is_movable, program.tasks):
+    for task in filter(is_movable, program.tasks):
         found[_sort(task)] = found.get(_sort(task), 0.0) + task.seconds
     return found
 
@@ -106,7 +106,7 @@ def _neighbours(program: Program, levels: list[int], nbytes: int | Sizes) -> lis
     found: list[list[int]] = []
     open_: dict[object, tuple[list[int], int]] = {}
     for number, task in enumerate(program.tasks):
-        if not _is_movable(task):
+        if not is_movable(task):
             continue
         key = (task.kind, task.axes, task.dtype, task.backward, levels[number])
         most = nbytes if isinstance(nbytes, int) else nbytes[_sort(task)]
@@ -119,7 +119,7 @@ def _neighbours(program: Program, levels: list[int], nbytes: int | Sizes) -> lis
     return [tuple(members) for members in found if len(members) > 1]
 
 
-def _is_movable(task: Task) -> bool:
+def is_movable(task: Task) -> bool:
     bucket = KINDS[task.kind].bucket if task.kind in KINDS else None
     if bucket is None:
         return False
