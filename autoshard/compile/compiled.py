@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -162,10 +162,8 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
     """Return a copy with the placeholder names that the partitioner expects: primals first, then tangents."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    ordered = sorted(placeholders(gm.graph), key=lambda node: input_of(node).role is InputRole.TANGENT)
-    for number, node in enumerate(ordered, start=1):
-        kind = "tangents" if input_of(node).role is InputRole.TANGENT else "primals"
-        copies[node] = graph.placeholder(f"{kind}_{number}")
+    for name, node in _partitioner_inputs(gm):
+        copies[node] = graph.placeholder(name)
         copies[node].meta = dict(node.meta)
     for node in gm.graph.nodes:
         if node.op != "placeholder":
@@ -173,6 +171,18 @@ def _with_partitioner_names(gm: GraphModule) -> GraphModule:
     copied = module_of(graph, gm)
     set_stage(copied, Stage.LOCAL)
     return copied
+
+
+def _partitioner_inputs(gm: GraphModule) -> Iterator[tuple[str, Node]]:
+    ordered = sorted(placeholders(gm.graph), key=lambda node: input_of(node).role is InputRole.TANGENT)
+    for number, node in enumerate(ordered, start=1):
+        yield f"{'tangents' if input_of(node).role is InputRole.TANGENT else 'primals'}_{number}", node
+
+
+def partitioner_names(gm: GraphModule) -> dict[str, Node]:
+    """Return the nodes of a LOCAL graph by the names that they have in its halves."""
+    calls = {node.name: node for node in gm.graph.nodes if node.op == "call_function"}
+    return calls | dict(_partitioner_inputs(gm))
 
 
 def _tag_gathers(graph: Graph) -> None:

@@ -24,7 +24,7 @@ from autoshard.config.options import Bucket
 from autoshard.config.progress import Progress, shown, silent
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
-from autoshard.runtime.build import build_program
+from autoshard.runtime.build import Partitioned, build_program
 from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
@@ -314,7 +314,9 @@ def install(
     model: nn.Module, state: RuntimeState, mode: Mode, local: LocalProgram, described: str, *, started: float
 ) -> Program:
     """Compile a planned program, and store the parameters as it says if it is the first."""
-    built = build_program(local, state.groups, mode=state.settings.compile)
+    made = [program.execution for program in state.programs]
+    earlier = [Partitioned(one.local.graph, one.program.split) for one in made]
+    built = build_program(local, state.groups, mode=state.settings.compile, earlier=earlier)
     state.groups = built.groups
     if not state.stored or state.taken_over:
         _agree_on_parameters(model, state)
