@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from passes.errors import VerifyError
 from passes.ir.collectives import KINDS, SEND, is_collective, step_axes, step_kind
@@ -79,16 +80,32 @@ def collectives_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def sends_of(gm: GraphModule, mesh: Mesh) -> tuple[Collective, ...]:
-    """Return the messages that local forms send, read off a LOCAL graph: one entry for all of one call."""
+    """Return the messages that local forms send, read off a LOCAL graph: one entry for all of one call.
+
+    A message that repeats an earlier one is not sent: the partitioner keeps what was received.
+    """
     in_backward, by_call = _depends_on_tangents(gm), dict[str, list[tuple[Node, Transfer]]]()
+    repeated = _repeated(gm)
     for node in gm.graph.nodes:
         transfer = transfer_of(node)
-        if transfer is not None and transfer.what:
+        if transfer is not None and transfer.what and node not in repeated:
             by_call.setdefault(transfer.steps[0], []).append((node, transfer))
     return tuple(
         _sent(call, sent, mesh, backward=any(node in in_backward or is_recompute(node) for node, _ in sent))
         for call, sent in by_call.items()
     )
+
+
+def _repeated(gm: GraphModule) -> set[Node]:
+    """Return the calls that are equal to earlier ones, in their operands and theirs."""
+    first, known, found = dict[Node, Node](), dict[str, Node](), set[Node]()
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            args = map_arg((node.args, node.kwargs), lambda value: first.get(value, value))
+            first[node] = known.setdefault(f"{node.target} {args}", node)
+            if first[node] is not node:
+                found.add(node)
+    return found
 
 
 def _sent(call: str, sent: Sequence[tuple[Node, Transfer]], mesh: Mesh, *, backward: bool) -> Collective:

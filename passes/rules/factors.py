@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from passes.rules.rule import Dims, Linear, Space
+from passes.rules.rule import Dims, Linear, Reach, Space
 
 Dim = tuple[str, ...]
 
@@ -18,6 +18,7 @@ class Factors:
         self._sizes: dict[str, int] = {}
         self._blocked: set[str] = set()
         self._held: dict[str, int] = {}
+        self._reaches: dict[str, Reach] = {}
 
     def one(self, name: str, size: int, *, blocked: bool = False) -> Dim:
         """Return a dim (or part of one) made of one factor, or of none if it has one element."""
@@ -35,6 +36,10 @@ class Factors:
     def hold(self, factor: str, elements: int) -> None:
         """Say that only that many elements of a padded factor are stored on one side of the call."""
         self._held[factor] = elements
+
+    def reach(self, factor: str, reach: Reach) -> None:
+        """Say that the local form reads elements of other parts."""
+        self._reaches[factor] = reach
 
     def space(
         self,
@@ -56,6 +61,7 @@ class Factors:
             numbered=numbered,
             replicated_results=replicated_results,
             held=self._held,
+            reaches=self._reaches,
         )
 
 

@@ -116,6 +116,18 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The elements of a neighbour's part that the local form of a call reads: each part must have as many.
+
+    `sends` has an entry per message: the kind of collective, the operand that it is a part of, or as large as a part of, and
+    how many elements of the sharded dim a rank gives.
+    """
+
+    elements: int
+    sends: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Space:
     """The index space of a call: its factors, the dims that they index, and how each may be sharded."""
 
@@ -137,6 +149,9 @@ class Space:
     replicated_results: frozenset[int] = frozenset()  # results that are equal on all ranks, whatever is sharded
     held: Mapping[str, int] = field(default_factory=dict)
     # ^ factor -> elements that one side of the call has of it, the rest being padding at the end of the parts
+    reaches: Mapping[str, Reach] = field(default_factory=dict)
+    # ^ factor -> what the local form reads of other parts: it may be sharded at its first digit alone, and not be padded. A
+    # search leaves it whole, but on axes for sequences
     rings: Mapping[str, str] = field(default_factory=dict)
     # ^ factor that a call needs whole -> the factor with which it may be sharded all the same, at the same digit: the local
     # form passes the parts of its operands around the ranks. No row of `rows`, and nothing that a search tries
@@ -145,7 +160,7 @@ class Space:
 
     def can_pad(self, factor: str, outer: int) -> bool:
         """Return whether a digit of `factor`, with `outer` digits before it, may be padded."""
-        if factor in self.blocked or factor in self.counted or factor in self.unpadded:
+        if factor in self.blocked or factor in self.counted or factor in self.unpadded or factor in self.reaches:
             return False
         return outer == 1 or factor not in self.numbered
 
@@ -195,6 +210,8 @@ def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
 
 def _splits(space: Space, factor: str, outer: int, size: int) -> bool:
     if factor in space.blocked or space.sizes[factor] % (outer * size):
+        return False
+    if factor in space.reaches and (outer > 1 or space.sizes[factor] // size < space.reaches[factor].elements):
         return False
     return _is_padded_alike(space, factor, outer, size)
 

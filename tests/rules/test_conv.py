@@ -27,13 +27,13 @@ FORWARD = (
     Case(
         aten.convolution.default,
         (IMAGE, WEIGHT, None, *settings()),
-        rows=f"S(0), R -> S(0); R, S(0) -> S(1); S(1), S(1) -> P(sum); {LINEAR}",
+        rows=f"S(0), R -> S(0); R, S(0) -> S(1); S(1), S(1) -> P(sum); S(3), R -> S(3); {LINEAR}",
     ),
     Case(
         aten.convolution.default,
         (IMAGE, WEIGHT, BIAS, *settings()),
         note="bias",
-        rows=f"S(0), R, R -> S(0); R, S(0), S(0) -> S(1); {LINEAR_WITH_BIAS}",
+        rows=f"S(0), R, R -> S(0); R, S(0), S(0) -> S(1); S(3), R, R -> S(3); {LINEAR_WITH_BIAS}",
     ),
     Case(
         aten.convolution.default,
@@ -66,14 +66,17 @@ BACKWARD = (
         (GRADIENT, IMAGE, WEIGHT, [8], *settings(), [True, True, True]),
         rows=(
             "S(0), S(0), R -> S(0), P(sum), P(sum); S(1), R, S(0) -> P(sum), S(0), S(0); "
-            "P(sum), R, R -> P(sum), P(sum), P(sum)"
+            "S(3), S(3), R -> S(3), P(sum), P(sum); P(sum), R, R -> P(sum), P(sum), P(sum)"
         ),
     ),
     Case(
         aten.convolution_backward.default,
         (GRADIENT, IMAGE, WEIGHT, None, *settings(), [False, True, False]),
         note="weight",
-        rows="S(0), S(0), R -> P(sum); S(1), R, S(0) -> S(0); R, S(1), S(1) -> S(1); P(sum), R, R -> P(sum)",
+        rows=(
+            "S(0), S(0), R -> P(sum); S(1), R, S(0) -> S(0); R, S(1), S(1) -> S(1); S(3), S(3), R -> P(sum); "
+            "P(sum), R, R -> P(sum)"
+        ),
     ),
     Case(
         aten.convolution_backward.default,
@@ -101,7 +104,71 @@ BACKWARD = (
         ),
     ),
 )
-CASES = (*FORWARD, *BACKWARD)
+LINE, KERNEL = floats(2, 2, 24), floats(3, 2, 3)  # 24 positions, which all sizes of axes divide
+LINE_ROWS = f"S(0), R -> S(0); R, S(0) -> S(1); S(1), S(1) -> P(sum); S(2), R -> S(2); {LINEAR}"
+LINE_GRADIENTS = (
+    "S(0), S(0), R -> S(0), P(sum); S(1), R, S(0) -> P(sum), S(0); R, S(1), S(1) -> S(1), S(1); "
+    "S(2), S(2), R -> S(2), P(sum); P(sum), R, R -> P(sum), P(sum)"
+)
+
+
+def line(*, stride: int = 1, padding: int = 1, dilation: int = 1) -> tuple[Any, ...]:
+    return ([stride], [padding], [dilation], False, [0], 1)
+
+
+POSITIONS = tuple(
+    case
+    for note, kernel, how in (
+        ("symmetric", 3, line()),
+        ("dilated", 3, line(dilation=2, padding=2)),
+        ("one_sided", 2, line(stride=2, padding=0)),
+        ("strided", 3, line(stride=2)),
+        ("patches", 3, line(stride=3, padding=0)),
+        ("skipping", 1, line(stride=2, padding=0)),
+    )
+    for weight in (floats(3, 2, kernel),)
+    for made in (aten.convolution.default(LINE, weight, None, *how),)
+    for case in (
+        Case(aten.convolution.default, (LINE, weight, None, *how), note=note, rows=LINE_ROWS),
+        Case(
+            aten.convolution_backward.default,
+            (floats(*made.shape), LINE, weight, None, *how, [True, True, False]),
+            note=note,
+            rows=LINE_GRADIENTS,
+        ),
+    )
+)
+IN_PLANE = (floats(2, 2, 12, 12), floats(3, 2, 3, 5), None, [1, 1], [1, 2], [1, 1], False, [0, 0], 1)
+PLANES = (
+    Case(
+        aten.convolution.default,
+        IN_PLANE,
+        note="plane",
+        rows=f"S(0), R -> S(0); R, S(0) -> S(1); S(1), S(1) -> P(sum); S(2), R -> S(2); S(3), R -> S(3); {LINEAR}",
+    ),
+    Case(
+        aten.convolution_backward.default,
+        (floats(2, 3, 12, 12), *IN_PLANE, [True, True, False]),
+        note="plane",
+        rows=f"{LINE_GRADIENTS}; S(3), S(3), R -> S(3), P(sum)",
+    ),
+    Case(
+        aten.convolution_backward.default,
+        (floats(2, 3, 24), LINE, KERNEL, None, *line(), [False, True, False]),
+        note="weight_of_positions",
+        rows=(
+            "S(0), S(0), R -> P(sum); S(1), R, S(0) -> S(0); R, S(1), S(1) -> S(1); S(2), S(2), R -> P(sum); "
+            "P(sum), R, R -> P(sum)"
+        ),
+    ),
+    Case(
+        aten.convolution.default,
+        (LINE, floats(3, 2, 15), None, *line(padding=7)),
+        note="far",  # 7 positions of a neighbour, which has 6 on 4 ranks, are too many
+        rows=LINE_ROWS,
+    ),
+)
+CASES = (*FORWARD, *BACKWARD, *POSITIONS, *PLANES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

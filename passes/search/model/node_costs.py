@@ -10,14 +10,16 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
+from passes.cost.collective_time import collective_seconds
 from passes.cost.fused_regions import is_alias
 from passes.cost.kernel_time import kernel_seconds
 from passes.cost.optimizer_step import passes_over
-from passes.ir.graph import is_reshard
+from passes.ir.collectives import SEND
+from passes.ir.graph import is_reshard, operands, tensor_of
 from passes.ir.layout import Layout, R
 from passes.recipes.context_parallel import POSITIONS, sharded_seconds
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
-from passes.rules.rule import Call, Tensor, call_of
+from passes.rules.rule import Call, Tensor, call_of, space_of
 from passes.search.model.factor_graph import Floats
 from passes.search.model.local_sizes import LocalSizes
 from passes.search.model.node_bytes import NodeBytes
@@ -73,7 +75,29 @@ class NodeCosts:
             return sizes.moved(node, strategy) / hardware.memory_bandwidth + launch
         if node not in self._calls:
             self._calls[node] = call_of(node)
-        return self._kernel_seconds(self._calls[node], strategy)
+        return self._kernel_seconds(self._calls[node], strategy) + self._sending_seconds(node, strategy)
+
+    def _sending_seconds(self, node: Node, strategy: Strategy) -> float:
+        """Return the seconds of what a rank sends to read other parts of a sharded dim."""
+        space = space_of(node)
+        if space is None:
+            return 0.0
+        sends = [(factor, *sent) for factor, reach in space.reaches.items() for sent in reach.sends]
+        return sum(self._message_seconds(node, strategy, *sent) for sent in sends)
+
+    def _message_seconds(self, node: Node, strategy: Strategy, factor: str, kind: str, operand: int, elements: int) -> float:
+        """Return the seconds in which a rank sends `elements` of its part of an operand, if `factor` is sharded."""
+        space, tensor, layout = space_of(node), tensor_of(operands(node)[operand]), strategy.needs[operand]
+        assert space is not None
+        dim = next(dim for dim, factors in enumerate(space.operands[operand]) if factor in factors)
+        axes = layout.axes_on(dim)
+        if not axes:
+            return 0.0
+        mesh, hardware = self.unit_costs.mesh, self.unit_costs.hardware
+        group = mesh.group_shape(tuple(mesh.names[axis] for axis in axes))
+        part = self._bytes.sizes.nbytes(tuple(tensor.shape), tensor.element_size(), layout)
+        nbytes = part * elements * group.ranks / tensor.shape[dim]
+        return collective_seconds(kind, nbytes if kind == SEND.name else nbytes * group.ranks, group, hardware)
 
     def _kernel_seconds(self, call: Call, strategy: Strategy) -> float:
         sizes, hardware = self._bytes.sizes, self.unit_costs.hardware

@@ -245,7 +245,7 @@ class _RowTable:
             self._put(node, _AxisRow(row, factor, digit))
 
     def _is_considered(self, space: Space, factor: str, digit: int) -> bool:
-        if factor not in space.counted and factor not in space.rings:
+        if factor not in space.counted and factor not in space.rings and factor not in space.reaches:
             return True
         return self.by_position and digit == self._blocks(space, factor)
 
