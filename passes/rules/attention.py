@@ -1,9 +1,9 @@
 """Sharding rules of scaled dot product attention, forward and backward, in every form that ATen has.
 
 All forms share one index space: batch `b`, key heads `k`, query heads per key head `g`, query positions `s`, key
-positions `t`, and head dims `e` and `v`. Batch and heads are independent. Query positions are too, unless the mask is
-causal with another number of keys; the gradients of keys and values are sums over them. Sharded queries of causal
-attention have a local form (`causal`), and so do keys and values that are sharded with the queries (`ring`).
+positions `t`, and head dims `e` and `v`. Batch and heads are independent. Query positions are too; the gradients of keys
+and values are sums over them. Sharded queries of causal attention have a local form (`causal`, and `position_masks` beside a
+mask or with keys of another length), and so do keys and values that are sharded with the queries (`ring`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.rules.local_forms.attention_pieces import has_argument, is_masked, runs_in_blocks
 from passes.rules.local_forms.causal import causal_backward, causal_forward
+from passes.rules.local_forms.position_masks import masked_by_positions
 from passes.rules.local_forms.ring import ring_backward, ring_forward
 from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
 
@@ -67,8 +69,14 @@ class _Factors:
         return tuple((f"whole{size}",) for size in tensor.shape)
 
     def _mask(self, tensor: Tensor) -> Dims:
-        """Return the factors of a mask, which broadcasts with the attention weights."""
+        """Return the factors of a mask, which broadcasts with the attention weights. A row for all queries stays whole, as
+        a ring takes its columns from it.
+        """
         dims = _WEIGHTS[4 - tensor.ndim :]
+        if tensor.ndim < 2 or tensor.shape[-2] == 1:
+            dims = (*dims[:-1], ("column",))
+            self.sizes["column"] = self.sizes["t"]
+            self.blocked.add("column")
         return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
 
 
@@ -84,7 +92,7 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
     sizes = dict(zip(names, lengths, strict=True))
     named = {"query": _QUERY, "key": _KEY, "value": _VALUE, "out": _OUT, "grad_out": _OUT, "grad_out_": _OUT}
     blocked = set(_BLOCKED)
-    if call.arg("is_causal") and (logsumexp is None or sizes["s"] != sizes["t"] or _is_masked(call)):
+    if call.arg("is_causal") and not runs_in_blocks(call) and not has_argument(call, "attn_mask"):
         blocked.add("s")  # query i sees keys up to i: the kernel counts from its first row
     if call.arg("dropout_p"):
         blocked |= set(names)  # the kernel draws by positions in its operands, which sharding would change
@@ -92,21 +100,6 @@ def _factors(call: Call, logsumexp: Tensor | None) -> _Factors | None:
     if logsumexp is not None:
         named["logsumexp"] = _logsumexp(factors, logsumexp)
     return factors
-
-
-def _is_masked(call: Call) -> bool:
-    return _is_given(call, "attn_mask") or _is_given(call, "attn_bias")
-
-
-def _has_rows(call: Call) -> bool:
-    """Return whether a ring can take a rank's rows of the mask, if there is one."""
-    if _is_given(call, "attn_bias"):
-        return False
-    return not _is_given(call, "attn_mask") or call.arg("attn_mask").shape[-2] > 1
-
-
-def _is_given(call: Call, name: str) -> bool:
-    return any(parameter.name == name for parameter in call.op._schema.arguments) and call.arg(name) is not None
 
 
 def _logsumexp(factors: _Factors, tensor: Tensor) -> Dims:
@@ -134,7 +127,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
-        rings={"t": "s"} if "logsumexp" in factors.named and _has_rows(call) else {},
+        rings={"t": "s"} if "logsumexp" in factors.named and (has_argument(call, "attn_mask") or not is_masked(call)) else {},
     )
 
 
@@ -206,11 +199,11 @@ def _split_rows(dims: Dims) -> Dims:
 
 
 def _local_forward(call: LocalCall) -> tuple[Node, ...] | None:
-    return ring_forward(call) or causal_forward(call)
+    return ring_forward(call) or causal_forward(call) or masked_by_positions(call)
 
 
 def _local_backward(call: LocalCall) -> tuple[Node, ...] | None:
-    return ring_backward(call) or causal_backward(call)
+    return ring_backward(call) or causal_backward(call) or masked_by_positions(call)
 
 
 _FLASH = (
@@ -235,4 +228,4 @@ register(*_FLASH, space=_forward, local=_local_forward)
 register(*_FLASH_BACKWARD, space=_backward, local=_local_backward)
 register(_EFFICIENT, space=_tiled(_forward), local=_local_forward)
 register(_EFFICIENT_BACKWARD, space=_tiled(_backward), local=_local_backward)
-register(_MATH, space=_math)
+register(_MATH, space=_math, local=masked_by_positions)

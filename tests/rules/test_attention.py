@@ -164,7 +164,32 @@ RUN = (
         MATH,
         (*SQUARE, None, 0.0, True),
         note="causal",
-        rows="S(0), S(0), S(0) -> S(0), S(0); S(1), S(1), S(1) -> S(1), S(1)",
+        rows="S(0), S(0), S(0) -> S(0), S(0); S(1), S(1), S(1) -> S(1), S(1); S(2), R, R -> S(2), S(2)",
+    ),
+    Case(
+        FORWARD,
+        (*PLAIN, 0.0, True),
+        note="causal_lengths",
+        rows="S(0), S(0), S(0) -> S(0), S(0); S(1), S(1), S(1) -> S(1), S(1); S(2), R, R -> S(2), S(2)",
+    ),
+    Case(
+        FORWARD,
+        (*PLAIN, 0.0, True),
+        {"attn_mask": POSITIONS},
+        note="causal_mask",
+        rows=("S(0), S(0), S(0), R -> S(0), S(0); S(1), S(1), S(1), R -> S(1), S(1); S(2), R, R, S(0) -> S(2), S(2)"),
+    ),
+    Case(
+        BACKWARD,
+        backward(*PLAIN, causal=True, mask=BATCH),
+        {"attn_mask": BATCH},
+        note="causal_padding_mask",
+        rows=(
+            "S(0), S(0), S(0), S(0), S(0), S(0), S(0) -> S(0), S(0), S(0); "
+            "S(1), S(1), S(1), S(1), S(1), S(1), R -> S(1), S(1), S(1); "
+            "S(2), S(2), R, R, S(2), S(2), R -> S(2), P(sum), P(sum); "
+            "P(sum), R, R, R, R, R, R -> P(sum), P(sum), P(sum)"
+        ),
     ),
 )
 

@@ -30,6 +30,7 @@ from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention, is_attention_backward
+from passes.rules.local_forms.attention_pieces import runs_in_blocks
 from passes.rules.rule import call_of, row_giving, space_of
 
 
@@ -69,7 +70,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
 def _attentions(site: Site, way: str | None) -> list[Attention | Written]:
     """Return all attention: causal calls come first, as they decide how the sequence is cut, and what is written out last."""
     calls = [node for node in site.gm.graph.nodes if is_attention(node.target)]
-    is_cut = way != EXCHANGE and any(bool(call_of(node).arg("is_causal")) for node in calls)
+    is_cut = way != EXCHANGE and any(runs_in_blocks(call_of(node)) for node in calls)
 
     def blocks(length: int) -> int:
         return blocks_of(length, site.size) if is_cut else 1

@@ -19,6 +19,7 @@ from passes.hardware.hardware import Group, Hardware
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
 from passes.rules.attention import is_attention_backward
+from passes.rules.local_forms.attention_pieces import runs_in_blocks
 from passes.rules.rule import Call, Tensor
 
 POSITIONS = 2  # the dim of positions in an attention's operands and results
@@ -41,7 +42,7 @@ class Attending:
 
     @property
     def is_causal(self) -> bool:
-        return bool(self.calls[0].arg("is_causal"))
+        return runs_in_blocks(self.calls[0])
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole operand of the forward: all positions."""
@@ -71,7 +72,7 @@ def gather_seconds(one: Attending) -> float:
 def _gathered_calls(one: Attending, call: Call) -> float:
     queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
     if not one.is_causal:
-        return one.kernel(call, queries // one.ranks, keys)
+        return one.kernel(call, queries // one.ranks, keys, is_causal=False)
     piece = queries // (one.ranks * one.blocks)
     own = one.kernel(call, piece, piece)
     others = one.kernel(call, piece, piece, is_causal=False, times=one.ranks - 1)
@@ -106,7 +107,7 @@ def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardw
     outermost = queries.on(axes[0])
     assert isinstance(outermost, Shard)
     group = mesh.group_shape(tuple(mesh.names[axis] for axis in axes))
-    blocks = outermost.outer if call.arg("is_causal") else 1
+    blocks = outermost.outer if runs_in_blocks(call) else 1
     one = Attending((call,), group.ranks, blocks, group, hardware)
     return _ring_calls(one, call) if keys.axes_on(POSITIONS) else _gathered_calls(one, call)
 
@@ -115,7 +116,7 @@ def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
     """Return the seconds of the calls of one step; those of the first are causal if the attention is."""
     queries, keys = (one.tensor(name).shape[2] // one.ranks for name in ("query", "key"))
     if not one.is_causal:
-        return one.kernel(call, queries, keys)
+        return one.kernel(call, queries, keys, is_causal=False)
     piece, total = queries // one.blocks, 0.0
     for blocks in range(1, one.blocks):  # before the queries' own; in the backward, those of the queries after the keys' own
         many = {"queries": piece * blocks, "keys": piece} if is_attention_backward(call.op) else {}

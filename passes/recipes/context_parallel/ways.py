@@ -17,6 +17,7 @@ from passes.ir.layout import Placement, Shard
 from passes.recipes.context_parallel.way_costs import POSITIONS, SECONDS, Attending, resized
 from passes.recipes.recipe import Decision, Site
 from passes.rules.attention import operand_names
+from passes.rules.local_forms.attention_pieces import runs_in_blocks
 from passes.rules.rule import Call, Row, call_of, row_sharding, space_of
 
 WAYS = tuple(SECONDS)  # in the order in which equally fast ones are chosen
@@ -39,7 +40,7 @@ class Attention:
 
     @property
     def is_causal(self) -> bool:
-        return bool(call_of(self.node).arg("is_causal"))
+        return runs_in_blocks(call_of(self.node))
 
     @property
     def length(self) -> int:
@@ -79,8 +80,8 @@ class Attention:
         if way == "ring" and not self.refusal("gather"):
             return "a ring takes no bias of this kernel, and no kernel without a logsumexp; use context(gather)"
         return (
-            "no rule shards the positions of this call; leave out dropout, a mask beside is_causal, and is_causal where keys "
-            "have another length"
+            "no rule shards the positions of this call; leave out dropout, and give this kernel a mask instead of is_causal "
+            "beside another mask, or where keys have another length"
         )
 
     def seconds(self, way: str) -> float:

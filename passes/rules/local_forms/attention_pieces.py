@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from passes.ir.graph import tensor_of
 from passes.ir.layout import Layout, R, Shard
-from passes.rules.rule import LocalCall
+from passes.rules.rule import Call, LocalCall
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -29,7 +29,22 @@ class Digit:
 
 
 def takes(call: LocalCall, name: str) -> bool:
-    return any(parameter.name == name for parameter in call.call.op._schema.arguments)
+    return has_argument(call.call, name)
+
+
+def has_argument(call: Call, name: str) -> bool:
+    return any(parameter.name == name for parameter in call.op._schema.arguments)
+
+
+def is_masked(call: Call) -> bool:
+    return any(has_argument(call, name) and call.arg(name) is not None for name in ("attn_mask", "attn_bias"))
+
+
+def runs_in_blocks(call: Call) -> bool:
+    """Return whether an attention is causal such that calls on blocks of queries and keys, with equal positions, make it."""
+    if not call.arg("is_causal") or is_masked(call) or call.arg("query").shape[SEQUENCE] != call.arg("key").shape[SEQUENCE]:
+        return False
+    return has_argument(call, "logsumexp") or any("sumexp" in result.name for result in call.op._schema.returns)
 
 
 def named(call: LocalCall, name: str) -> Node:
@@ -45,8 +60,8 @@ def operand(call: LocalCall, name: str) -> int:
 
 
 def digits_of_queries(call: LocalCall, query: int) -> tuple[Digit, ...]:
-    """Return the digits of the queries' positions, outermost first; none if the call is not causal."""
-    if not call.call.arg("is_causal"):
+    """Return the digits of the queries' positions, outermost first; none if the call does not run in blocks."""
+    if not runs_in_blocks(call.call):
         return ()
     layout = call.operand_layout(query)
     return inner_digits(call, layout, layout.axes_on(SEQUENCE))

@@ -13,8 +13,9 @@ attends to
 
 So every rank makes the same calls, of the same shapes, and as many of them as in `causal`.
 
-With a mask, a rank has its rows for all keys, and takes the columns of the keys that it holds in a step. A row without any
-such key counts nothing in the merge: the kernel gives it the logsumexp 0, which is that of a row without any key at all.
+With a mask, a rank has its rows for all keys, or the one row of all queries, and takes the columns of the keys that it holds
+in a step. A row without any such key counts nothing in the merge: the kernel gives it the logsumexp 0, which is that of a row
+without any key at all.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from passes.rules.local_forms.attention_pieces import (
     Pair,
     Pieces,
     inner_digits,
+    is_masked,
     named,
     operand,
+    runs_in_blocks,
     takes,
 )
 from passes.rules.local_forms.causal import CausalBackward, CausalForward
+from passes.rules.local_forms.position_masks import is_by_positions, position_mask
 from passes.rules.rule import LocalCall, Message
 
 aten = torch.ops.aten
@@ -94,10 +98,10 @@ class _Ring:
 
 def _ring(call: LocalCall) -> _Ring | None:
     queries, keys = (call.operand_layout(operand(call, name)) for name in ("query", "key"))
-    axes, is_causal = keys.axes_on(SEQUENCE), bool(call.call.arg("is_causal"))
+    axes, is_causal = keys.axes_on(SEQUENCE), runs_in_blocks(call.call)
     if not axes:
         return None
-    mask = named(call, "attn_mask") if call.kwargs.get("attn_mask") is not None else None
+    mask = _mask(call)
     blocks, end = _blocks(call, queries, keys) if is_causal or mask is not None else (1, 1)
     inner = queries.axes_on(SEQUENCE)[len(axes) :] if is_causal else ()
     ranks, coordinate = 1, call.coordinate(axes[0])
@@ -108,6 +112,12 @@ def _ring(call: LocalCall) -> _Ring | None:
             coordinate = call.emit(aten.add.Tensor, before, call.coordinate(axis))
     digits = inner_digits(call, queries, inner, end)
     return _Ring(ranks, axes, blocks if is_causal else 1, coordinate, digits, is_causal, mask, blocks)
+
+
+def _mask(call: LocalCall) -> Node | None:
+    if is_by_positions(call):
+        return position_mask(call)
+    return named(call, "attn_mask") if is_masked(call.call) else None
 
 
 def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
