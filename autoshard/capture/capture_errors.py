@@ -6,13 +6,17 @@ A message says what the model does, why a graph cannot express it, what to chang
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from autoshard.capture.origins import user_frame
 from passes._torch import SideEffect, TracedModule, TraceFailure, trace_failure
+from passes.base import Remark
 from passes.errors import CaptureError
 from passes.ir.graph import Origin
 
@@ -24,6 +28,10 @@ class _Cause:
     kind: str
     message: str
     detail: str = ""
+
+    def fits(self, failure: TraceFailure) -> re.Match[str] | None:
+        """Return where `detail` is in a failure of this kind."""
+        return re.search(self.detail, failure.detail, re.MULTILINE) if re.search(self.kind, failure.kind) else None
 
 
 _UNKNOWN_SHAPE = (
@@ -127,6 +135,35 @@ def capture_error(error: Exception) -> CaptureError:
     return CaptureError(_message(failure) + _setting(failure) + format_place(user_frame(failure.stack)))
 
 
+def may_run_directly(error: Exception) -> bool:
+    """Return whether dynamo gave up on Python code that may be run instead; other failures are the model's own."""
+    failure = trace_failure(error)
+    return all(cause.kind == _CALLS and cause.message != _DRAWS for cause in _CAUSES if cause.fits(failure))
+
+
+def without_dynamo(error: Exception) -> Remark:
+    """Return what to say of a model whose Python code is run because dynamo cannot trace it."""
+    failure = trace_failure(error)
+    calls = next((found for cause in _CAUSES if cause.kind == _CALLS and (found := cause.fits(failure))), None)
+    reason = f"it calls {_first(calls)}" if calls is not None else failure.kind
+    text = (
+        f"dynamo, torch's tracer, does not understand the model's code ({reason}), so the code was run on tensors without "
+        "data; what it does besides computing tensors is done then, not in each call, and a change of any attribute of the "
+        "model makes a new program"
+    )
+    return Remark("capture", text, user_frame(failure.stack), "output")
+
+
+def not_directly(error: Exception, direct: Exception) -> CaptureError:
+    """Return the CaptureError for a model that dynamo cannot trace, and that fails when it is run instead."""
+    reason = str(direct)
+    if not isinstance(direct, CaptureError):
+        failure = trace_failure(direct)
+        stack = "".join(traceback.format_tb(direct.__traceback__))
+        reason = _message(failure) + format_place(user_frame(stack))
+    return CaptureError(f"{capture_error(error)}\nwithout dynamo, torch's tracer, it cannot be captured either: {reason}")
+
+
 def _setting(failure: TraceFailure) -> str:
     """Return which setting of the library avoids what failed, if one is known; its sources say where."""
     found = (text for folder, lines, text in _SETTINGS if folder in failure.stack and re.search(lines, failure.stack))
@@ -152,24 +189,35 @@ def check_shapes(graph: Graph) -> None:
             raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
-def check_recurrent_dropout(graph: Graph) -> None:
-    """Raise CaptureError for a recurrent layer that drops values between its layers.
-
-    Torch's decomposition of `gru`, `lstm` and `rnn_*` forgets this dropout (2.13: `_rnn_helper` in
-    `torch/_decomp/decompositions.py`), so that the model would train without it.
-    """
+def check_functions(graph: Graph) -> None:
+    """Raise CaptureError for a call that `check_function` refuses."""
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if node.op != "call_function" or name not in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
-            continue
-        weights = max(i for i, given in enumerate(node.args) if isinstance(given, list | tuple))
-        _, layers, dropout, training = node.args[weights + 1 : weights + 5]
+        if node.op == "call_function":
+            name = getattr(node.target, "__name__", "")
+            check_function(name, node.args, node.kwargs, node.meta.get("stack_trace"))
+
+
+def check_function(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], stack: str | None) -> None:
+    """Raise CaptureError for a function of torch that a program cannot stand for.
+
+    One is a recurrent layer that drops values between its layers: torch's decomposition of `gru`, `lstm` and `rnn_*` forgets
+    this dropout (2.13: `_rnn_helper` in `torch/_decomp/decompositions.py`), so that the model would train without it.
+    Another is an embedding that asks for a sparse gradient: that of a DTensor is dense.
+    """
+    if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
+        weights = max(i for i, given in enumerate(args) if isinstance(given, list | tuple))
+        _, layers, dropout, training = args[weights + 1 : weights + 5]
         if training and dropout and layers > 1:
-            place = format_place(user_frame(node.meta.get("stack_trace")))
             raise CaptureError(
                 f"torch loses the dropout between the layers of {name} (dropout={dropout}) when it traces a model; set "
-                f"dropout=0, or use one-layer modules with nn.Dropout between them{place}"
+                f"dropout=0, or use one-layer modules with nn.Dropout between them{format_place(user_frame(stack))}"
             )
+    place = {"embedding": 6, "embedding_bag": 7}.get(name)
+    if place is not None and torch.is_grad_enabled() and (kwargs.get("sparse") or True in args[place : place + 1]):
+        raise CaptureError(
+            "the model asks for the sparse gradient of an embedding, but gradients of a sharded model are dense; make it "
+            "with sparse=False, and train it with the optimizer of the other parameters" + format_place(user_frame(stack))
+        )
 
 
 def check_draws(traced: TracedModule) -> None:
@@ -178,31 +226,22 @@ def check_draws(traced: TracedModule) -> None:
         raise CaptureError(_DRAWS + format_place(user_frame(stack)))
 
 
-def check_sparse_gradients(graph: Graph) -> None:
-    """Raise CaptureError for an embedding that asks for a sparse gradient: that of a DTensor is dense."""
-    for node in graph.nodes:
-        place = {"embedding": 6, "embedding_bag": 7}.get(getattr(node.target, "__name__", ""))
-        if node.op != "call_function" or place is None or not torch.is_grad_enabled():
-            continue
-        if node.kwargs.get("sparse") or True in node.args[place : place + 1]:
-            raise CaptureError(
-                "the model asks for the sparse gradient of an embedding, but gradients of a sharded model are dense; make it "
-                "with sparse=False, and train it with the optimizer of the other parameters"
-                + format_place(user_frame(node.meta.get("stack_trace")))
-            )
-
-
 def check_messages(gm: GraphModule) -> None:
-    """Raise CaptureError if the model calls collectives itself, such as `all_reduce` over a group of its own.
-
-    Other ranks may not be in that group, or may not run this program, and the collective would wait for them forever.
-    """
+    """Raise CaptureError if the model calls collectives itself, such as `all_reduce` over a group of its own."""
     for part in gm.modules():
         for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            namespace, _, name = str(node.target).partition(".")
-            if node.op == "call_function" and namespace in _SENDING and not name.startswith("wait_tensor"):
-                call = name.partition(".")[0]
-                raise CaptureError(_sends(call) + format_place(user_frame(node.meta.get("stack_trace"))))
+            if node.op == "call_function":
+                check_message(node.target, node.meta.get("stack_trace"))
+
+
+def check_message(op: object, stack: str | None) -> None:
+    """Raise CaptureError for an op that sends values.
+
+    Other ranks may not be in its group, or may not run this program, and the collective would wait for them forever.
+    """
+    namespace, _, name = str(op).partition(".")
+    if namespace in _SENDING and not name.startswith("wait_tensor"):
+        raise CaptureError(_sends(name.partition(".")[0]) + format_place(user_frame(stack)))
 
 
 # Namespaces of torch's communication ops: functional, in place, of DTensor and of symmetric memory.
@@ -211,12 +250,16 @@ _SENDING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", 
 
 def _message(failure: TraceFailure) -> str:
     for cause in _CAUSES:
-        found = re.search(cause.detail, failure.detail, re.MULTILINE)
-        if re.search(cause.kind, failure.kind) and found:
-            return cause.message.format(next((group for group in found.groups() if group), ""))
+        found = cause.fits(failure)
+        if found is not None:
+            return cause.message.format(_first(found))
     explanation = re.search(r"Explanation: (.*)", failure.detail)
     reason = explanation[1] if explanation else failure.detail.partition("\n")[0]
     return f"the model cannot be captured as one graph: {failure.kind}: {reason}"
+
+
+def _first(found: re.Match[str]) -> str:
+    return next((group for group in found.groups() if group), "")
 
 
 def side_effect_error(effect: SideEffect) -> CaptureError:

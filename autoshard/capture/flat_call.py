@@ -17,10 +17,9 @@ from torch.fx.graph import CodeGen
 
 from autoshard.capture.capture_errors import (
     check_draws,
+    check_functions,
     check_messages,
-    check_recurrent_dropout,
     check_shapes,
-    check_sparse_gradients,
     format_place,
     user_name,
 )
@@ -68,8 +67,7 @@ def flatten_call(
     check_draws(traced)
     check_shapes(graph)
     check_messages(traced.graph_module)
-    check_recurrent_dropout(graph)
-    check_sparse_gradients(graph)
+    check_functions(graph)
     old = graph.find_nodes(op="placeholder")
     for node, tensor, source in zip(old, traced.inputs, traced.sources, strict=True):
         _check_read(node, tensor, key_of, user_name(source))
@@ -85,7 +83,7 @@ def flatten_call(
     nodes = {number: new[key] for number, key in key_of.items()}
     signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes)
     graph.set_codegen(CodeGen())
-    remarks = (*(_unsaid(one) for one in traced.left_out), *(_unreturned(one) for one in left_out))
+    remarks = (*traced_call.remarks, *(_unsaid(one) for one in traced.left_out), *(_unreturned(one) for one in left_out))
     return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
 
 

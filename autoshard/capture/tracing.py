@@ -1,4 +1,7 @@
-"""Trace a call of a model with dynamo, and what the call changes in the model's Python objects."""
+"""Trace a call of a model with dynamo, and what the call changes in the model's Python objects.
+
+Python code that dynamo gives up on is run instead (`direct`), with a remark.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.capture_errors import marks_leaf, read_and_changed_error, side_effect_error, takes_lock
+from autoshard.capture.capture_errors import (
+    marks_leaf,
+    may_run_directly,
+    not_directly,
+    read_and_changed_error,
+    side_effect_error,
+    takes_lock,
+    without_dynamo,
+)
 from autoshard.capture.changes import Change, Traced, changes_of, stand_in
+from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, reach
 from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
+from passes.base import Remark
 from passes.errors import CaptureError
 
 _log = logging.getLogger("autoshard.capture")
@@ -24,6 +37,7 @@ class TracedCall:
 
     module: TracedModule
     changes: tuple[Change, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedCall:
@@ -33,11 +47,28 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     nothing more, these constants are set here as the first call would set them. Other changes of objects that the
     model holds are values of the call. Raises CaptureError for changes that are not.
     """
-    traced = _traced(_Call(model), args, kwargs, mode)
+    try:
+        traced = _traced(_Call(model), args, kwargs, mode)
+    except RuntimeError as error:
+        if not may_run_directly(error):
+            raise
+        return _directly(model, args, kwargs, mode, error)
     if not traced.side_effects:
         return TracedCall(traced)
     settled = _settled(model, args, kwargs, mode, traced.side_effects)
     return TracedCall(settled) if settled is not None else _with_changes(model, args, kwargs, mode, traced)
+
+
+def _directly(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any, error: RuntimeError
+) -> TracedCall:
+    """Trace a call by running it, after dynamo failed with `error`."""
+    _log.info("dynamo cannot trace the model", exc_info=error)
+    try:
+        return TracedCall(trace_directly(model, args, kwargs, mode), remarks=(without_dynamo(error),))
+    except Exception as direct:  # of the user's code, or of torch's
+        _log.info("the model cannot be run without data", exc_info=direct)
+        raise not_directly(error, direct) from None
 
 
 def _settled(

@@ -24,6 +24,7 @@ try:
         trace_module,
         unchanged_since_now,
     )
+    from passes._torch.direct_trace import WatchedOps, current_stack, one_call_graph, run_directly
     from passes._torch.dtensor import (
         Box,
         DTensorSpec,
@@ -86,10 +87,12 @@ __all__ = [
     "TraceFailure",
     "TracedModule",
     "TreeSpec",
+    "WatchedOps",
     "alike_as_now",
     "box",
     "checkpoint_of",
     "clear_checkpoint",
+    "current_stack",
     "dtensor_of_local",
     "dtensor_spec",
     "during_timeout",
@@ -111,6 +114,7 @@ __all__ = [
     "min_cut_partition",
     "module_of",
     "new_group",
+    "one_call_graph",
     "register_group",
     "reentrant_checkpoint",
     "registered_group",
@@ -118,6 +122,7 @@ __all__ = [
     "relay_dtensor",
     "required_gradients",
     "reserve_symmetric_memory",
+    "run_directly",
     "run_joint_graph_passes",
     "select_decompositions",
     "shard_of",

@@ -19,6 +19,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `TensorVariable.call_method` | | a selection by a mask, for a CTC loss, has a fixed length | |
 | `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo/module_trace.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | dynamo/side_effects.py |
+| `nn.Module.__call__` | a call is run instead of traced by dynamo | ops are told their modules | direct_trace.py |
 
 For the rest of the process, once (`once`):
 

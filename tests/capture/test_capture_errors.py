@@ -134,7 +134,8 @@ class Unique(Model):
 
 class Seeds(Model):
     """the model calls manual_seed while it runs, but a graph has tensor operations only; remove the call, or make it
-    only where torch.compiler.is_compiling() is False <line>"""
+    only where torch.compiler.is_compiling() is False <line> <without dynamo> it draws numbers outside of tensors, or seeds
+    them (manual_seed)"""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(0)  # <line>
@@ -422,6 +423,7 @@ def expected_message(model: type[Model]) -> str:
     """Return the docstring on one line, `<line>` being where the class says so."""
     lines, first = inspect.getsourcelines(model)
     message = re.sub(r"\s+", " ", model.__doc__ or "")
+    message = message.replace(" <without dynamo>", "\nwithout dynamo, torch's tracer, it cannot be captured either:")
     for number, line in enumerate(lines, first):
         if line.rstrip().endswith("# <line>"):
             return message.replace(" <line>", f"\n  {__file__}:{number}: {line.strip()}")

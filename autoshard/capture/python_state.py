@@ -1,0 +1,194 @@
+"""See what a run of the user's Python code changes besides tensors: objects that it holds, and variables outside of it.
+
+Dynamo reads this off the code that it traces. A run without dynamo is seen from outside: which functions run, what the
+objects that they can reach hold before and after it, and which generators of random numbers they ask.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import logging
+import random
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from autoshard.capture.signature import is_constant, same_constant
+
+_DEPTH_MAX = 4  # objects in objects that are looked at
+_ITEMS_MAX = 1000  # a larger container is data
+_SEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state")  # of a torch.Generator
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_OUTER_STORES = ("STORE_DEREF", "DELETE_DEREF")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_CHECKPOINT = str(checkpoint_sequential.__code__.co_filename)
+_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
+_HERE = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("autoshard", "passes"))
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
+_CLOSED = (*_FUNCTIONS, ModuleType, type, enum.Enum, logging.Logger, nn.Module, torch.Tensor)
+
+
+@dataclass
+class Functions:
+    """Functions of the user, and of libraries, that ran: their code, with what they name outside of themselves."""
+
+    outside: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    draws: str = ""  # the function that drew or seeded random numbers outside of a graph
+    checkpoints: bool = False
+    _seen: set[CodeType] = field(default_factory=set)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the functions that run until the block ends."""
+        before = sys.getprofile()
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _profile(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code in self._seen:
+                return
+            self._seen.add(code)
+            self.checkpoints = self.checkpoints or code.co_filename == _CHECKPOINT
+            if _is_users(code.co_filename):
+                self.outside[code] = _outside(frame)
+        elif event == "c_call":
+            owner = getattr(argument, "__self__", None)
+            seeds = isinstance(owner, torch.Generator) and argument.__name__ in _SEEDING
+            if seeds or isinstance(owner, random.Random):
+                self.draws = self.draws or argument.__name__
+
+    def stored(self) -> str:
+        """Return a variable outside of a function that the function assigns, or ""."""
+        for code in self.outside:
+            for step in dis.get_instructions(code):
+                if step.opname in _STORES or (step.opname in _OUTER_STORES and step.argval in code.co_freevars):
+                    return str(step.argval)
+        return ""
+
+
+def _is_users(file: str) -> bool:
+    is_library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return not (is_library or file.startswith((_TORCH, "<frozen", *_HERE)))
+
+
+def _outside(frame: Any) -> dict[str, Any]:
+    """Return the variables of modules and of enclosing functions that a function may read."""
+    code, inside = frame.f_code, frame.f_locals if frame.f_code.co_freevars else {}
+    found = {name: frame.f_globals[name] for name in code.co_names if name in frame.f_globals}
+    return found | {name: inside[name] for name in code.co_freevars if name in inside}
+
+
+class Held:
+    """What a model and the functions that it runs hold: to be compared after a run."""
+
+    def __init__(self, model: nn.Module, arguments: Any, functions: Functions) -> None:
+        self._before: dict[int, tuple[str, Any, Any]] = {}
+        self._add("an argument", arguments, _DEPTH_MAX)
+        for prefix, module in model.named_modules():
+            cached = _cached_properties(type(module))
+            self._add(prefix, vars(module), _DEPTH_MAX + 1, cached)
+            for kind in type(module).__mro__:
+                if not kind.__module__.startswith(("torch.", "builtins")):
+                    self._add(kind.__name__, _Class(kind), _DEPTH_MAX)
+        for outside in functions.outside.values():
+            for name, value in outside.items():
+                self._add(name, _Class(value) if isinstance(value, type) else value, _DEPTH_MAX)
+
+    def changed(self) -> str:
+        """Return the path of an object that is no longer as it was, or ""."""
+        for path, value, before in self._before.values():
+            ignored, contents = before
+            present = _contents(value, ignored)
+            if present.keys() != contents.keys():
+                return _join(path, str(next(iter(present.keys() ^ contents.keys()))))
+            for key, item in contents.items():
+                if not _is_same(item, present[key]):
+                    return _join(path, str(key))
+        return ""
+
+    def _add(self, path: str, value: Any, depth: int, ignored: frozenset[str] = frozenset()) -> None:
+        number = id(value.kind if isinstance(value, _Class) else value)
+        if number in self._before:
+            return
+        contents = _contents(value, ignored)
+        if contents is None:
+            return
+        self._before[number] = (path, value, (ignored, contents))
+        if depth and len(contents) <= _ITEMS_MAX:
+            for key, item in contents.items():
+                self._add(_join(path, str(key)), item, depth - 1)
+
+
+class _Class:
+    """Stands for the attributes of a class."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+def _contents(value: Any, ignored: frozenset[str] = frozenset()) -> Any:
+    """Return what an object holds, by attribute, key or number; None for one that is known not to change."""
+    if isinstance(value, _Class):
+        value = dict(vars(value.kind))
+    elif is_constant(value) or isinstance(value, _CLOSED):
+        return None
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if key not in ignored} if ignored else dict(value)
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, ContextVar):
+        return {"": value.get(None)}
+    if isinstance(value, set | frozenset):
+        return dict.fromkeys(value)
+    found = dict(value.__dict__) if hasattr(value, "__dict__") else {}
+    slots = (name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name))
+    return found | {name: getattr(value, name) for name in slots} or {"": _Opaque(value)}
+
+
+def _slots(kind: type) -> Sequence[str]:
+    names = vars(kind).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+class _Opaque:
+    """The state of an object that holds neither attributes nor items, as far as it tells: a counter, an iterator."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self.text = repr(value.__reduce_ex__(4))
+        except Exception:  # each class says in its own way that it has no state to tell
+            self.text = ""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, _Opaque) and isinstance(other, _Opaque):
+        return one.text == other.text
+    return one is other or (is_constant(one) and is_constant(other) and same_constant(one, other))
+
+
+def _cached_properties(kind: type) -> frozenset[str]:
+    """Return the names under which a module keeps what it computes once: a program computes it in each call."""
+    names = (name for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, functools.cached_property))
+    return frozenset(names)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
