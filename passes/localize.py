@@ -46,8 +46,9 @@ from passes.ir.graph import (
     transfer_of,
     value_of,
 )
-from passes.ir.layout import Layout, Shard, local_shape, replicated
+from passes.ir.layout import Layout, Placement, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
+from passes.rules.local_forms.masked import mirrored
 from passes.rules.rule import Call, LocalCall, Message, call_of, rule_of
 
 aten = torch.ops.aten
@@ -221,6 +222,12 @@ class _Emitter:
             args = (source, shape)
         return self._add(op, args, kwargs)
 
+    def emit_copy(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call that the backward makes again, unless it depends on gradients of outputs."""
+        new = self.emit(op, *args, **kwargs)
+        set_recompute(new, new not in self.backward)
+        return new
+
     def item(self, results: Node, number: int) -> Node:
         """Add the taking of one of a call's results."""
         return self._add(operator.getitem, (results, number), {})
@@ -307,6 +314,9 @@ class _LocalCall(LocalCall):
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._emitter.emit(op, *args, **kwargs)
 
+    def emit_copy(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self._emitter.emit_copy(op, *args, **kwargs)
+
     def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
         group = self.mesh.group_name(tuple(self.mesh.names[axis] for axis in axes))
         return self._emitter.send(message, op, *args, group)
@@ -343,12 +353,12 @@ class _LocalCall(LocalCall):
             placement = layout.on(axis)
             assert isinstance(placement, Shard)
             length = size // (placement.outer * self.mesh.sizes[axis]) // weight
-            terms = (
-                self.emit(aten.mul.Tensor, self.emit(aten.remainder.Scalar, rest, length), weight),
-                self.emit(aten.mul.Tensor, self.coordinate(axis), weight * length),
-            )
+            inside = self.emit(aten.mul.Tensor, self.emit(aten.remainder.Scalar, rest, length), weight)
             rest = self.emit(aten.div.Tensor_mode, rest, length, rounding_mode="floor")
-            for term in terms:
+            others = (self.mesh.sizes[a] for a in axes if placement.mirror and _is_between(layout.on(a), placement))
+            mirror = placement.mirror // math.prod(others)
+            place = mirrored(self, self.coordinate(axis), rest, mirror, self.mesh.sizes[axis])
+            for term in (inside, self.emit(aten.mul.Tensor, place, weight * length)):
                 total = term if total is None else self.emit(aten.add.Tensor, total, term)
             weight *= length * self.mesh.sizes[axis]
         assert total is not None
@@ -360,6 +370,11 @@ class _LocalCall(LocalCall):
     def number(self) -> int:
         draw = draw_of(self._node)
         return self._emitter.next_random() if draw is None else draw
+
+
+def _is_between(other: Placement, placement: Shard) -> bool:
+    """Return whether another digit of a dim stands between a mirrored one and the one that says in which half it is."""
+    return isinstance(other, Shard) and placement.half < other.outer < placement.outer
 
 
 def _as_node(value: Any) -> Node:

@@ -128,9 +128,9 @@ class _Pins:
         if node in self.layouts:
             self.layouts[node] = self.layouts[node].with_on(axis, placement)
 
-    def digit_left(self, node: Node, dim: int) -> Shard:
-        """Return the placement that shards a dim inside of what other axes shard."""
-        return next_digit(self.layouts[node], dim, self.mesh)
+    def digit_left(self, node: Node, wanted: Shard) -> Shard:
+        """Return the placement that shards a dim inside of what other axes shard, mirrored if wanted."""
+        return next_digit(self.layouts[node], wanted.dim, self.mesh, mirror=wanted.mirror > 0)
 
     def remark(self, node: Node, text: str, axis: int | None = None) -> None:
         """Say of a node what is declined, on an axis or on all."""
@@ -165,8 +165,8 @@ def _constrain_input(node: Node, one: Constraint, pins: _Pins) -> None:
     axis, placement = pins.mesh.index(one.axis), one.placement
     if pins.mesh.sizes[axis] == 1:
         return
-    if isinstance(placement, Shard) and placement.outer == 1:
-        placement = pins.digit_left(node, placement.dim)
+    if isinstance(placement, Shard) and placement.is_bare:
+        placement = pins.digit_left(node, placement)
     pins.add(node, axis, placement, OPTIONS)
 
 
@@ -213,7 +213,7 @@ def _pin_parameter(node: Node, axis: int, decision: Decision, pins: _Pins) -> No
     """Pin a parameter, on the digit inside those of other axes if it cannot be stored as decided."""
     placement = decision.placement
     if isinstance(placement, Shard) and not _is_storable(node, axis, placement, pins):
-        placement = pins.digit_left(node, placement.dim)
+        placement = pins.digit_left(node, placement)
         if not _is_storable(node, axis, placement, pins):
             shown = f"{input_of(node).name}{list(tensor_of(node).shape)}"
             pins.remark(node, f"{shown} is not sharded: nothing of dim {placement.dim} is left to split", axis)
@@ -229,7 +229,7 @@ def _pin_input(node: Node, axis: int, decision: Decision, pins: _Pins) -> None:
     """Pin an input, on the digit inside those of other axes if they shard its dim already."""
     placement, shape = decision.placement, tensor_of(node).shape
     if isinstance(placement, Shard) and not is_even(pins.layouts[node].with_on(axis, placement), shape, pins.mesh):
-        placement = pins.digit_left(node, placement.dim)
+        placement = pins.digit_left(node, placement)
         if not is_even(pins.layouts[node].with_on(axis, placement), shape, pins.mesh):
             shown = f"{input_of(node).name}{list(shape)}"
             pins.remark(node, f"{shown} is not sharded: dim {placement.dim} does not divide further", axis)

@@ -33,7 +33,7 @@ from autoshard.planner.prediction import memory_of
 from autoshard.plans.codec import decode
 from autoshard.runtime.execution import Slot
 from autoshard.runtime.parameters import lay_out, place_of
-from autoshard.runtime.placements import layout_of_placements
+from autoshard.runtime.placements import dtensor_placements, layout_of_placements
 from passes._torch import TraceFailure
 from passes._torch.supported import release
 from passes.base import PassContext
@@ -172,6 +172,10 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
         (lambda: Mesh(("dp", "tp"), (2,)), "MeshError: mesh axes ('dp', 'tp') need as many sizes, got (2,)"),
         (lambda: Mesh("d p=2"), "MeshError: mesh axis 'd p' is not a name; use letters, digits and '_'"),
         (lambda: Mesh("dp=2", ranks=(0, 1, 2)), "MeshError: a mesh of 2 places needs 2 ranks, got 3"),
+        (
+            lambda: dtensor_placements(parse_layout("{dp:S(0~)}", MESH), MESH),
+            "ConstraintError: S(0~) on axis 'dp' is no placement of DTensor's: give a plain tensor",
+        ),
         (
             lambda: layout_of_placements([Replicate()], MESH),
             "ConstraintError: mesh dp=2,tp=2 needs 2 placements, got (Replicate(),)",

@@ -270,7 +270,7 @@ def test_hsdp_on_one_axis(mesh: str, recipe: Any) -> None:
 def test_a_placement_that_cannot_be_read() -> None:
     assert message(planned, params={"up.weight": {"dp": "shard 0"}}) == (
         "ConstraintError: Options(params=...): 'up.weight': cannot read the placement 'shard 0'; use "
-        "Shard(dim) or Replicate(), or write 'S(dim)', 'S(dim/outer)' or 'R'"
+        "Shard(dim) or Replicate(), or write 'S(dim)', 'S(dim/outer)', 'S(dim~)' or 'R'"
     )
 
 

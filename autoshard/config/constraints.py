@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed.tensor as dt
 
@@ -64,7 +65,7 @@ def placement_of(given: dt.Placement | str, what: str, name: str, shape: Sequenc
     except GraphTextError as error:
         raise ConstraintError(
             f"Options({what}=...): {name!r}: cannot read the placement {given!r}; use Shard(dim) or Replicate(), "
-            "or write 'S(dim)', 'S(dim/outer)' or 'R'"
+            "or write 'S(dim)', 'S(dim/outer)', 'S(dim~)' or 'R'"
         ) from error
     if placement is None:
         raise ConstraintError(
@@ -79,7 +80,12 @@ def placement_of(given: dt.Placement | str, what: str, name: str, shape: Sequenc
         raise ConstraintError(
             f"Options({what}=...): {name!r} of shape {list(shape)} has no dim {placement.dim}; {dims}"
         )
-    return Shard(dim, placement.outer)
+    if placement.mirror and what == "params":
+        raise ConstraintError(
+            f"Options(params=...): {name!r} cannot be {placement}: no DTensor is stored so; use Shard({dim}), as only inputs and "
+            "outputs can be mirrored"
+        )
+    return replace(placement, dim=dim)
 
 
 def _from_dtensor(given: dt.Placement) -> Placement | None:
@@ -96,7 +102,7 @@ def _check_even(name: str, what: str, shape: Sequence[int], constraints: list[Co
     layout = replicated(mesh)
     for axis, shard in shards.items():
         if mesh.axis_size(axis) > 1:
-            inner = next_digit(layout, shard.dim, mesh) if shard.outer == 1 else shard
+            inner = next_digit(layout, shard.dim, mesh, mirror=shard.mirror > 0) if shard.is_bare else shard
             layout = layout.with_on(mesh.index(axis), inner)
     if not is_even(layout, shape, mesh):
         raise ConstraintError(

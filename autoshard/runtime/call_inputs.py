@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard.capture.signature import InputSpec, format_tensor
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import dtensor_placements
 from passes.errors import InputError
-from passes.ir.layout import Layout, local_shape
+from passes.ir.layout import Layout, Shard, local_shape
 from passes.ir.mesh import Mesh
 
 
@@ -47,6 +47,15 @@ class LocalInput:
         """
         if not isinstance(tensor, DTensor):
             return tensor.contiguous()  # a capture does not depend on the strides of arguments
+        if any(isinstance(placement, Shard) and placement.mirror for placement in self.layout.placements):
+            return self._taken_from_whole(tensor, place).contiguous()
         placed = tensor.redistribute(place.device_mesh, dtensor_placements(self.layout, place.mesh))
         local: torch.Tensor = placed.to_local()
         return local.contiguous()
+
+    def _taken_from_whole(self, tensor: DTensor, place: Place) -> torch.Tensor:
+        """Return this rank's part of a DTensor, through the whole: DTensor has no mirrored placements."""
+        whole = tensor.redistribute(place.device_mesh, [Replicate()] * place.mesh.ndim)
+        terms = [Partial() if isinstance(placement, Shard) else Replicate() for placement in self.layout.placements]
+        local: torch.Tensor = whole.to_local(grad_placements=terms)
+        return place.storage(self.layout, tuple(tensor.shape)).part_of(local)

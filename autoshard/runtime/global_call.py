@@ -55,7 +55,7 @@ class Splits:
         """
         layout, uneven = replicated(self.mesh), set[int]()
         for axis, shard in self._shards(path, whole, batch):
-            digit = shard if shard.outer > 1 else next_digit(layout, shard.dim, self.mesh)
+            digit = next_digit(layout, shard.dim, self.mesh, mirror=shard.mirror > 0) if shard.is_bare else shard
             split = layout.with_on(axis, digit)
             if is_even(split, whole.shape, self.mesh):
                 layout = split

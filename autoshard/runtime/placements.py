@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as DShard
 
 from passes._torch import Box, shard_of, strided_shard
 from passes.errors import ConstraintError
-from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_storable, local_shape
+from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_storable, local_shape, take_digit
 from passes.ir.mesh import Mesh
 
 
@@ -34,6 +34,8 @@ def dtensor_placements(layout: Layout, mesh: Mesh) -> tuple[DPlacement, ...]:
 def _dtensor_placement(layout: Layout, axis: int, mesh: Mesh) -> DPlacement:
     placement = layout.on(axis)
     if isinstance(placement, Shard):
+        if placement.mirror:
+            raise ConstraintError(f"{placement} on axis {mesh.names[axis]!r} is no placement of DTensor's: give a plain tensor")
         factor = placement.outer // _taken_before(layout, axis, placement, mesh)
         return DShard(placement.dim) if factor == 1 else strided_shard(placement.dim, factor)
     if isinstance(placement, Partial):
@@ -165,7 +167,7 @@ class Storage:
         for axis in reversed(self.layout.axes_on(dim)):
             placement = self.layout.on(axis)
             assert isinstance(placement, Shard)
-            indices = _cut(indices, Shard(0, placement.outer), self.mesh.sizes[axis], self.coordinate[axis])
+            indices = _cut(indices, replace(placement, dim=0), self.mesh.sizes[axis], self.coordinate[axis])
         return indices
 
     def _remainders(self) -> tuple[Remainder | None, ...]:
@@ -202,6 +204,8 @@ def _split(tensor: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tens
 
 def _cut(tensor: torch.Tensor, placement: Shard, size: int, coordinate: int) -> torch.Tensor:
     """Return the elements whose digit is `coordinate`, without padding; digits outside this one are still whole."""
+    if placement.mirror:
+        return take_digit(tensor, placement, size, coordinate)
     dim, outer = placement.dim, placement.outer
     length = tensor.shape[dim] // outer
     part = -(-length // size)

@@ -10,6 +10,11 @@ concept each:
   `[B*S, D]` is `S(0/B)`;
 - a shard of a fused projection: q, k and v of a `[3*D, D]` weight, each sharded, is `S(0/3)`.
 
+A digit can be mirrored: then the axis counts backwards in every second half. `S(1~)` cuts dim 1 into two halves of `n`
+chunks each; coordinate `c` holds chunk `c` of the first and chunk `n - 1 - c` of the second, which is equal work where
+later positions take longer. `S(0/3~)` does so in each of three parts. `mirror` is the number of digits between the
+half and the axis's own: more than 1 where other axes count with it, as in `{a:S(1~), b:S(1~2)}`.
+
 Every reshape keeps digits of the flat index, so a local reshape of a local tensor is always right.
 """
 
@@ -69,13 +74,33 @@ class Replicate(_Single):
 
 @dataclass(frozen=True, eq=False)
 class Shard(_Single):
-    """Each rank of the axis holds the part of `dim` whose digit after `outer` is its coordinate."""
+    """Each rank of the axis holds the part of `dim` whose digit after `outer` is its coordinate.
+
+    If `mirror` is not 0, the digit counts backwards where `o // mirror` is odd, `o` being the value of the digits before it.
+    """
 
     dim: int
     outer: int = 1
+    mirror: int = 0
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim}/{self.outer})"
+        parts = self.outer // (2 * self.mirror) if self.mirror else self.outer
+        mirrored = "" if not self.mirror else "~" if self.mirror == 1 else f"~{self.mirror}"
+        return f"S({self.dim}{f'/{parts}' if parts > 1 else ''}{mirrored})"
+
+    @property
+    def is_bare(self) -> bool:
+        """Return whether nothing is counted before it, as in `S(0)` and `S(0~)`, so that other axes may stand there."""
+        return (self.outer, self.mirror) in ((1, 0), (2, 1))
+
+    @property
+    def half(self) -> int:
+        """Return the product of the digits before the one that says in which half a mirrored digit is."""
+        return self.outer // (2 * self.mirror)
+
+    def place(self, outside: int, size: int, coordinate: int) -> int:
+        """Return the digit that a coordinate holds where the digits before it have the value `outside`."""
+        return size - 1 - coordinate if self.mirror and outside // self.mirror % 2 else coordinate
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +166,12 @@ def parse_placement(text: str) -> Placement:
     text = text.strip()
     if text == "R":
         return R
-    if match := re.fullmatch(r"S\((\d+)(?:/(\d+))?\)", text):
-        return Shard(int(match[1]), int(match[2] or 1))
+    if match := re.fullmatch(r"S\((\d+)(?:/(\d+))?(?:(~)(\d+)?)?\)", text):
+        mirror = int(match[4] or 1) if match[3] else 0
+        return Shard(int(match[1]), int(match[2] or 1) * (2 * mirror or 1), mirror)
     if (match := re.fullmatch(r"P\((\w+)\)", text)) and match[1] in PARTIAL_OPS:
         return Partial(match[1])
-    raise GraphTextError(f"cannot read placement {text!r}; write R, S(dim), S(dim/outer) or P(sum)")
+    raise GraphTextError(f"cannot read placement {text!r}; write R, S(dim), S(dim/outer), S(dim~) or P(sum)")
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
@@ -172,24 +198,24 @@ def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    last, end = -1, 1
-    for dim, outer, axis in sorted([(p.dim, p.outer, a) for a, p in enumerate(placements) if isinstance(p, Shard)]):
-        if dim >= len(shape) or outer % (end if dim == last else 1):
-            return False
-        last, end = dim, outer * sizes[axis]
-        if shape[dim] % end:
-            return False
-    return True
+    dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard))
+    return all(dim < len(shape) and _dim_is_even(Layout(placements), dim, shape[dim], sizes) for dim in dims)
 
 
-def next_digit(layout: Layout, dim: int, mesh: Mesh) -> Shard:
-    """Return the digit of `dim` inside those that the axes of `layout` already use."""
-    outer = math.prod(mesh.sizes[axis] for axis in layout.axes_on(dim))
-    for axis in layout.axes_on(dim):
+def next_digit(layout: Layout, dim: int, mesh: Mesh, *, mirror: bool = False) -> Shard:
+    """Return the digit of `dim` inside those that the axes of `layout` already use.
+
+    With `mirror`, it is mirrored: with the axis before it, if that is, so that both count as one; else in halves of its own.
+    """
+    axes = layout.axes_on(dim)
+    outer = math.prod(mesh.sizes[axis] for axis in axes)
+    for axis in axes:
         placement = layout.on(axis)
         assert isinstance(placement, Shard)
         outer = max(outer, placement.outer * mesh.sizes[axis])
-    return Shard(dim, outer)
+        if axis == axes[-1] and mirror and placement.mirror:
+            return Shard(dim, outer, placement.mirror * mesh.sizes[axis])
+    return Shard(dim, 2 * outer, 1) if mirror else Shard(dim, outer)
 
 
 def is_storable(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
@@ -212,6 +238,10 @@ def _is_storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
         outside = layout.with_on(inner, R)
         placement = layout.on(inner)
         assert isinstance(placement, Shard)
+        if placement.mirror:
+            if not _dim_is_even(layout, dim, size, sizes):
+                return False
+            continue
         if not _dim_is_even(outside, dim, size, sizes) or size % placement.outer:
             return False
         if any(placement.outer % _end(layout, a, sizes) for a in axes[:-1]):
@@ -220,13 +250,21 @@ def _is_storable(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...])
 
 
 def _dim_is_even(layout: Layout, dim: int, size: int, sizes: tuple[int, ...]) -> bool:
-    end = 1
+    """Return whether digits of a dim do not overlap: those of axes, and the halves of mirrored ones."""
+    digits = set[tuple[int, int, int]]()  # product of those before it, size, and the axis
     for axis in layout.axes_on(dim):
         placement = layout.on(axis)
         assert isinstance(placement, Shard)
-        if placement.outer % end:
+        digits.add((placement.outer, sizes[axis], axis))
+        if placement.mirror:
+            if placement.outer % (2 * placement.mirror):
+                return False
+            digits.add((placement.half, 2, -1))
+    end = 1
+    for outer, length, _ in sorted(digits):
+        if outer % end:
             return False
-        end = placement.outer * sizes[axis]
+        end = outer * length
     return size % end == 0
 
 
@@ -283,6 +321,10 @@ def take_digit(tensor: torch.Tensor, placement: Shard, size: int, coordinate: in
     length = tensor.shape[dim] // outer
     part = -(-length // size)
     split = _split(tensor, dim, outer)
+    if placement.mirror:
+        places = [placement.place(outside, size, coordinate) for outside in range(outer)]
+        numbers = torch.tensor([o * size + place for o, place in enumerate(places)], device=tensor.device)
+        return _split(tensor, dim, outer * size).index_select(dim, numbers).flatten(dim, dim + 1)
     if part * size != length:
         pad = [0, 0] * (split.dim() - dim - 2) + [0, part * size - length]
         split = torch.nn.functional.pad(split, pad)
@@ -315,8 +357,12 @@ def _merge(group: list[torch.Tensor], placement: Placement) -> torch.Tensor:
         return reduce_terms(stacked, placement.op)
     # Outer digits were merged before, so `outer` of the part is whole.
     outer = placement.outer
-    part = torch.stack([_split(t, placement.dim, outer) for t in group])
-    return part.movedim(0, placement.dim + 1).flatten(placement.dim, placement.dim + 2)
+    dim, size = placement.dim, len(group)
+    part = torch.stack([_split(t, dim, outer) for t in group]).movedim(0, dim + 1).flatten(dim, dim + 1)
+    if placement.mirror:
+        places = [o * size + placement.place(o, size, place) for o in range(outer) for place in range(size)]
+        part = part.index_select(dim, torch.tensor(places, device=part.device))
+    return part.flatten(dim, dim + 1)
 
 
 def reduce_terms(stacked: torch.Tensor, op: str) -> torch.Tensor:

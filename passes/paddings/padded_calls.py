@@ -221,6 +221,9 @@ class _LongerCall(LocalCall):
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return self._at.call(op, *args, **kwargs)
 
+    def emit_copy(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        return self.emit(op, *args, **kwargs)
+
     def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
         raise _DeclinedError(self._at.node)
 

@@ -48,7 +48,7 @@ class Axis:
         """Return `pinned`, or the digit of its dim inside those that other axes already shard; `R` if neither fits."""
         if not isinstance(pinned, Shard) or self.fits(node, pinned):
             return pinned
-        inside = next_digit(self.placed.so_far(node), pinned.dim, self.ctx.mesh)
+        inside = next_digit(self.placed.so_far(node), pinned.dim, self.ctx.mesh, mirror=pinned.mirror > 0)
         if self.fits(node, inside):
             return inside
         self.remark(node, f"{pinned} does not fit beside what other axes shard; left whole")

@@ -155,7 +155,7 @@ class Space:
     rings: Mapping[str, str] = field(default_factory=dict)
     # ^ factor that a call needs whole -> the factor with which it may be sharded all the same, at the same digit: the local
     # form passes the parts of its operands around the ranks. No row of `rows`, and nothing that a search tries
-    rows: dict[tuple[str, int, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    rows: dict[tuple[str, Shard, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
 
     def can_pad(self, factor: str, outer: int) -> bool:
@@ -182,56 +182,61 @@ def replicated_row(operands: int, results: int) -> Row:
     return Row("R", (R,) * operands, (R,) * results)
 
 
-def factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
-    """Return the row that shards `factor` at digit `outer` over `size` ranks, None if the op has none."""
-    key = factor, outer, size
+def factor_row(space: Space, factor: str, outer: int, size: int, *, mirror: int = 0) -> Row | None:
+    """Return the row that shards `factor` at digit `outer` over `size` ranks, None if the op has none.
+
+    With `mirror`, the digit counts backwards in every second half, as that of a `Shard`.
+    """
+    key = factor, Shard(0, outer, mirror), size
     if key not in space.rows:
         space.rows[key] = _factor_row(space, *key)
     return space.rows[key]
 
 
-def _factor_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
+def _factor_row(space: Space, factor: str, digit: Shard, size: int) -> Row | None:
     if factor in space.rings:
-        return _ring_row(space, factor, outer, size)
-    if not _splits(space, factor, outer, size):
+        return _ring_row(space, factor, digit, size)
+    if not _splits(space, factor, digit, size):
         return None
     operands: list[Placement] = []
     accumulators = space.partial_operands.get(factor, ())
     for i, dims in enumerate(space.operands):
-        at = _place(space, dims, factor, outer)
+        at = _place(space, dims, factor, digit)
         operands.append(at if at is not None else Partial() if i in accumulators else R)
     results: list[Placement] = []
     for i, dims in enumerate(space.results):
-        at = _place(space, dims, factor, outer)
+        at = _place(space, dims, factor, digit)
         whole = R if i in space.replicated_results else Partial(space.reductions.get(factor, "sum"))
         results.append(at if at is not None else whole)
     return Row(factor, tuple(operands), tuple(results))
 
 
-def _splits(space: Space, factor: str, outer: int, size: int) -> bool:
-    if factor in space.blocked or space.sizes[factor] % (outer * size):
+def _splits(space: Space, factor: str, digit: Shard, size: int) -> bool:
+    if factor in space.blocked or space.sizes[factor] % (digit.outer * size):
         return False
-    if factor in space.reaches and (outer > 1 or space.sizes[factor] // size < space.reaches[factor].elements):
+    if factor in space.reaches and (digit.outer > 1 or space.sizes[factor] // size < space.reaches[factor].elements):
         return False
-    return _is_padded_alike(space, factor, outer, size)
+    return _is_padded_alike(space, factor, digit, size)
 
 
-def _ring_row(space: Space, factor: str, outer: int, size: int) -> Row | None:
+def _ring_row(space: Space, factor: str, digit: Shard, size: int) -> Row | None:
     """Return the row that shards a factor and the one that goes with it: nothing is partial."""
     other = space.rings[factor]
-    if space.sizes[factor] % (outer * size) or not _splits(space, other, outer, size) or factor in space.held:
+    if other in space.counted and digit.outer != (2 * digit.mirror or 1):  # pieces of one block, or chunks of its halves
+        return None
+    if space.sizes[factor] % (digit.outer * size) or not _splits(space, other, digit, size) or factor in space.held:
         return None
     placed = [
-        tuple(_place(space, dims, other, outer) or _place(space, dims, factor, outer) or R for dims in side)
+        tuple(_place(space, dims, other, digit) or _place(space, dims, factor, digit) or R for dims in side)
         for side in (space.operands, space.results)
     ]
     return Row(factor, *placed)
 
 
-def _is_padded_alike(space: Space, factor: str, outer: int, size: int) -> bool:
+def _is_padded_alike(space: Space, factor: str, digit: Shard, size: int) -> bool:
     """Return whether parts of the elements that are held, with padding at their ends, are parts of the factor."""
     held = space.held.get(factor)
-    return held is None or (outer == 1 and -(-held // size) * size == space.sizes[factor])
+    return held is None or (digit.outer == 1 and -(-held // size) * size == space.sizes[factor])
 
 
 def linear_row(space: Space, linear: Linear, op: str) -> Row:
@@ -240,18 +245,18 @@ def linear_row(space: Space, linear: Linear, op: str) -> Row:
     return Row(f"P({op})", operands, (Partial(op),) * len(space.results))
 
 
-def _place(space: Space, dims: Dims, factor: str, outer: int) -> Shard | None:
+def _place(space: Space, dims: Dims, factor: str, digit: Shard) -> Shard | None:
     for dim, factors in enumerate(dims):
         if factor in factors:
             before = math.prod(space.sizes[f] for f in factors[: factors.index(factor)])
-            return Shard(dim, before * outer)
+            return Shard(dim, before * digit.outer, digit.mirror)
     return None
 
 
 def factor_at(space: Space, dims: Dims, placement: Shard, size: int) -> tuple[str, int] | None:
     """Return the factor, and the digit in it, that `placement` shards on an axis of `size`.
 
-    Returns None if the digit spans two factors.
+    Returns None if the digit spans two factors, or the halves of a mirrored one are in another factor.
     """
     if placement.dim >= len(dims):
         return None
@@ -259,7 +264,8 @@ def factor_at(space: Space, dims: Dims, placement: Shard, size: int) -> tuple[st
     for factor in dims[placement.dim]:
         length = space.sizes[factor]
         if placement.outer % before == 0 and (before * length) % (placement.outer * size) == 0:
-            return factor, placement.outer // before
+            digit = placement.outer // before
+            return None if placement.mirror and digit % (2 * placement.mirror) else (factor, digit)
         before *= length
     return None
 
@@ -280,7 +286,7 @@ def row_sharding(space: Space, operand: int, placement: Placement, size: int) ->
     """Return the row in which `operand` has `placement`."""
     if isinstance(placement, Shard):
         at = factor_at(space, space.operands[operand], placement, size)
-        return factor_row(space, *at, size) if at is not None else None
+        return factor_row(space, *at, size, mirror=placement.mirror) if at is not None else None
     if isinstance(placement, Partial):
         for linear in space.linear:
             if operand in linear.operands and placement.op in linear.ops:
@@ -296,7 +302,7 @@ def row_giving(space: Space, result: int, placement: Placement, size: int) -> Ro
     if not isinstance(placement, Shard):
         return None
     at = factor_at(space, space.results[result], placement, size)
-    return factor_row(space, *at, size) if at is not None else None
+    return factor_row(space, *at, size, mirror=placement.mirror) if at is not None else None
 
 
 @dataclass(frozen=True)
@@ -324,6 +330,10 @@ class LocalCall(abc.ABC):
     @abc.abstractmethod
     def emit(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Add a call on per-device values."""
+
+    @abc.abstractmethod
+    def emit_copy(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Add a call that only moves elements: the backward makes it again, rather than that its result is kept for it."""
 
     @abc.abstractmethod
     def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:

@@ -15,7 +15,18 @@ from autoshard import Options, plan
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.ir.graph import InputRole, input_of, placeholders
-from passes.ir.layout import Layout, Partial, R, Shard, assemble, is_even, is_storable, local_part, local_shape
+from passes.ir.layout import (
+    Layout,
+    Partial,
+    R,
+    Shard,
+    assemble,
+    is_even,
+    is_storable,
+    local_part,
+    local_shape,
+    parse_layout,
+)
 from passes.ir.mesh import Mesh
 from passes.ir.routes import plan_steps
 from passes.ir.text import parse_graph
@@ -26,13 +37,16 @@ from passes.manager import PassManager
 Shape = tuple[int, ...]
 
 OUTERS = (1, 2, 3, 4, 6, 8, 12)
+MIRRORED = ((1, 1), (2, 1), (1, 2), (3, 1))  # parts, each of two halves, and digits between a half and its axis
 TERMS = tuple(map(Partial, ("sum", "max")))
 CASES: tuple[tuple[str, Shape], ...] = (
     ("a=2,b=2", (18, 6)),
+    ("a=4,b=2", (16, 8)),
     ("a=3,b=4", (12, 5)),
     ("a=2,b=2,c=2", (18, 6)),
     ("a=2,b=2,c=2", (6, 2)),
     ("a=2,b=3,c=4", (24,)),
+    ("a=2,b=4", (64, 3)),
 )
 PLANNED, RUN = 4000, 50  # pairs of layouts per case: of those that a way is looked for, and that are run besides
 every_case = pytest.mark.parametrize(("axes", "shape"), CASES)
@@ -41,6 +55,7 @@ every_case = pytest.mark.parametrize(("axes", "shape"), CASES)
 def layouts(mesh: Mesh, shape: Shape) -> list[Layout]:
     """Return all layouts that `shape` allows, padded ones included."""
     shards = [Shard(dim, outer) for dim, outer in itertools.product(range(len(shape)), OUTERS)]
+    shards += [Shard(dim, 2 * parts * mirror, mirror) for dim in range(len(shape)) for parts, mirror in MIRRORED]
     found = (Layout(placements) for placements in itertools.product((R, *TERMS, *shards), repeat=mesh.ndim))
     return [layout for layout in found if is_storable(layout, shape, mesh)]
 
@@ -134,3 +149,40 @@ def test_recipes_take_only_layouts_that_can_be_lowered(dim: int, recipe: str | d
     made = plan(FusedProjection(dim), mesh, (torch.randn(8, dim),), options=Options(recipe=recipe))
     for name, parameter in made.parameters.items():
         assert is_storable(parameter.layout, parameter.shape, mesh), name
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ("{a:S(0~), b:R}", "{a:R, b:R}", "all_gather"),
+        ("{a:R, b:R}", "{a:S(0~), b:S(0~4)}", "take_part"),
+        ("{a:S(0~), b:S(0~4)}", "{a:R, b:R}", "all_gather"),
+        ("{a:S(0~), b:S(0~4)}", "{a:R, b:S(0~4)}", "all_gather"),
+        ("{a:S(0/2~), b:S(0)}", "{a:S(1), b:S(0)}", "all_to_all"),
+        ("{a:S(1), b:R}", "{a:S(0~), b:R}", "all_to_all"),
+        ("{a:P(sum), b:P(sum)}", "{a:S(0~), b:S(0~4)}", "reduce_scatter"),
+        ("{a:S(0~), b:R}", "{a:S(0), b:R}", "all_gather take_part"),
+    ],
+)
+def test_mirrored_digits_move_as_others_do(source: str, target: str, steps: str) -> None:
+    mesh, shape = Mesh("a=4,b=2"), (32, 8)
+    before, after = parse_layout(source, mesh), parse_layout(target, mesh)
+    assert " ".join(step.kind.name for step in plan_steps(before, after, shape, mesh)) == steps
+    assert torch.equal(assemble(resharded(before, after, shape, mesh), shape, after, mesh), whole(shape))
+
+
+def test_a_mirrored_digit_pairs_the_first_chunk_with_the_last() -> None:
+    def held(layout: str, mesh: Mesh, size: int) -> list[list[int]]:
+        parts = (local_part(torch.arange(size), parse_layout(layout, mesh), mesh, at) for at in mesh.coordinates())
+        return [part.tolist() for part in parts]
+
+    assert held("{a:S(0~)}", Mesh("a=3"), 6) == [[0, 5], [1, 4], [2, 3]]
+    assert held("{a:S(0/2~)}", Mesh("a=2"), 8) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert held("{a:S(0~), b:S(0~2)}", Mesh("a=2,b=2"), 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+
+
+def test_a_mirrored_digit_needs_its_halves_whole() -> None:
+    mesh = Mesh("a=2,b=2")
+    assert is_storable(parse_layout("{a:S(0), b:S(0/2~)}", mesh), (8,), mesh)
+    assert not is_storable(parse_layout("{a:S(0), b:S(0~)}", mesh), (8,), mesh)  # a takes the halves
+    assert not is_storable(parse_layout("{a:S(0~), b:R}", mesh), (6,), mesh)  # padding would stand inside

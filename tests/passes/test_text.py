@@ -271,7 +271,7 @@ def message(text: str) -> str:
         ),
         (
             HEAD + "%y: f32[4] {dp:Q} = relu(%x)",
-            "line 4: cannot read placement 'Q'; write R, S(dim), S(dim/outer) or P(sum)\n"
+            "line 4: cannot read placement 'Q'; write R, S(dim), S(dim/outer), S(dim~) or P(sum)\n"
             "    %y: f32[4] {dp:Q} = relu(%x)",
         ),
         (HEAD + "%y: f32[4] = relu(%x) $", "line 4: cannot read '$'\n    %y: f32[4] = relu(%x) $"),

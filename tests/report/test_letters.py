@@ -68,6 +68,17 @@ return output("y") %w
     assert (found["w"], found["v"]) == ("[D_tp.dp]", "[F_tp/3]")
 
 
+def test_a_mirrored_digit_has_a_tilde_in_a_merged_dim_too() -> None:
+    found = notations("""
+%x: f32[2, 8, 16] {dp:R, tp:S(1~)} = input("x")
+%view: f32[16, 16] {dp:R, tp:S(0/2~)} = view(%x, [16, 16])
+%y: f32[16] {dp:S(0~), tp:S(0~2)} = input("y")
+return output("z") %view,
+       output("u") %y
+""")
+    assert (found["x"], found["view"], found["y"]) == ("[B, S_tp~, H]", "[B, S_tp~, H]", "[F_dp~.tp~]")
+
+
 def test_terms_of_a_sum_are_told() -> None:
     found = notations("""
 %x: f32[8, 16] {dp:S(0), tp:S(1)} = input("x")

@@ -11,7 +11,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,11 +88,11 @@ def call_on(case: Case, whole: Sequence[torch.Tensor]) -> Call:
 
 
 def all_rows(space: Space, size: int) -> Iterator[Row]:
-    """Return all rows on an axis of `size`: contiguous digits, and digits with 2 or 3 outside."""
+    """Return all rows on an axis of `size`: contiguous digits, digits with 2 or 3 outside, and mirrored ones."""
     yield from rows(space, size)
     whole = [factor for factor in space.sizes if factor not in space.rings]  # a ring sends: tests/spmd/test_context.py
-    for factor, outer in itertools.product(whole, (2, 3)):
-        row = factor_row(space, factor, outer, size)
+    for factor, (outer, mirror) in itertools.product(whole, ((2, 0), (3, 0), (2, 1), (4, 1))):
+        row = factor_row(space, factor, outer, size, mirror=mirror)
         if row is not None:
             yield row
 
@@ -288,6 +288,9 @@ class EagerCall(LocalCall):
         set_value(node, tuple(value) if isinstance(value, list) else value)
         return node
 
+    def emit_copy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        return self.emit(op, *args, **kwargs)
+
     def send(self, op: OpOverload, *args: Any, axes: tuple[int, ...], message: Message) -> Node:
         assert self._meeting is not None, "a single rank sends to no other"
         names = tuple(self.mesh.names[axis] for axis in axes)
@@ -307,7 +310,7 @@ class EagerCall(LocalCall):
         return self._outs[result]
 
     def positions(self, layout: Layout, dim: int, size: int) -> Node:
-        here = tuple(Shard(0, p.outer) if isinstance(p, Shard) and p.dim == dim else R for p in layout.placements)
+        here = tuple(replace(p, dim=0) if isinstance(p, Shard) and p.dim == dim else R for p in layout.placements)
         return self._constant(local_part(torch.arange(size), Layout(here), self.mesh, self._coordinate))
 
     def coordinate(self, axis: int) -> Node:

@@ -218,19 +218,21 @@ def _counted(shapes: Sequence[tuple[Factors, ...]]) -> Counter[int]:
 
 
 def _axes_by_factor(sizes: Sequence[int], layout: Layout, dim: int, mesh: Mesh) -> list[str]:
-    """Return the axes that shard each factor of a dim: `"dp.tp"`; `"tp/3"` where each of three parts is sharded."""
+    """Return the axes that shard each factor of a dim: `"dp.tp"`; `"tp/3"` where each of three parts is sharded; `"cp~"`
+    where the second half is mirrored.
+    """
     found: list[list[str]] = [[] for _ in sizes]
     cut = [1 for _ in sizes]
     for axis in layout.axes_on(dim):
         placement = layout.on(axis)
         assert isinstance(placement, Shard)
-        number, outer = 0, placement.outer
+        number, outer = 0, placement.half if placement.mirror else placement.outer
         while number + 1 < len(sizes) and outer % sizes[number] == 0 and outer >= sizes[number]:
             outer //= sizes[number]
             number += 1
         blocks = outer // cut[number] if outer % cut[number] == 0 else outer
         if sizes:
-            found[number].append(mesh.names[axis] + (f"/{blocks}" if blocks > 1 else ""))
+            found[number].append(mesh.names[axis] + (f"/{blocks}" if blocks > 1 else "") + "~" * (placement.mirror > 0))
             cut[number] *= mesh.sizes[axis] * blocks
     return [".".join(axes) for axes in found]
 

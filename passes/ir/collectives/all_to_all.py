@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from passes.ir.collectives.formulas import N, Where, exchange_formula, k, p
 from passes.ir.collectives.kind import Kind, register
-from passes.ir.collectives.lowering import StepCall, axis_digit, digits_of, join
+from passes.ir.collectives.lowering import StepCall, axis_digit, digits_of, join, unmirrored
 from passes.ir.layout import Layout, Shard, is_even
 from passes.ir.mesh import Mesh
 
@@ -34,7 +34,8 @@ def _lower(call: StepCall) -> Node:
     digits = digits_of(both, call.shape, _twice(call.mesh, axis))
     held = [d for d in digits if d.axis is None or d.axis == new]
     sent = [d for d in held if d.axis == new] + [d for d in held if d.axis is None]
-    exposed = call.permute(call.view(call.value, [d.length for d in held]), [held.index(d) for d in sent])
+    split = unmirrored(call, call.view(call.value, [d.length for d in held]), held)
+    exposed = call.permute(split, [held.index(d) for d in sent])
     pieces = call.view(call.contiguous(exposed), [size, math.prod(d.length for d in sent[1:])])
     ones = [1] * size
     received = call.wait(call.emit(c10d.all_to_all_single.default, pieces, ones, ones, call.group))

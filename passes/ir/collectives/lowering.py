@@ -2,14 +2,14 @@
 
 A dim of a per-device tensor consists of the global dim's remaining digits. Every step therefore views the tensor as
 those digits, exposes or receives the digit of the axes that move, permutes it from or to its place, and views the
-result back.
+result back. A mirrored digit is flipped in its second halves while it is exposed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -81,12 +81,13 @@ class StepCall:
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit of one dim: an axis's, or free (axis None)."""
+    """One digit of one dim: an axis's, or free (axis None). `outer` is the product of the digits before it."""
 
     length: int
     axis: int | None
     dim: int
-    position: int = 0  # distinguishes equal free digits
+    outer: int
+    half: int | None = None  # of a mirrored digit, the product of those before the one that says in which half it is
 
 
 def expose(call: StepCall) -> tuple[Node, list[Digit]]:
@@ -95,7 +96,7 @@ def expose(call: StepCall) -> tuple[Node, list[Digit]]:
     held = [d for d in digits if d.axis is None or d.axis in call.axes]
     rest = [d for d in held if d.axis is None]
     order = [*(axis_digit(held, axis) for axis in call.axes), *rest]
-    split = call.view(_padded(call, held), [d.length for d in held])
+    split = unmirrored(call, call.view(_padded(call, held), [d.length for d in held]), held)
     return call.contiguous(call.permute(split, [held.index(d) for d in order])), rest
 
 
@@ -114,7 +115,7 @@ def _padded(call: StepCall, held: list[Digit]) -> Node:
 def join(call: StepCall, value: Node, have: list[Digit], want: list[Digit]) -> Node:
     """View `value` as digits `have`, order them as `want`, merge each dim, and cut off padding."""
     split = call.view(value, [d.length for d in have])
-    joined = call.contiguous(call.permute(split, [have.index(d) for d in want]))
+    joined = call.contiguous(unmirrored(call, call.permute(split, [have.index(d) for d in want]), want))
     shape = merged(want, len(call.shape))
     value = call.view(joined, shape)
     for dim, (lead, length, padded) in _padding(call, want).items():
@@ -122,6 +123,19 @@ def join(call: StepCall, value: Node, have: list[Digit], want: list[Digit]) -> N
         split = call.view(value, [*shape[:dim], lead, padded, *shape[dim + 1 :]])
         cut = call.contiguous(call.emit(aten.slice.Tensor, split, dim + 1, 0, length))
         value = call.view(cut, [*shape[:dim], lead * length, *shape[dim + 1 :]])
+    return value
+
+
+def unmirrored(call: StepCall, value: Node, digits: list[Digit]) -> Node:
+    """Flip the mirrored digits of a value viewed as `digits`, in their second halves."""
+    flipped: dict[int, list[int]] = {}  # by the digit that says in which half they are
+    for number, digit in enumerate(digits):
+        if digit.axis is not None and digit.half is not None:
+            half = next(i for i, d in enumerate(digits) if d.dim == digit.dim and d.outer == digit.half and d.length == 2)
+            flipped.setdefault(half, []).append(number)
+    for half, numbers in flipped.items():
+        first, second = (call.emit(aten.slice.Tensor, value, half, i, i + 1) for i in range(2))
+        value = call.emit(aten.cat.default, [first, call.emit(aten.flip.default, second, numbers)], half)
     return value
 
 
@@ -152,12 +166,15 @@ def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]
         for axis in layout.axes_on(dim):
             placement = layout.on(axis)
             assert isinstance(placement, Shard)
-            found.append(Digit(placement.outer // end, None, dim))
-            found.append(Digit(mesh.sizes[axis], axis, dim))
+            half = placement.half if placement.mirror else None
+            if half is not None and half >= end:
+                found += [Digit(half // end, None, dim, end), Digit(2, None, dim, half)]
+                end = 2 * half
+            found.append(Digit(placement.outer // end, None, dim, end))
+            found.append(Digit(mesh.sizes[axis], axis, dim, placement.outer, half))
             end = placement.outer * mesh.sizes[axis]
-        found.append(Digit(-(-size // end), None, dim))
-    kept = [digit for digit in found if digit.axis is not None or digit.length != 1]
-    return [replace(digit, position=i) for i, digit in enumerate(kept)]
+        found.append(Digit(-(-size // end), None, dim, end))
+    return [digit for digit in found if digit.axis is not None or digit.length != 1]
 
 
 def axis_digit(digits: list[Digit], axis: int) -> Digit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.recipes.context_parallel.long_sequences import CONTEXT_AXES, blocks_of, is_long, repeated_work
+from passes.recipes.context_parallel.long_sequences import CONTEXT_AXES, causal_positions, is_long, repeated_work
 from passes.recipes.context_parallel.sequences import CONTEXT, CONTEXT_WAYS
 from passes.recipes.context_parallel.way_costs import POSITIONS, sharded_seconds
 
@@ -11,7 +11,7 @@ __all__ = [
     "CONTEXT_AXES",
     "CONTEXT_WAYS",
     "POSITIONS",
-    "blocks_of",
+    "causal_positions",
     "is_long",
     "repeated_work",
     "sharded_seconds",

@@ -24,7 +24,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Shard
-from passes.recipes.context_parallel.long_sequences import blocks_of
+from passes.recipes.context_parallel.long_sequences import causal_positions
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
@@ -49,7 +49,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
         else:
             ways.append((one, given or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
     if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
-        return shard_sequences(site, EXCHANGE)  # no call needs the sequence in blocks
+        return shard_sequences(site, EXCHANGE)  # no call needs a chunk of each half
     for one, chosen in ways:
         for value, reached in _inputs_of(one, chosen, site.size):
             found.setdefault(value, reached)
@@ -72,14 +72,11 @@ def _attentions(site: Site, way: str | None) -> list[Attention | Written]:
     calls = [node for node in site.gm.graph.nodes if is_attention(node.target)]
     is_cut = way != EXCHANGE and any(runs_in_blocks(call_of(node)) for node in calls)
 
-    def blocks(length: int) -> int:
-        return blocks_of(length, site.size) if is_cut else 1
+    def cut(length: int, dim: int = POSITIONS) -> Shard:
+        return causal_positions(length, site.size, dim) if is_cut else Shard(dim)
 
-    found = []
-    for node in calls:
-        positions = Shard(POSITIONS, blocks(results_of(node)[0].shape[POSITIONS]))
-        found.append(Attention(node, _backward_of(node), site, positions))
-    return [*sorted(found, key=lambda one: one.is_causal, reverse=True), *written_out(site.gm, blocks)]
+    found = [Attention(node, _backward_of(node), site, cut(results_of(node)[0].shape[POSITIONS])) for node in calls]
+    return [*sorted(found, key=lambda one: one.is_causal, reverse=True), *written_out(site.gm, cut)]
 
 
 def _backward_of(node: Node) -> Node | None:

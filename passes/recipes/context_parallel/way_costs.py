@@ -31,12 +31,12 @@ _MASKS = ("attn_mask", "attn_bias")
 @dataclass(frozen=True)
 class Attending:
     """An attention as one axis finds it: its calls with the shapes that other axes leave, forward and perhaps backward, on
-    `ranks` ranks. A rank has a piece of each of `blocks` equal blocks of the sequence.
+    `ranks` ranks. A rank has one piece of the sequence, or, if `is_paired`, a chunk of each half.
     """
 
     calls: tuple[Call, ...]
     ranks: int
-    blocks: int
+    is_paired: bool
     group: Group
     hardware: Hardware
 
@@ -73,11 +73,12 @@ def _gathered_calls(one: Attending, call: Call) -> float:
     queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
     if not one.is_causal:
         return one.kernel(call, queries // one.ranks, keys, is_causal=False)
-    piece = queries // (one.ranks * one.blocks)
-    own = one.kernel(call, piece, piece)
-    others = one.kernel(call, piece, piece, is_causal=False, times=one.ranks - 1)
-    earlier = (one.kernel(call, piece, i * queries // one.blocks, is_causal=False) for i in range(1, one.blocks))
-    return one.blocks * (own + others) + sum(earlier)
+    chunks = 2 if one.is_paired else 1
+    chunk = queries // (one.ranks * chunks)
+    own = one.kernel(call, chunk, chunk, times=chunks)
+    others = one.kernel(call, chunk, chunk, is_causal=False, times=one.ranks - 1)
+    half = one.kernel(call, chunk, keys // 2, is_causal=False) if one.is_paired else 0.0
+    return own + others + half
 
 
 def ring_seconds(one: Attending) -> float:
@@ -107,8 +108,7 @@ def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardw
     outermost = queries.on(axes[0])
     assert isinstance(outermost, Shard)
     group = mesh.group_shape(tuple(mesh.names[axis] for axis in axes))
-    blocks = outermost.outer if runs_in_blocks(call) else 1
-    one = Attending((call,), group.ranks, blocks, group, hardware)
+    one = Attending((call,), group.ranks, outermost.mirror > 0, group, hardware)
     return _ring_calls(one, call) if keys.axes_on(POSITIONS) else _gathered_calls(one, call)
 
 
@@ -117,11 +117,11 @@ def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
     queries, keys = (one.tensor(name).shape[2] // one.ranks for name in ("query", "key"))
     if not one.is_causal:
         return one.kernel(call, queries, keys, is_causal=False)
-    piece, total = queries // one.blocks, 0.0
-    for blocks in range(1, one.blocks):  # before the queries' own; in the backward, those of the queries after the keys' own
-        many = {"queries": piece * blocks, "keys": piece} if is_attention_backward(call.op) else {}
-        total += one.kernel(call, **{"queries": piece, "keys": piece * blocks, **many}, is_causal=False)
-    return total + one.kernel(call, piece, piece, is_causal=is_causal, times=one.blocks)
+    if not one.is_paired:
+        return one.kernel(call, queries, keys, is_causal=is_causal)
+    chunk = queries // 2
+    later = one.kernel(call, chunk, chunk, is_causal=False)  # the second chunk, to the first of those that are held
+    return later + one.kernel(call, chunk, chunk, is_causal=is_causal, times=2 if is_causal else 1)
 
 
 def exchange_seconds(one: Attending) -> float:

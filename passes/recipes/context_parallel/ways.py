@@ -91,7 +91,7 @@ class Attention:
             return float(WAYS.index(way))
         calls = tuple(self._beside_other_axes(node) for node in self.calls)
         group = self.site.mesh.group_shape((self.site.mesh.names[self.site.axis],))
-        return SECONDS[way](Attending(calls, self.site.size, self.positions.outer, group, hardware))
+        return SECONDS[way](Attending(calls, self.site.size, self.positions.mirror > 0, group, hardware))
 
     def _beside_other_axes(self, node: Node) -> Call:
         call = call_of(node)

@@ -7,7 +7,7 @@ the rules say; keys and values are gathered before they are repeated for more he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -63,7 +63,7 @@ class Written:
         if row is not None and isinstance(at := row.operands[number], Shard):
             weights = operands(product)[number]
             if tensor_of(weights).shape[at.dim] == self.length:
-                yield weights, Shard(at.dim, self.positions.outer)
+                yield weights, replace(self.positions, dim=at.dim)
 
     def uses(self, way: str) -> Uses:
         """Return how calls take queries, keys and values."""
@@ -74,10 +74,10 @@ class Written:
         }
 
 
-def written_out(gm: GraphModule, blocks: Callable[[int], int]) -> tuple[Written, ...]:
-    """Return the written-out attention of a graph; `blocks` says into how many blocks a length is cut."""
+def written_out(gm: GraphModule, cut: Callable[[int, int], Shard]) -> tuple[Written, ...]:
+    """Return the written-out attention of a graph; `cut` says how a rank has positions, from their number and dim."""
     forward = _Forward(gm)
-    found = (forward.attention(node, blocks) for node in forward.nodes if node.target in _PRODUCTS)
+    found = (forward.attention(node, cut) for node in forward.nodes if node.target in _PRODUCTS)
     return tuple(one for one in found if one is not None)
 
 
@@ -88,7 +88,7 @@ class _Forward:
         self.nodes = _needed_by_outputs(gm)
         self.weights = weights_of(gm.graph)
 
-    def attention(self, node: Node, blocks: Callable[[int], int]) -> Written | None:
+    def attention(self, node: Node, cut: Callable[[int, int], Shard]) -> Written | None:
         """Return the attention that begins with the product `node`, None if none does."""
         factors = _PRODUCTS[node.target]
         if any(operands(node)[number] in self.weights for number in factors):
@@ -100,7 +100,7 @@ class _Forward:
             if isinstance(at, Shard) and weights is not None:
                 length = tensor_of(operands(node)[queries]).shape[at.dim]
                 places = self._smallest(node, keys), self._smallest(weights[0], _other(*weights))
-                return Written(node, queries, Shard(at.dim, blocks(length)), length, *places, weights)
+                return Written(node, queries, cut(length, at.dim), length, *places, weights)
         return None
 
     def _softmax_of(self, node: Node, placement: Placement) -> Taken | None:

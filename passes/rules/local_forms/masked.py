@@ -42,25 +42,38 @@ def masked_index(call: LocalCall, index: Node, layout: Layout, dim: int, size: i
         assert isinstance(placement, Shard)
         ranks = call.mesh.sizes[axis]
         part = size // (placement.outer * ranks)
-        index, missed = _take_digit(call, index, _place(call, index, axis), placement.outer, ranks, part)
+        index, missed = _take_digit(call, index, _place(call, index, axis), placement, ranks, part)
         outside = missed if outside is None else call.emit(aten.bitwise_or.Tensor, outside, missed)
         size //= ranks
     assert outside is not None, f"no axis shards dim {dim}"
     return call.emit(aten.masked_fill.Scalar, index, outside, 0), outside
 
 
-def _take_digit(call: LocalCall, index: Node, place: Node, outer: int, ranks: int, part: int) -> tuple[Node, Node]:
+def _take_digit(call: LocalCall, index: Node, place: Node, digit: Shard, ranks: int, part: int) -> tuple[Node, Node]:
     """Return `index` without the digit of one axis, and a mask that is true where that digit is another rank's."""
-    if outer == 1:
+    if digit.outer == 1:
         local = call.emit(aten.sub.Tensor, index, call.emit(aten.mul.Tensor, place, part))
         below = call.emit(aten.lt.Scalar, local, 0)
         above = call.emit(aten.ge.Scalar, local, part)
         return local, call.emit(aten.bitwise_or.Tensor, below, above)
     block = call.emit(aten.div.Tensor_mode, index, part, rounding_mode="floor")
-    missed = call.emit(aten.ne.Tensor, call.emit(aten.remainder.Scalar, block, ranks), place)
     before = call.emit(aten.div.Tensor_mode, block, ranks, rounding_mode="floor")
+    place = mirrored(call, place, before, digit.mirror, ranks)
+    missed = call.emit(aten.ne.Tensor, call.emit(aten.remainder.Scalar, block, ranks), place)
     inside = call.emit(aten.remainder.Scalar, index, part)
     return call.emit(aten.add.Tensor, call.emit(aten.mul.Tensor, before, part), inside), missed
+
+
+def mirrored(call: LocalCall, place: Node, outside: Node, mirror: int, ranks: int) -> Node:
+    """Return the digit of an axis on which this rank is at `place`, where the digits before it have the value `outside`.
+
+    `mirror` is that of the digit: see `Shard.place`.
+    """
+    if not mirror:
+        return place
+    half = call.emit(aten.div.Tensor_mode, outside, mirror, rounding_mode="floor") if mirror > 1 else outside
+    is_second = call.emit(aten.eq.Scalar, call.emit(aten.remainder.Scalar, half, 2), 1)
+    return call.emit(aten.where.self, is_second, call.emit(aten.rsub.Scalar, place, ranks - 1), place)
 
 
 def _place(call: LocalCall, index: Node, axis: int) -> Node:

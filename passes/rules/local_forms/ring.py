@@ -4,14 +4,15 @@ In each of n steps, a rank's queries attend to the keys and values that it holds
 way. The results of the steps are merged by their logsumexp, as soon as they are there. In the backward, parts go around
 in the other direction, and the gradients of each part follow it, until they reach the rank that has it.
 
-Causal attention: a rank has a piece in each of `outer` equal blocks of the sequence, as in `causal`. In each step a piece
-attends to
+Causal attention over `S(2~)`: a rank has two chunks of the sequence, as in `causal`, and so does the rank whose keys it holds.
+In each step
 
-1. the held pieces of all earlier blocks: one call without a mask for each block but the first,
-2. the held piece of its own block: one call for all blocks, in a batch. It is causal in the first step, and without a mask
-   in the others, where the result is dropped if the held piece comes later.
+1. its second chunk attends to the first of those that it holds: one call without a mask,
+2. in the first step, each chunk attends to itself, in a causal call; in the others, one chunk attends to one of the same half,
+   without a mask: the first where the held one comes before it, else the second. A `where` decides.
 
-So every rank makes the same calls, of the same shapes, and as many of them as in `causal`.
+So every rank makes the same calls, of the same shapes, and as many of them as in `causal`. Over contiguous pieces, `S(2)`, a
+piece attends to each held one, and what comes of later ones is dropped.
 
 With a mask, a rank has its rows for all keys, or the one row of all queries, and takes the columns of the keys that it holds
 in a step. A row without any such key counts nothing in the merge: the kernel gives it the logsumexp 0, which is that of a row
@@ -36,12 +37,13 @@ from passes.rules.local_forms.attention_pieces import (
     Pieces,
     inner_digits,
     is_masked,
+    joint_coordinate,
     named,
     operand,
     runs_in_blocks,
     takes,
 )
-from passes.rules.local_forms.causal import CausalBackward, CausalForward
+from passes.rules.local_forms.causal import CausalBackward, CausalForward, Side
 from passes.rules.local_forms.position_masks import is_by_positions, position_mask
 from passes.rules.rule import LocalCall, Message
 
@@ -88,12 +90,12 @@ class _Ring:
 
     ranks: int
     axes: tuple[int, ...]
-    blocks: int  # equal parts of the sequence, of each of which a rank has a piece; 1 if positions do not matter
     coordinate: Node  # i64[1]
     inner: tuple[Digit, ...]
     is_causal: bool
-    mask: Node | None  # of this rank's queries and all keys, in which `mask_blocks` are as `blocks`
-    mask_blocks: int
+    is_paired: bool  # a rank has two chunks, of halves in the second of which ranks count backwards
+    mask: Node | None  # of this rank's queries and all keys
+    blocks: int  # equal parts of the mask's columns, of each of which a rank has a piece
 
 
 def _ring(call: LocalCall) -> _Ring | None:
@@ -102,16 +104,14 @@ def _ring(call: LocalCall) -> _Ring | None:
     if not axes:
         return None
     mask = _mask(call)
-    blocks, end = _blocks(call, queries, keys) if is_causal or mask is not None else (1, 1)
+    is_ordered = is_causal or mask is not None
+    blocks, end = _blocks(call, queries, keys) if is_ordered else (1, 1)
     inner = queries.axes_on(SEQUENCE)[len(axes) :] if is_causal else ()
-    ranks, coordinate = 1, call.coordinate(axes[0])
-    for number, axis in enumerate(axes):
-        ranks *= call.mesh.sizes[axis]
-        if number:
-            before = call.emit(aten.mul.Tensor, coordinate, call.mesh.sizes[axis])
-            coordinate = call.emit(aten.add.Tensor, before, call.coordinate(axis))
+    ranks, coordinate = joint_coordinate(call, axes)
     digits = inner_digits(call, queries, inner, end)
-    return _Ring(ranks, axes, blocks if is_causal else 1, coordinate, digits, is_causal, mask, blocks)
+    first = keys.on(axes[0])
+    assert isinstance(first, Shard)
+    return _Ring(ranks, axes, coordinate, digits, is_causal, is_ordered and first.mirror > 0, mask, blocks)
 
 
 def _mask(call: LocalCall) -> Node | None:
@@ -126,17 +126,20 @@ def _blocks(call: LocalCall, queries: Layout, keys: Layout) -> tuple[int, int]:
     Raises RecipeError if the order of the ranks in the ring is not that of their pieces in a block.
     """
     axes = keys.axes_on(SEQUENCE)
-    outer, end = 0, 0
-    for number, axis in enumerate(axes):
+    first = keys.on(axes[0])
+    assert isinstance(first, Shard)
+    end, mirror = first.outer, first.mirror
+    is_first = first.is_bare or not (mirror or runs_in_blocks(call.call))
+    for axis in axes:
         placement = keys.on(axis)
         assert isinstance(placement, Shard)
-        if number and (placement.outer != end or axis < axes[number - 1]):
+        if (placement.outer, placement.mirror) != (end, mirror):
             _refuse(call, queries, keys)
-        outer, end = outer or placement.outer, placement.outer * call.mesh.sizes[axis]
-    around = queries.axes_on(SEQUENCE)
-    if around[: len(axes)] != axes or any(queries.on(axis) != keys.on(axis) for axis in axes):
+        end, mirror = end * call.mesh.sizes[axis], mirror * call.mesh.sizes[axis]
+    is_same = queries.axes_on(SEQUENCE)[: len(axes)] == axes and all(queries.on(axis) == keys.on(axis) for axis in axes)
+    if not is_first or not is_same or list(axes) != sorted(axes):
         _refuse(call, queries, keys)
-    return outer, end
+    return first.outer, end
 
 
 def _refuse(call: LocalCall, queries: Layout, keys: Layout) -> None:
@@ -157,7 +160,7 @@ class _Round(Pieces):
     def packed(self, values: tuple[Node, ...]) -> Node:
         """Return one message with all values."""
         flat = [self.call.emit(aten.view.default, self.dense(value), [-1]) for value in values]
-        return self.call.emit(aten.cat.default, flat, 0)
+        return self.call.emit_copy(aten.cat.default, flat, 0)
 
     def unpacked(self, message: Node, like: Pair) -> Pair:
         """Undo `packed`, for two values of the shapes of `like`."""
@@ -177,32 +180,20 @@ class _Round(Pieces):
     def awaited(self, message: Node) -> Node:
         return self.call.emit(_WAIT, message)
 
-    def batched(self, value: Node) -> Node:
-        """Return the pieces of all blocks as a larger batch."""
-        blocks = self.ring.blocks
-        if blocks == 1:
-            return value
-        batch, heads, length, *rest = tensor_of(value).shape
-        apart = self.call.emit(aten.view.default, self.dense(value), [batch, heads, blocks, length // blocks, *rest])
-        order = [2, 0, 1, 3, *range(4, 4 + len(rest))]
-        first = self.dense(self.call.emit(aten.permute.default, apart, order))
-        return self.call.emit(aten.view.default, first, [blocks * batch, heads, length // blocks, *rest])
-
-    def in_line(self, value: Node) -> Node:
-        """Undo `batched`."""
-        blocks = self.ring.blocks
-        if blocks == 1:
-            return value
-        batch, heads, length, *rest = tensor_of(value).shape
-        apart = self.call.emit(aten.view.default, self.dense(value), [blocks, batch // blocks, heads, length, *rest])
-        order = [1, 2, 0, 3, *range(4, 4 + len(rest))]
-        line = self.dense(self.call.emit(aten.permute.default, apart, order))
-        return self.call.emit(aten.view.default, line, [batch // blocks, heads, blocks * length, *rest])
-
-    def without_held(self, value: Node, first: int, fill: float) -> Node:
-        """Replace a value by `fill` on ranks of a coordinate below `first`: those that hold a later piece."""
+    def held_later(self, first: int, ndim: int) -> Node:
+        """Return a mask, true on ranks of a coordinate below `first`: those that hold a later part."""
         late = self.call.emit(aten.lt.Scalar, self.ring.coordinate, first)
-        mask = self.call.emit(aten.view.default, late, [1] * tensor_of(value).dim())
+        return self.call.emit(aten.view.default, late, [1] * ndim)
+
+    def chosen(self, chunks: Pair, first: int) -> Node:
+        """Return the second chunk on ranks that hold a later part, and the first on others."""
+        late = self.held_later(first, tensor_of(chunks[0]).dim())
+        return self.call.emit_copy(aten.where.self, late, chunks[1], chunks[0])
+
+    def without_held(self, value: Node, first: int, fill: float, *, keep: bool = False) -> Node:
+        """Replace a value by `fill` on ranks that hold a later part; with `keep`, on the others."""
+        mask = self.held_later(first, tensor_of(value).dim())
+        mask = self.call.emit(aten.logical_not.default, mask) if keep else mask
         return self.call.emit(aten.masked_fill.Scalar, value, mask, fill)
 
     def columns(self, held: int) -> dict[str, Node]:
@@ -212,18 +203,17 @@ class _Round(Pieces):
         *rows, length = tensor_of(self.ring.mask).shape
         if length == 1:
             return {"attn_mask": self.ring.mask}
-        ranks, blocks = self.ring.ranks, self.ring.mask_blocks
+        ranks, blocks, dim = self.ring.ranks, self.ring.blocks, len(rows)
         pieces = self.call.emit(aten.view.default, self.dense(self.ring.mask), [*rows, blocks, ranks, length // (blocks * ranks)])
         place = self._modulo(self.call.emit(aten.add.Tensor, self.ring.coordinate, held), ranks)
-        chosen = self.call.emit(aten.index_select.default, pieces, len(rows) + 1, place)
+        if self.ring.is_paired:
+            places = place, self.call.emit(aten.rsub.Scalar, place, ranks - 1)
+            ends = [self.span(pieces, i, i + 1, dim=dim) for i in range(blocks)]
+            found = [self.call.emit(aten.index_select.default, *pair) for pair in zip(ends, (dim + 1,) * 2, places, strict=True)]
+            chosen = self.call.emit(aten.cat.default, found, dim)
+        else:
+            chosen = self.call.emit(aten.index_select.default, pieces, dim + 1, place)
         return {"attn_mask": self.call.emit(aten.view.default, chosen, [*rows, length // ranks])}
-
-    def parted(self, value: Node) -> tuple[Node, ...]:
-        """Return the piece of the first block, which has no blocks before it, and those of the others."""
-        length = tensor_of(value).shape[SEQUENCE]
-        piece = length // self.ring.blocks
-        whole = (self.span(value, 0, piece),)
-        return whole if self.ring.blocks == 1 else (*whole, self.span(value, piece, length))
 
 
 class _RingForward(_Round):
@@ -235,11 +225,10 @@ class _RingForward(_Round):
 
     def attend(self, query: Node, keys: Pair) -> Pair:
         held, message, found = keys, self.packed(keys), dict[int, Pair]()
-        pieces = self.batched(query)
         for step in range(self.ring.ranks):
             is_last = step == self.ring.ranks - 1
             following = message if is_last else self.passed(message, 1)  # sent while this step computes
-            for part, result in self._results(query, pieces, held, step):
+            for part, result in self._results(query, held, step):
                 found[part] = self._merged(found[part], result) if part in found else result
             if not is_last:
                 message = self.awaited(following)
@@ -248,14 +237,26 @@ class _RingForward(_Round):
         out, logsumexp = self.joined(list(outs)), self.joined(list(logsumexps))
         return out, self._with(logsumexp, self._unseen(logsumexp), 0.0)
 
-    def _results(self, query: Node, pieces: Node, held: Pair, step: int) -> list[tuple[int, Pair]]:
-        """Return results of one step, each for one of the parts of `parted`; `pieces` are the queries, `batched`."""
+    def _results(self, query: Node, held: Pair, step: int) -> list[tuple[int, Pair]]:
+        """Return results of one step, each for one of this rank's chunks, which are one without pairs."""
         if not self.ring.is_causal:
             return [(0, self._visible(query, held, step))]
-        outs, logsumexps = self._own_block(pieces, held, step)
-        pairs = zip(self.parted(outs), self.parted(logsumexps), strict=True)
-        found = list(enumerate(pairs))
-        return found if self.ring.blocks == 1 else [*found, (1, self._earlier(query, held))]
+        if self.ring.is_paired:
+            return self._of_pair(self.halves(query), (self.halves(held[0]), self.halves(held[1])), step)
+        if not step:
+            return [(0, self.calls.attend(query, held, self.ring.inner))]
+        out, logsumexp = self.calls.kernel(query, held, is_causal=False)
+        return [(0, (out, self.without_held(logsumexp, step, -torch.inf)))]
+
+    def _of_pair(self, queries: Pair, held: tuple[Pair, Pair], step: int) -> list[tuple[int, Pair]]:
+        keys, values = held
+        half = 1, self.calls.kernel(queries[1], (keys[0], values[0]), is_causal=False)
+        if not step:
+            return [*enumerate(self.calls.attend_each(queries, held, self.ring.inner)), half]
+        chosen = [self.chosen(one, step) for one in (queries, keys, values)]
+        out, logsumexp = self.calls.kernel(chosen[0], (chosen[1], chosen[2]), is_causal=False)
+        masked = (self.without_held(logsumexp, step, -torch.inf, keep=keep) for keep in (False, True))
+        return [*((number, (out, one)) for number, one in enumerate(masked)), half]
 
     def _visible(self, query: Node, held: Pair, step: int) -> Pair:
         """Attend to all held keys, or to those that the mask leaves."""
@@ -275,25 +276,6 @@ class _RingForward(_Round):
 
     def _with(self, value: Node, mask: Node | None, fill: float) -> Node:
         return value if mask is None else self.call.emit(aten.masked_fill.Scalar, value, mask, fill)
-
-    def _own_block(self, pieces: Node, held: Pair, step: int) -> Pair:
-        keys = self.batched(held[0]), self.batched(held[1])
-        if not step:
-            out, logsumexp = self.calls.attend(pieces, keys, self.ring.inner)
-        else:
-            out, logsumexp = self.calls.kernel(pieces, keys, is_causal=False)
-            logsumexp = self.without_held(logsumexp, step, -torch.inf)
-        return self.in_line(out), self.in_line(logsumexp)
-
-    def _earlier(self, query: Node, held: Pair) -> Pair:
-        """Attend to the held pieces of the blocks before each piece's own."""
-        blocks, found = self.ring.blocks, []
-        length = tensor_of(held[0]).shape[SEQUENCE] // blocks
-        for number in range(1, blocks):
-            before = self.span(held[0], 0, number * length), self.span(held[1], 0, number * length)
-            found.append(self.calls.kernel(self.block(query, number, blocks), before, is_causal=False))
-        outs, logsumexps = zip(*found, strict=True)
-        return self.joined(list(outs)), self.joined(list(logsumexps))
 
     def _merged(self, one: Pair, other: Pair) -> Pair:
         """Merge results over disjoint keys; without a mask, the first has seen some key for each query."""
@@ -318,15 +300,14 @@ class _RingBackward(_Round):
         super().__init__(call, ring)
         self.calls = CausalBackward(call)
 
-    def grads(self, side: dict[str, Node], keys: Pair) -> tuple[Node, ...]:
+    def grads(self, side: Side, keys: Pair) -> tuple[Node, ...]:
         """Return the gradients of queries, keys and values."""
         ranks, held, message = self.ring.ranks, keys, self.packed(keys)
-        pieces = {name: self.batched(one) for name, one in side.items()}
         of_queries, own, passing = dict[int, Node](), None, None
         for step in range(ranks):
             is_last = step == ranks - 1
             following = message if is_last else self.passed(message, -1)
-            of_held = self._step(side, pieces, held, step, of_queries)
+            of_held = self._step(side, held, step, of_queries)
             if own is None:
                 own = of_held
             else:
@@ -339,58 +320,37 @@ class _RingBackward(_Round):
         assert own is not None and passing is not None
         home = self.unpacked(self.awaited(passing), own)
         of_keys = tuple(self.sum(*pair) for pair in zip(own, home, strict=True))
-        return self.joined([of_queries[number] for number in range(self.ring.blocks)]), *of_keys
+        return self.joined(list(of_queries.values())), *of_keys
 
-    def _step(
-        self, side: dict[str, Node], pieces: dict[str, Node], held: Pair, step: int, of_queries: dict[int, Node]
-    ) -> Pair:
-        """Return the gradients of the held keys and values; add those of the queries, by block.
-
-        `pieces` is `side`, `batched`.
-        """
-        if not self.ring.is_causal:
-            grad, key, value = self.calls.kernel(side, held, is_causal=False, **self.columns(step))
-            self._add(of_queries, 0, grad)
-            return key, value
-        grad, *of_held = self._own_block(pieces, held, step)
-        blocks = self.ring.blocks
-        for number in range(blocks):
-            self._add(of_queries, number, self.block(grad, number, blocks))
-        if blocks > 1:
-            of_held = self._with_later(side, held, of_held, of_queries)
-        return of_held[0], of_held[1]
-
-    def _add(self, sums: dict[int, Node], block: int, term: Node) -> None:
-        sums[block] = self.sum(sums[block], term) if block in sums else term
-
-    def _own_block(self, pieces: dict[str, Node], held: Pair, step: int) -> list[Node]:
-        keys = self.batched(held[0]), self.batched(held[1])
-        if not step:
-            found = self.calls.grads(pieces, keys, self.ring.inner)
+    def _step(self, side: Side, held: Pair, step: int, of_queries: dict[int, Node]) -> Pair:
+        """Return the gradients of the held keys and values; add those of the queries, by chunk."""
+        if self.ring.is_causal and self.ring.is_paired:
+            return self._of_pair(side, (self.halves(held[0]), self.halves(held[1])), step, of_queries)
+        if self.ring.is_causal and not step:
+            grad, key, value = self.calls.grads(side, held, self.ring.inner)
         else:
-            all_of = self.calls.kernel(pieces, keys, is_causal=False)
-            found = tuple(self.without_held(one, self.ring.ranks - step, 0.0) for one in all_of)
-        return [self.in_line(one) for one in found]
+            grad, key, value = self.calls.kernel(side, held, is_causal=False, **self.columns(step))
+        if self.ring.is_causal and step:
+            grad, key, value = (self.without_held(one, self.ring.ranks - step, 0.0) for one in (grad, key, value))
+        self._add(of_queries, 0, grad)
+        return key, value
 
-    def _with_later(
-        self, side: dict[str, Node], held: Pair, own: list[Node], of_queries: dict[int, Node]
-    ) -> list[Node]:
-        """Return the gradients of the held pieces with the terms of queries in blocks after their own, given those in their
-        own; add to the gradients of the queries."""
-        blocks, found = self.ring.blocks, list[tuple[Node, ...]]()
-        for number in range(blocks - 1):
-            length = {name: tensor_of(one).shape[SEQUENCE] for name, one in side.items()}
-            later = {name: self.span(one, (number + 1) * length[name] // blocks, length[name]) for name, one in side.items()}
-            grad, *of_held = self.calls.kernel(
-                later, (self.block(held[0], number, blocks), self.block(held[1], number, blocks)), is_causal=False
-            )
-            found.append(tuple(of_held))
-            for i in range(number + 1, blocks):
-                self._add(of_queries, i, self.block(grad, i - number - 1, blocks - number - 1))
-        joined = [self.joined(list(terms)) for terms in zip(*found, strict=True)]
-        return [self._with_last(one, terms) for one, terms in zip(own, joined, strict=True)]
+    def _of_pair(self, side: Side, held: tuple[Pair, Pair], step: int, of_queries: dict[int, Node]) -> Pair:
+        queries, (keys, values) = self.calls.split(side), held
+        grad, *of_first = self.calls.kernel(queries[1], (keys[0], values[0]), is_causal=False)
+        if not step:
+            found = self.calls.grads_of_each(queries, held, self.ring.inner)
+        else:
+            first = self.ring.ranks - step
+            chosen = {name: self.chosen((queries[0][name], queries[1][name]), first) for name in side}
+            pair = self.chosen(keys, first), self.chosen(values, first)
+            grads = self.calls.kernel(chosen, pair, is_causal=False)
+            found = [(self.without_held(one, first, 0.0), self.without_held(one, first, 0.0, keep=True)) for one in grads]
+        for number, one in enumerate(found[0]):
+            self._add(of_queries, number, one)
+        self._add(of_queries, 1, grad)
+        ends = (self.joined([self.sum(one, term), two]) for (one, two), term in zip(found[1:], of_first, strict=True))
+        return next(ends), next(ends)
 
-    def _with_last(self, own: Node, terms: Node) -> Node:
-        """Add terms of all blocks but the last."""
-        length, end = (tensor_of(value).shape[SEQUENCE] for value in (terms, own))
-        return self.joined([self.sum(self.span(own, 0, length), terms), self.span(own, length, end)])
+    def _add(self, sums: dict[int, Node], chunk: int, term: Node) -> None:
+        sums[chunk] = self.sum(sums[chunk], term) if chunk in sums else term

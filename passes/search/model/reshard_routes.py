@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +130,14 @@ def _are_apart(one: Placement, size: int, other: Placement, width: int) -> bool:
     """Return whether digits, over `size` and `width` ranks, do not overlap."""
     if not (isinstance(one, Shard) and isinstance(other, Shard)) or one.dim != other.dim:
         return True
-    return other.outer % (one.outer * size) == 0 or one.outer % (other.outer * width) == 0
+    pairs = product(_digits(one, size), _digits(other, width))
+    return all(b % (a * n) == 0 or a % (b * m) == 0 or (a == b and is_half and too) for (a, n, is_half), (b, m, too) in pairs)
+
+
+def _digits(placement: Shard, size: int) -> list[tuple[int, int, bool]]:
+    """Return the digits that a placement takes: the product of those before each, its size, and whether it is a half."""
+    axis = (placement.outer, size, False)
+    return [axis, (placement.half, 2, True)] if placement.mirror else [axis]
 
 
 def _listed(placements: Sequence[Placement]) -> _Listed:

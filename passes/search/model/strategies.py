@@ -6,7 +6,7 @@ A strategy takes a row per axis; axes that shard the same digit of one factor do
 take the same row, in mesh order.
 
 Positions of attention are sharded where the mesh has an axis for them, or the sequence is long (`recipes.context_parallel`):
-in blocks if the attention is causal, alone or in a ring with keys and values.
+mirrored if the attention is causal, alone or in a ring with keys and values.
 
 For large graphs, rows that never pay are left out: partial values are only multiplied by numbers, and are reduced
 before a call after which they would have to be.
@@ -20,10 +20,10 @@ from itertools import chain, permutations, product
 
 from torch.fx import Graph, Node
 
-from passes.ir.graph import is_reshard, item_of, operands, results_of, tensor_of
+from passes.ir.graph import InputRole, input_of, is_reshard, item_of, operands, results_of, tensor_of
 from passes.ir.layout import Layout, Partial, Placement, Shard
 from passes.ir.mesh import Mesh
-from passes.recipes.context_parallel import CONTEXT_AXES, blocks_of, is_long
+from passes.recipes.context_parallel import CONTEXT_AXES, causal_positions, is_long
 from passes.rules.rule import (
     Dims,
     Row,
@@ -38,6 +38,7 @@ from passes.rules.rule import (
 from passes.search.model.axis_groups import AxisGroups
 
 ROWS = 12  # per node and axis, at most, as strategies multiply with the axes; digits beyond the first dozen are left out
+Digit = tuple[int, int]  # the product of those before it in its factor, and its `mirror`
 SWEEPS = 6  # over the graph, forward and backward, at most, until no neighbour implies a new row
 
 
@@ -55,7 +56,7 @@ class _AxisRow:
 
     row: Row
     factor: str = ""
-    digit: int = 1
+    digit: Digit = (1, 0)
 
     def is_like(self, other: _AxisRow) -> bool:
         """Return whether two rows are the same on axes of any size."""
@@ -106,7 +107,7 @@ class Strategies:
 
     def _ordered(self, space: Space | None, picked: tuple[_AxisRow, ...]) -> Iterator[tuple[Row, ...]]:
         """Yield rows of `picked` with axis groups on one digit nested, in every order."""
-        groups: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        groups: dict[tuple[str, Digit], list[tuple[int, ...]]] = {}
         for group in self._axis_groups:
             if (option := picked[group[0]]).factor:
                 groups.setdefault((option.factor, option.digit), []).append(group)
@@ -117,14 +118,19 @@ class Strategies:
             return  # one axis shards queries alone that another shards with keys
         for orders in product(*(_orders(space, factor, among) for (factor, _), among in groups.items())):
             digits: dict[str, list[tuple[int, int]]] = {}
+            halves: dict[str, set[tuple[int, int]]] = {}  # of mirrored digits
             rows: list[Row | None] = [option.row for option in picked]
-            for (factor, digit), order in zip(groups, orders, strict=True):
+            for (factor, (outer, mirror)), order in zip(groups, orders, strict=True):
+                if mirror:
+                    halves.setdefault(factor, set()).add((outer // (2 * mirror), outer // mirror))
                 for axis in chain(*order):
                     size = self._mesh.sizes[axis]
-                    digits.setdefault(factor, []).append((digit, digit * size))
-                    rows[axis] = factor_row(space, factor, digit, size)
-                    digit *= size
-            if all(row is not None for row in rows) and all(_apart(space.sizes[f], at) for f, at in digits.items()):
+                    digits.setdefault(factor, []).append((outer, outer * size))
+                    rows[axis] = factor_row(space, factor, outer, size, mirror=mirror)
+                    outer, mirror = outer * size, mirror * size
+            if all(row is not None for row in rows) and all(
+                _apart(space.sizes[f], [*at, *halves.get(f, ())]) for f, at in digits.items()
+            ):
                 yield tuple(row for row in rows if row is not None)
 
 
@@ -206,7 +212,7 @@ class _RowTable:
     ) -> None:
         self.nodes, self.spaces, self.size, self.by_position = nodes, spaces, size, by_position
         self.table: dict[Node, list[_AxisRow]] = {node: _whole(node) for node in nodes}
-        self.added: set[tuple[Node, str, int]] = set()
+        self.added: set[tuple[Node, str, Digit]] = set()
         for node in nodes:
             for factor, digit in self._factors(node):
                 self._add(node, factor, digit)
@@ -222,32 +228,34 @@ class _RowTable:
             for node in reversed(nodes):
                 self.table[node] = [option for option in self.table[node] if not self._never_pays(node, option.row)]
 
-    def _factors(self, node: Node) -> Iterator[tuple[str, int]]:
+    def _factors(self, node: Node) -> Iterator[tuple[str, Digit]]:
         """Yield factors with the digit that a search starts from."""
         space = self.spaces[node]
         if space is not None and item_of(node) is None:
-            yield from ((factor, self._blocks(space, factor)) for factor in space.sizes)
+            yield from ((factor, self._first(space, factor)) for factor in space.sizes)
 
-    def _blocks(self, space: Space, factor: str) -> int:
-        """Return into how many blocks the positions of causal attention are cut; 1 for all other factors."""
-        is_counted = factor in space.counted or space.rings.get(factor) in space.counted
-        return blocks_of(space.sizes[factor], self.size) if is_counted else 1
+    def _first(self, space: Space, factor: str) -> Digit:
+        """Return the digit that a search starts from: mirrored for the positions of causal attention, if they divide."""
+        if factor not in space.counted and space.rings.get(factor) not in space.counted:
+            return 1, 0
+        positions = causal_positions(space.sizes[factor], self.size)
+        return positions.outer, positions.mirror
 
-    def _add(self, node: Node, factor: str, digit: int) -> None:
-        if (node, factor, digit) in self.added:
+    def _add(self, node: Node, factor: str, digit: Digit) -> None:
+        if (node, factor, digit) in self.added or (digit[1] and _is_stored(node)):
             return
         self.added.add((node, factor, digit))
         space = self.spaces[node]
         if space is None or not self._is_considered(space, factor, digit):
             return
-        row = factor_row(space, factor, digit, self.size)
+        row = factor_row(space, factor, digit[0], self.size, mirror=digit[1])
         if row is not None:
             self._put(node, _AxisRow(row, factor, digit))
 
-    def _is_considered(self, space: Space, factor: str, digit: int) -> bool:
+    def _is_considered(self, space: Space, factor: str, digit: Digit) -> bool:
         if factor not in space.counted and factor not in space.rings and factor not in space.reaches:
             return True
-        return self.by_position and digit == self._blocks(space, factor)
+        return self.by_position and digit == self._first(space, factor)
 
     def _put(self, node: Node, option: _AxisRow) -> None:
         options = self.table[node]
@@ -265,7 +273,7 @@ class _RowTable:
         for i, value in enumerate(operands(node)):
             for placement in self._placements(value):
                 if isinstance(placement, Shard) and (at := factor_at(space, space.operands[i], placement, self.size)):
-                    self._add(node, *at)
+                    self._add(node, at[0], (at[1], placement.mirror))
                 elif isinstance(placement, Partial) and (row := row_sharding(space, i, placement, self.size)):
                     self._put(node, _AxisRow(row))
 
@@ -279,7 +287,7 @@ class _RowTable:
                 continue
             for placement in dict.fromkeys(option.row.operands[i] for option in self.table[node]):
                 if isinstance(placement, Shard) and (at := factor_at(space, space.results[position], placement, self.size)):
-                    self._add(source, *at)
+                    self._add(source, at[0], (at[1], placement.mirror))
                 elif isinstance(placement, Partial) and (row := row_giving(space, position, placement, self.size)):
                     self._put(source, _AxisRow(row))
 
@@ -309,6 +317,11 @@ class _RowTable:
             if operand is value
             for option in self.table.get(user, ())
         )
+
+
+def _is_stored(node: Node) -> bool:
+    """Return whether a value is kept between steps, in a layout that DTensor has."""
+    return node.op == "placeholder" and input_of(node).role in (InputRole.PARAMETER, InputRole.BUFFER)
 
 
 def _numel(node: Node) -> int:
