@@ -101,10 +101,10 @@ def _compare(plan: ShardingPlan) -> None:
     if plan.search is None:
         print(f"  step {plan.cost.step_time * 1e3:.1f} ms, peak {plan.cost.peak_memory / 1e9:.1f} GB", flush=True)
         return
-    if plan.search.objective is not None and plan.search.gap is not None:
+    if plan.search.objective is not None and plan.search.solver_gap is not None:
         solved = next((one.cost for one in plan.search.candidates if one.name == "solved"), None)
         off = "" if solved is None else f", {plan.search.objective / solved.step_time:.3f} of what is simulated"
-        print(f"  solver: {plan.search.objective * 1e3:.1f} ms, proven gap {100 * plan.search.gap:.2f} %{off}")
+        print(f"  solver: {plan.search.objective * 1e3:.1f} ms, proven gap {100 * plan.search.solver_gap:.2f} %{off}")
     for one in plan.search.candidates:
         if one.cost is None:
             print(f"  {one.name:16} {one.note}")

@@ -41,7 +41,7 @@ class Choice:
 
 
 def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Choice:
-    """Return the candidate with the shortest simulated step of those that fit in memory; if equal, the first.
+    """Return the candidate with the shortest simulated step of those that fit in memory; if nearly equal, the `preferred`.
 
     Recipes that are proven to be slower, or not to fit, are not simulated, unless the effort is to try all; nor are any
     once the time limit is over and there is a plan that fits. Raises MemoryLimitError if nothing fits, with what takes
@@ -68,27 +68,29 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 def compared(best: Choice, others: Sequence[Choice], difference: str) -> Choice:
     """Return the best choice with those of other searches among its candidates; `difference` is added to their names."""
     added = [Candidate(f"{one.search.chosen}, {difference}", one.evaluation.cost, fits=True) for one in others]
-    bounds = [one.search.bound for one in (best, *others)]
+    bounds, least = ([getattr(one.search, name) for one in (best, *others)] for name in ("bound", "least"))
     searched = replace(
         best.search,
         candidates=(*best.search.candidates, *added),
-        bound=None if None in bounds else min(bound for bound in bounds if bound is not None),
+        bound=None if None in bounds else min(bounds),
+        least=None if None in least else min(least),
         seconds=sum(one.search.seconds for one in (best, *others)),
     )
     return replace(best, search=searched)
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:
-    """Simulate chunked messages for the best candidate and for those that could overtake it, and return the best then.
-    """
-    best = standings.best
+    """Simulate chunked messages for the candidates that they could make the best, and return the best then."""
+    best, evaluated = standings.best, standings.evaluated
     assert best is not None
-    evaluated = standings.evaluated
     fitting = [name for name, one in evaluated.items() if task.fits(one)]
     for name in sorted(fitting, key=lambda name: evaluated[name].cost.step_time):
-        if name == best or evaluated[name].least_time < evaluated[best].cost.step_time:
+        if name == best or evaluated[name].least_time < standings.best_time:
             evaluated[name] = in_chunks(task.problem, evaluated[name])
             best = standings.best or best
+    while evaluated[best].chunking is not None:
+        evaluated[best] = in_chunks(task.problem, evaluated[best])
+        best = standings.best or best
     return best
 
 
@@ -108,6 +110,7 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
             limit,
             None if solution is None else solution.objective,
             solved.bound,
+            solved.least,
             time.perf_counter() - task.started,
         ),
         solved.source,

@@ -63,7 +63,7 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
 
 def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
     """Enter a recipe's plan, unless it is proven to be slower than the best, before or by its simulation."""
-    worst = float("inf") if task.effort.recipes == "all" else standings.best_time
+    worst = float("inf") if task.effort.recipes == "all" else standings.worst_time
     with standings.attempt(one.name):
         try:
             standings.enter(one.name, task.evaluate(one.recipes, worst=worst))

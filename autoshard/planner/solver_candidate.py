@@ -62,6 +62,13 @@ class Solved:
         return self.proven
 
     @property
+    def least(self) -> float | None:
+        """Return seconds that no plan is simulated faster than; None if not all plans were considered."""
+        if self.source is None or not _is_whole(self.source):
+            return None
+        return self.source.kernels_bound
+
+    @property
     def source(self) -> Prepared | None:
         """Return the problem of the solution, or if there is none, the last one that was stated."""
         return self.prepared if self.answer is None else self.answer.source
@@ -152,8 +159,12 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
     """Return `before` with the answer to `prepared`, if there is one, and its proven bound."""
     if answer is None:
         return replace(before, prepared=prepared)
-    is_whole = prepared.skeleton.axis_groups == single_axes(prepared.node_costs.unit_costs.mesh)
-    return Solved(answer, answer.solution.bound if is_whole else before.proven, prepared)
+    return Solved(answer, answer.solution.bound if _is_whole(prepared) else before.proven, prepared)
+
+
+def _is_whole(prepared: Prepared) -> bool:
+    """Return whether each mesh axis is used by itself, so that all plans are considered."""
+    return prepared.skeleton.axis_groups == single_axes(prepared.node_costs.unit_costs.mesh)
 
 
 def _better(task: SearchTask, before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
@@ -228,8 +239,7 @@ def ask(
             return None
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
-            is_whole = prepared.skeleton.axis_groups == single_axes(task.problem.mesh)
-            improves = is_whole and not task.effort.takes_first
+            improves = _is_whole(prepared) and not task.effort.takes_first
             return Tried(_improved(task, standings, answer, found) if improves else answer, None)
         peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory

@@ -13,7 +13,8 @@ from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Evaluation, Folded, evaluate
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
-from autoshard.plans.outcome import Candidate
+from autoshard.planner.ties import TIE, preferred
+from autoshard.plans.outcome import Candidate, Cost
 from passes.errors import RecipeError, UserError
 from passes.search.solution import Solution
 
@@ -117,12 +118,19 @@ class Standings:
 
     @property
     def best(self) -> str | None:
-        """Return the name of the fastest candidate that fits; if equal, the first."""
-        fitting = [name for name, one in self.evaluated.items() if self.task.fits(one)]
-        return min(fitting, key=lambda name: self.evaluated[name].cost.step_time, default=None)
+        """Return the name of the best candidate that fits: of those as fast as the fastest, by `preferred`."""
+        return preferred(self._fitting, [name for name in self._fitting if name != SOLVED])
 
     @property
     def best_time(self) -> float:
-        """Return the seconds of a step of the best candidate."""
-        best = self.best
-        return float("inf") if best is None else self.evaluated[best].cost.step_time
+        """Return the seconds of a step of the fastest candidate that fits."""
+        return min((cost.step_time for cost in self._fitting.values()), default=float("inf"))
+
+    @property
+    def worst_time(self) -> float:
+        """Return the seconds of a step that a candidate must not exceed to be the best."""
+        return self.best_time * (1 + TIE)
+
+    @property
+    def _fitting(self) -> dict[str, Cost]:
+        return {name: one.cost for name, one in self.evaluated.items() if self.task.fits(one)}

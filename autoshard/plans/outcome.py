@@ -101,11 +101,30 @@ class Search:
     memory_limit: int  # bytes per device
     objective: float | None  # step time that the solver minimised, in seconds; None: nothing was solved
     bound: float | None  # lower bound of the objective over all plans that the solver can choose
+    least: float | None = None  # lower bound of their simulated steps
     seconds: float = field(default=0.0, compare=False)  # that the search took
 
     @property
+    def step_time(self) -> float | None:
+        """Return the simulated step of the chosen candidate, in seconds."""
+        return next((one.cost.step_time for one in self.candidates if one.name == self.chosen and one.cost), None)
+
+    @property
     def gap(self) -> float | None:
-        """Return how much better another plan could be, at most, as a part of the objective."""
+        """Return how much faster another plan could be than the chosen one is simulated, at most, as a part of its step.
+
+        It is as good as the solver's model. None where the model proves nothing: it has no bound, or one above the step.
+        """
+        if self.bound is None or self.step_time is None or self.bound > self.step_time:
+            return None
+        return (self.step_time - self.bound) / self.step_time if self.step_time else 0.0
+
+    @property
+    def solver_gap(self) -> float | None:
+        """Return how much better another plan could be than the solver's own, at most, as a part of the objective.
+
+        Both are by the solver's model.
+        """
         if self.objective is None or self.bound is None:
             return None
         return (self.objective - self.bound) / self.objective if self.objective else 0.0

@@ -13,6 +13,7 @@ from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, single_axes
 from passes.search.model.factor_graph import FactorGraph
+from passes.search.model.kernels_bound import kernels_bound
 from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
 from passes.search.model.node_costs import NodeCosts
 from passes.search.model.skeleton import Skeleton, with_costs
@@ -64,6 +65,11 @@ class Prepared:
     def transitions(self) -> Transitions:
         """Return the transitions of the factor graph with their terms."""
         return Transitions(self.factor_graph, self.node_costs.unit_costs)
+
+    @cached_property
+    def kernels_bound(self) -> float:
+        """Return a lower bound, in seconds, of the simulated step of every plan in the search space."""
+        return kernels_bound(self.skeleton, self.node_costs)
 
     @cached_property
     def recomputation(self) -> RecomputationCurve:

@@ -93,7 +93,7 @@ def plan_figures(plan: ShardingPlan) -> Record:
         names = ("step_time", "compute", "communication", "exposed_comm", "peak_memory", "memory")
         figures |= {name: repr_of(getattr(plan.cost, name)) for name in names}
     if plan.search is not None:
-        found = ("chosen", "memory_limit", "objective", "bound", "gap")
+        found = ("chosen", "memory_limit", "objective", "bound", "least", "gap")
         figures |= {f"search's {name}": repr_of(getattr(plan.search, name)) for name in found}
     return {name: str(figure) for name, figure in figures.items()}
 

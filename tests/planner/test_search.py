@@ -90,8 +90,8 @@ def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -
 @pytest.mark.slow
 def test_the_gap_that_is_proven_is_in_the_plan() -> None:
     found = searched(1024, 1024, Mesh("dp=2,tp=2", hardware="h100"))
-    assert found.search is not None and found.search.gap is not None
-    assert 0 <= found.search.gap <= 0.01
+    assert found.search is not None and found.search.solver_gap is not None
+    assert 0 <= found.search.solver_gap <= 0.01
 
 
 def test_a_searched_plan_saves_and_loads() -> None:
@@ -247,7 +247,7 @@ def test_the_plan_of_a_wide_mlp_is_megatrons() -> None:
     found = plan(model, Mesh("tp=8", hardware="h100"), args, options=Options())
     layouts = {name: str(value.layout.placements[0]) for name, value in found.parameters.items() if value.layout}
     assert layouts["layers.0.0.weight"] == "S(0)" and layouts["layers.0.2.weight"] == "S(1)"
-    assert found.search is not None and found.search.gap is not None and found.search.gap <= 0.01
+    assert found.search is not None and found.search.solver_gap is not None and found.search.solver_gap <= 0.01
 
 
 def test_a_parameter_that_no_axis_divides_is_padded_where_memory_asks_for_it() -> None:
@@ -347,6 +347,14 @@ def test_recipes_are_left_out_by_what_is_proven_of_them_alone() -> None:
     assert found.search is not None and found.cost is not None
     notes = {one.name: one.note for one in found.search.candidates if one.cost is None}
     assert notes["megatron"].startswith("at least ") and all("model" not in note for note in notes.values())
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=4"])
+def test_no_plan_is_simulated_faster_than_its_kernels_alone(mesh: str) -> None:
+    found = searched(1024, 1 << 13, Mesh(mesh, hardware="h100"))
+    assert found.search is not None and found.search.least is not None
+    steps = [one.cost.step_time for one in found.search.candidates if one.cost is not None]
+    assert 0.5 * min(steps) < found.search.least <= min(steps)
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:

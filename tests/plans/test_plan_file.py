@@ -32,7 +32,7 @@ def made(mesh: str = "dp=2,tp=2") -> ShardingPlan:
     options = Options(recipe="auto", params={"layers.0.weight": {"tp": Shard(0)}})
     bare = plan(case.model, Mesh(mesh, hardware="h100"), case.args, case.kwargs, options=options)
     remarks = (*bare.remarks, Remark("propagate", 'said "no"\n', Origin("a.b", "é.py", 3, "x = 1"), "mm"))
-    return replace(bare, cost=COST, search=Search("solved", TRIED, 80 * 10**9, 0.1, 0.099, 2.5), remarks=remarks)
+    return replace(bare, cost=COST, search=Search("solved", TRIED, 80 * 10**9, 0.1, 0.099, 0.08, 2.5), remarks=remarks)
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def changed(*path: Any, to: Any = None) -> str:
     ("path", "to", "expected"),
     [
         (("schema",), "html", "it is JSON, but not a plan: its schema is not 'autoshard.plan'"),
-        (("version",), 7, "it has version 7 of the format, and this autoshard reads 6"),
+        (("version",), 8, "it has version 8 of the format, and this autoshard reads 7"),
         (("cost", "memory", "inputs"), None, "cost.memory.inputs is missing"),
         (("cost", "step_time"), "fast", "cost.step_time is 'fast', not a number"),
         (("collectives", 3, "axes"), "dp", "collectives[3].axes is 'dp', not a list"),

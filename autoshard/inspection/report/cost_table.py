@@ -42,10 +42,16 @@ def format_recomputation(recomputation: Recomputation) -> str:
 
 
 def _proof(search: Search) -> str:
-    chosen = f"chose {search.chosen} of {len(search.candidates)} candidates"
-    if search.gap is None:
-        return chosen
-    return f"{chosen}; the solver's plan is proven within {100 * search.gap:.2f} % of the best by its model"
+    """Return what was chosen, and what is proven of all other plans: by the simulator, and by the solver's model."""
+    found = [f"chose {search.chosen} of {len(search.candidates)} candidates"]
+    if search.least is not None:
+        found.append(f"no plan is simulated faster than {format_seconds(search.least)}, for its kernels alone")
+    if search.gap is not None:
+        assert search.bound is not None
+        found.append(f"none takes less than {format_seconds(search.bound)} by the solver's model, {100 * search.gap:.2f} % less")
+    elif search.bound is not None:
+        found.append(f"the solver's model proves nothing more, as it says {format_seconds(search.bound)} at least")
+    return "; ".join(found)
 
 
 def candidates_table(search: Search) -> Table:

@@ -29,8 +29,8 @@ function header() {
         `${kind} ${bytes(size)}`).join(", "))),
     ...(search ? [el("div", { class: "stat" }, el("b", {}, search.chosen), soft(
         ` of ${search.candidates.length} simulated`),
-      el("div", { class: "soft" }, search.gap === null ? "no bound was proven" :
-        `within ${(100 * search.gap).toFixed(2)} % of the best, by the solver's model`))] : []));
+      el("div", { class: "soft" }, search.gap === null ? "no gap was proven" :
+        `no plan takes ${(100 * search.gap).toFixed(2)} % less, by the solver's model`))] : []));
 }
 
 /** Kinds of memory have one colour everywhere; the plan's cost names them in the plural. */

@@ -76,12 +76,13 @@ def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, F
     """Return, per strategy, seconds, bytes that stay and bytes of one node while it runs."""
     if not variable.members:
         return np.zeros(len(variable.strategies)), np.zeros(len(variable.strategies)), np.zeros(len(variable.strategies))
-    costs = [_member_costs(member, node_costs) for member in variable.members]
+    costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
     return seconds.sum(0), state.sum(0), working.max(0)
 
 
-def _member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:
+def member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:
+    """Return, per strategy of its variable, seconds, bytes that stay and bytes while it runs."""
     seconds, state, results, working = node_costs.costs(member.node, member.strategies)
     costs = seconds * member.count, (state + results if member.is_saved else state) * member.count, working
     return [row if member.numbers is None else row[member.numbers] for row in costs]
