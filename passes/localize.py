@@ -136,7 +136,7 @@ class _Rewriter:
     def _op(self, node: Node) -> None:
         rule = rule_of(node.target)
         sharded = any(not layout.is_replicated for layout in (*layouts_of(node), *needs_of(node)))
-        if rule is None or rule.local is None or not (sharded or is_random(node)):
+        if rule is None or rule.local is None or not (sharded or rule.whole or is_random(node)):
             self._refresh(node)
             return
         new = rule.local(_LocalCall(self.emitter, node, self.calls[node]))

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from passes._torch import OpOverload, fake_mode_of
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage, is_random, is_reshard, set_draw, value_of
-from passes.normal_forms import REWRITES, At, Split, split_projections
+from passes.normal_forms import REWRITES, At, Split, align_convolutions, split_projections
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Normalize(Pass):
     9. Determinants become a factorization and products, which do not depend on the strides of a matrix.
     10. A product whose columns slices cut into unequal parts, such as a fused query, key and value with fewer key heads,
         becomes a product per part, if an axis of `parts` ranks can shard a part: each is then sharded by itself.
-    11. Equal calls without side effects and random numbers are merged; unused calls are removed.
+    11. A padded convolution, or a slice of one, with one result for each stride of inputs, such as a causal one, becomes an
+        `aligned_convolution`: no value has another length, so that positions can be sharded.
+    12. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -75,6 +77,7 @@ class Normalize(Pass):
             rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
             if rewrite is not None:
                 changed |= rewrite(At(gm.graph, node, fake_mode))
+        changed |= align_convolutions(gm.graph, fake_mode)
         split = split_projections(gm.graph, fake_mode, self.parts) if self.parts > 1 else ()
         for one in split:
             ctx.remark(self, one.first, _text(one, self.parts))
@@ -90,7 +93,7 @@ def _text(split: Split, parts: int) -> str:
     return f"{columns} columns of a product become products of their own, for an axis of {parts} to shard each by itself"
 
 
-# --- 11: merge equal calls, remove unused ones
+# --- 12: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:

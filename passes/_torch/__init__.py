@@ -60,6 +60,11 @@ try:
     )
     from passes._torch.interception import Calls, intercepted
     from passes._torch.modes import in_forward_mode, in_transform, reentrant_checkpoint
+    from passes._torch.operators.aligned import (
+        ALIGNED_CONVOLUTION,
+        ALIGNED_CONVOLUTION_INPUT,
+        ALIGNED_CONVOLUTION_WEIGHT,
+    )
     from passes._torch.operators.ctc import CTC_LOSS
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
@@ -71,6 +76,9 @@ except (ImportError, AttributeError) as error:
     raise unsupported(error) from error
 
 __all__ = [
+    "ALIGNED_CONVOLUTION",
+    "ALIGNED_CONVOLUTION_INPUT",
+    "ALIGNED_CONVOLUTION_WEIGHT",
     "ALL_GATHER_MATMUL",
     "Box",
     "CTC_LOSS",

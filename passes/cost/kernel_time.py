@@ -26,7 +26,12 @@ from typing import Any
 import sympy
 import torch
 
-from passes._torch import OpOverload
+from passes._torch import (
+    ALIGNED_CONVOLUTION,
+    ALIGNED_CONVOLUTION_INPUT,
+    ALIGNED_CONVOLUTION_WEIGHT,
+    OpOverload,
+)
 from passes.hardware.hardware import Hardware
 from passes.ir.text import DTYPE_NAMES
 from passes.rules.rule import Call, Tensor
@@ -220,13 +225,27 @@ def _linear(call: Call) -> tuple[Product, ...]:
 
 
 def _convolution(call: Call) -> tuple[Product, ...]:
+    return (_convolved(call, call.operands[0], call.result, is_transposed=call.arg("transposed")),)
+
+
+def _aligned_convolution(call: Call) -> tuple[Product, ...]:
     return (_convolved(call, call.operands[0], call.result),)
 
 
-def _convolved(call: Call, value: Tensor, result: Tensor) -> Product:
+def _aligned_convolution_input(call: Call) -> tuple[Product, ...]:
+    forward = _convolved(call, call.result, call.arg("grad_output"))
+    return (Product(forward.batch, forward.m, forward.k, forward.n),)
+
+
+def _aligned_convolution_weight(call: Call) -> tuple[Product, ...]:
+    forward = _convolved(call, call.arg("input"), call.arg("grad_output"))
+    return (Product(forward.batch, forward.n, forward.k, forward.m),)
+
+
+def _convolved(call: Call, value: Tensor, result: Tensor, *, is_transposed: bool = False) -> Product:
     """Return a convolution as one product per group: positions x channels out x (channels in x kernel)."""
     weight, groups = call.arg("weight"), call.arg("groups")
-    positions = value if call.arg("transposed") else result  # each is multiplied with the whole kernel
+    positions = value if is_transposed else result  # each is multiplied with the whole kernel
     into, outof = result.shape[1] // groups, value.shape[1] // groups
     rows = positions.shape[0] * math.prod(positions.shape[2:])
     return Product(groups, rows, into, outof * math.prod(weight.shape[2:]))
@@ -235,7 +254,7 @@ def _convolved(call: Call, value: Tensor, result: Tensor) -> Product:
 def _convolution_backward(call: Call) -> tuple[Product, ...]:
     """Return the products of both gradients: each is as large as the forward's."""
     gradient, value = call.arg("grad_output"), call.arg("input")
-    forward = _convolved(call, value, gradient)
+    forward = _convolved(call, value, gradient, is_transposed=call.arg("transposed"))
     of_input = Product(forward.batch, forward.m, forward.k, forward.n)
     of_weight = Product(forward.batch, forward.n, forward.k, forward.m)
     wanted = call.arg("output_mask")
@@ -265,6 +284,9 @@ _PRODUCTS: dict[OpOverload, Callable[[Call], tuple[Product, ...]]] = {
     aten.linear.default: _linear,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    ALIGNED_CONVOLUTION: _aligned_convolution,
+    ALIGNED_CONVOLUTION_INPUT: _aligned_convolution_input,
+    ALIGNED_CONVOLUTION_WEIGHT: _aligned_convolution_weight,
 }
 _NAMED_PRODUCTS: dict[str, Callable[[Call], tuple[Product, ...]]] = {  # ops of libraries, defined when they are imported
     "transformers.grouped_mm_fallback.default": _per_expert,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from passes.normal_forms import bags, determinants, parts, reductions, strides, views
+from passes.normal_forms.convolutions import align_convolutions
 from passes.normal_forms.projections import Split, split_projections
 from passes.normal_forms.rewriting import At
 
@@ -18,4 +19,4 @@ REWRITES: Mapping[Any, Callable[[At], bool]] = {
     **determinants.REWRITES,
 }
 
-__all__ = ["REWRITES", "At", "Split", "split_projections"]
+__all__ = ["REWRITES", "At", "Split", "align_convolutions", "split_projections"]

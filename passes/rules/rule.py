@@ -387,13 +387,15 @@ LocalForm = Callable[[LocalCall], Node | tuple[Node, ...] | None]
 class Rule:
     """The index space of an op's calls, and the local form of a call.
 
-    A `space` of None allows the replicated row only. Without `local`, the same op is called on per-device tensors.
+    A `space` of None allows the replicated row only. Without `local`, the same op is called on per-device tensors. An op that
+    is `whole` exists in graphs of global shapes alone: `local` replaces each call.
     `text` is the string that `rule` was called with, if it made this rule.
     """
 
     space: SpaceOf
     local: LocalForm | None = None
     text: str = ""
+    whole: bool = False
 
 
 _RULES: dict[OpOverload, Rule] = {}
@@ -402,10 +404,10 @@ _TAGGED: dict[torch.Tag, Rule] = {}
 _SPACES: dict[Any, Space | None] = {}  # the cache of `space_of`, by the form of a call
 
 
-def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None) -> None:
+def register(*ops: OpOverload, space: SpaceOf, local: LocalForm | None = None, whole: bool = False) -> None:
     """Give `ops` a rule; a later registration replaces an earlier one."""
     for op in ops:
-        _RULES[op] = Rule(space, local)
+        _RULES[op] = Rule(space, local, whole=whole)
 
 
 def register_named(*names: str, space: SpaceOf, local: LocalForm | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from passes._torch import ALIGNED_CONVOLUTION, ALIGNED_CONVOLUTION_INPUT, ALIGNED_CONVOLUTION_WEIGHT
 from tests.rules.harness import Case, check_case, floats, ops_of
 
 aten = torch.ops.aten
@@ -168,7 +169,43 @@ PLANES = (
         rows=LINE_ROWS,
     ),
 )
-CASES = (*FORWARD, *BACKWARD, *POSITIONS, *PLANES)
+DENSE = "R, S(0) -> S(1); S(1), S(1) -> P(sum)", "S(1), S(0) -> P(sum); R, S(1) -> S(1)"
+ALIGNED = tuple(
+    case
+    for note, channels, kernel, settings, channel_rows, gradients in (
+        ("causal", 2, 3, ([1], [2], [1], 1), *DENSE),
+        ("later", 2, 3, ([1], [0], [2], 1), *DENSE),
+        ("strided_causal", 2, 4, ([2], [2], [1], 1), *DENSE),
+        ("depthwise_causal", 12, 4, ([1], [3], [1], 12), "S(1), S(0) -> S(1)", "S(1), S(0) -> S(1)"),
+    )
+    for value in (floats(2, channels, 24),)
+    for weight in (floats(channels if settings[3] > 1 else 4, 1 if settings[3] > 1 else channels, kernel),)
+    for grad in (floats(*ALIGNED_CONVOLUTION(value, weight, *settings).shape),)
+    for case in (
+        Case(
+            ALIGNED_CONVOLUTION,
+            (value, weight, *settings),
+            note=note,
+            rows=f"S(0), R -> S(0); S(2), R -> S(2); {channel_rows}; {LINEAR}",
+        ),
+        Case(
+            ALIGNED_CONVOLUTION_INPUT,
+            (grad, weight, *settings),
+            note=note,
+            rows=f"S(0), R -> S(0); S(2), R -> S(2); {gradients}; {LINEAR}",
+        ),
+        Case(
+            ALIGNED_CONVOLUTION_WEIGHT,
+            (grad, value, weight, *settings),
+            note=note,
+            rows=(
+                "S(0), S(0), R -> P(sum); S(2), S(2), R -> P(sum); P(sum), R, R -> P(sum); R, P(sum), R -> P(sum); "
+                + ("S(1), S(1), S(0) -> S(0)" if settings[3] > 1 else "S(1), R, S(0) -> S(0); R, S(1), S(1) -> S(1)")
+            ),
+        ),
+    )
+)
+CASES = (*FORWARD, *BACKWARD, *POSITIONS, *PLANES, *ALIGNED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

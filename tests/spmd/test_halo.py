@@ -34,6 +34,19 @@ class Speech(nn.Module):
         return self.second(F.gelu(self.first(self.into(x).transpose(1, 2)))).square().mean()
 
 
+class Causal(nn.Module):
+    """A convolution with zeros before the sequence alone: padded, or longer and cut."""
+
+    def __init__(self, kernel: int, *, cut: int = 0, before: int = 0, **how: int) -> None:
+        super().__init__()
+        self.conv, self.cut, self.before = nn.Conv1d(8, 8, kernel, **how), cut, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            return self.conv(F.pad(x, (self.before, 0)))
+        return self.conv(x)[..., : -self.cut]
+
+
 def line(second: Callable[[], nn.Module]) -> Case:
     torch.manual_seed(0)
     return Case(Speech(second()).double(), (torch.randn(2, 24, 6, dtype=torch.float64),), {})
@@ -50,6 +63,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "depthwise": lambda: line(lambda: nn.Conv1d(8, 8, 7, padding=3, groups=8)),
     "strided": lambda: line(lambda: nn.Conv1d(8, 4, 3, padding=1, stride=2)),
     "patches": lambda: line(lambda: nn.Conv1d(8, 4, 3, stride=3, bias=False)),
+    "padded": lambda: line(lambda: Causal(4, before=3)),
+    "cut": lambda: line(lambda: Causal(4, cut=3, padding=3, groups=8)),  # as Mamba has it
+    "even": lambda: line(lambda: Causal(4, cut=1, padding=2)),  # as wav2vec 2.0 has it
+    "dilated": lambda: line(lambda: Causal(3, cut=4, padding=4, dilation=2, bias=False)),
+    "strided_causal": lambda: line(lambda: Causal(4, before=2, stride=2)),
     "image": image,
 }
 
@@ -73,6 +91,14 @@ def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
     plan = ranks.planned.plan
     assert (plan.count("all_gather"), plan.count("all_to_all")) == (0, 0)
     compare(ranks.run().step, reference(name).step, TOLERANCE)
+
+
+@pytest.mark.parametrize(("mesh", "recipe"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=1", None)])
+def test_a_causal_convolution_of_the_whole_sequence(mesh: str, recipe: str | None) -> None:
+    whole = reference("even")
+    ranks = whole.plan(mesh, Options(recipe=recipe))
+    assert ranks.planned.plan.count("send") == 0
+    compare(ranks.run().step, whole.step, TOLERANCE)
 
 
 def test_height_and_width_are_sharded_over_two_axes() -> None:
@@ -125,7 +151,7 @@ def test_real_ranks_give_the_gradients_of_one_device(compiler: str) -> None:
 
 def _train(rank: int, compiler: Literal["eager", "inductor"]) -> float:
     """Return the relative error of the worst gradient after one step."""
-    case = CASES["depthwise"]()
+    case = CASES["cut"]()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     options = Options(recipe=None, inputs={"x": {"cp": "S(1)"}}, compile=compiler)
     model = autoshard(case.model, mesh, case.args, options=options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from passes._torch import ALIGNED_CONVOLUTION
 from passes.ir.graph import InputRole, is_tensor, operands, placeholders, results_of, tensor_of
 from passes.rules.rule import Space, space_of
 
@@ -16,6 +17,7 @@ _PRODUCTS = (
     "aten.mm.default",
     "aten.bmm.default",
     "aten.convolution.default",
+    "autoshard.aligned_convolution.default",
     "transformers.grouped_mm_fallback.default",  # by name: transformers need not be installed
 )
 # Ops whose result has the columns of their operand: what lies between a product and the slices that cut its result.
@@ -81,7 +83,7 @@ class Linear:
 
     @property
     def is_convolution(self) -> bool:
-        return self.node.target is aten.convolution.default
+        return self.node.target in (aten.convolution.default, ALIGNED_CONVOLUTION)
 
     @property
     def x(self) -> Node:
