@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from passes._torch import OpOverload
 from passes.cost.kernel_time import LOOKUPS, is_view
-from passes.ir.graph import operands, results_of, tensor_of
+from passes.ir.graph import is_random, operands, results_of, tensor_of
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
 
@@ -106,13 +106,7 @@ def tensor_nbytes(tensor: torch.Tensor) -> int:
 
 
 def _is_read_outside(node: Node, inside: set[Node]) -> bool:
-    for user in node.users:
-        if is_alias(user):
-            if _is_read_outside(user, inside):
-                return True
-        elif user not in inside:
-            return True
-    return False
+    return any(reader not in inside for reader in _readers(node))
 
 
 @dataclass(eq=False)
@@ -180,7 +174,7 @@ class _Fusion:
     def _add(self, index: int, node: Node) -> None:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
-        elements, is_open = _elements(node), is_generated(node)
+        elements, is_open = _elements(node), is_generated(node) and not _is_shared_number(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
@@ -250,6 +244,28 @@ class _Fusion:
             self._of[node] = into
         region.nodes = []
         return True
+
+
+def _is_shared_number(node: Node) -> bool:
+    """Return whether a node computes one number that several generated kernels read.
+
+    Each of them computes it again. In a kernel with one of them it would make kernels of the others, which may belong to
+    distant layers.
+    """
+    is_number = all(tensor.numel() == 1 for tensor in results_of(node))
+    if not is_number or is_reduction(node.target) or is_random(node):
+        return False
+    readers = list(_readers(node))
+    return len(readers) > 1 and all(reader.op != "output" and is_generated(reader) for reader in readers)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield the users of a value that are no views, through views."""
+    for user in node.users:
+        if is_alias(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _are_apart(one: Any, other: Any) -> bool:

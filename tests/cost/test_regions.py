@@ -83,6 +83,34 @@ def test_a_norm_is_one_kernel() -> None:
     assert region_bytes(regions(graph)[0]) == 4 * (32 + 8 + 32)
 
 
+def test_a_number_that_two_kernels_read_does_not_join_them() -> None:
+    """Each kernel computes it again: a rank's place in a ring decides in all layers what a mask hides."""
+    graph = read("""\
+        %place: i64[1] = input("place")
+        %x: f32[4, 8] = input("x")
+        %y: f32[4, 8] = input("y")
+        %lt: b8[1] = lt.Scalar(%place, 2)
+        %view: b8[1, 1] = view(%lt, [1, 1])
+        %masked_fill: f32[4, 8] = masked_fill.Scalar(%x, %view, 0.0)
+        %neg: f32[4, 8] = neg(%masked_fill)
+        %mm: f32[4, 4] = mm(%neg, %y)
+        %masked_fill_1: f32[4, 8] = masked_fill.Scalar(%y, %view, 0.0)
+        return output("y") %mm, output("z") %masked_fill_1
+    """)
+    assert kernels(graph) == ["lt", "masked_fill neg", "mm", "masked_fill_1"]
+
+
+def test_a_number_that_one_kernel_reads_is_a_part_of_it() -> None:
+    graph = read("""\
+        %place: i64[1] = input("place")
+        %x: f32[4, 8] = input("x")
+        %lt: b8[1] = lt.Scalar(%place, 2)
+        %masked_fill: f32[4, 8] = masked_fill.Scalar(%x, %lt, 0.0)
+        return output("y") %masked_fill
+    """)
+    assert kernels(graph) == ["lt masked_fill"]
+
+
 def test_a_sum_of_columns_ends_its_kernel() -> None:
     graph = read("""\
         %x: f32[4, 8] = input("x")

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from autoshard import Mesh, Options
+from autoshard import Mesh, Options, plan
 from autoshard.planner import recomputation
 from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
@@ -16,6 +16,7 @@ from passes.cost.unroll import unroll
 from passes.errors import UnlikeLayersError
 from passes.ir.folded_layers import Repeats
 from tests.planner.test_search import on_meta
+from tests.spmd.decoders import decoder
 
 
 def seconds_after_capture(layers: int) -> float:
@@ -52,3 +53,12 @@ def test_a_solution_whose_layers_become_unlike_is_planned_for_all_layers(monkeyp
     plan, _ = plan_ahead(request)
     assert plan.search is not None and "solved" in [one.name for one in plan.search.candidates if one.cost is not None]
     assert any("all layers are planned" in remark.text for remark in plan.remarks)
+
+
+@pytest.mark.slow
+def test_layers_whose_ring_is_recomputed_are_planned_as_one() -> None:
+    """Their masks read one number, the place in the ring, which joins no kernels of two layers."""
+    case = decoder(layers=7, seq=32)
+    options = Options(recipe="context(ring)", recompute="block")
+    found = plan(case.model, Mesh("cp=4", hardware="h100"), case.args, options=options)
+    assert [one.text for one in found.remarks if one.pass_name == "fold"] == ["blocks.2 for blocks.3 to blocks.3"]
