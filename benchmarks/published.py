@@ -56,7 +56,10 @@ class Stack:
     source: str
     selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
     pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
-    copied: int = 0  # bytes that it reads and writes per parameter, to join parameters in messages
+    # Bytes that it reads and writes beyond what autoshard's program does:
+    copied: int = 0  # per parameter that a rank computes with, to join parameters or gradients in messages
+    updated: int = 0  # per parameter that a rank updates
+    scored: int = 0  # per logit, for the loss
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,28 @@ ANY = "10TB"  # of memory: a row fitted when it was run
 # FSDP2 gathers a block in one message, and copies its bf16 parameters out of it, in the forward and in the backward:
 # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 FSDP_COPIES = 2 * (2 + 2)
+# What the program counts already: one pass of AdamW over gradient, parameter and two moments; a compiled loss that reads
+# logits three times and writes their gradient once, and of a split vocabulary reads them four times and keeps their exp.
+FUSED_UPDATE, COMPILED_LOSS, COMPILED_SPLIT_LOSS = 7 * 4, 2 + 2 + 2 + 2, 2 + 2 + 2 + 6 + 6
+# torchtitan clips gradients (a norm, a product), and in 2024 updated with foreach kernels, one pass each: two products, a lerp,
+# addcmul, sqrt, a quotient, a sum, addcdiv (torch/optim/adam.py).
+CLIP = 4 + 8
+FOREACH = 8 + 8 + 12 + 12 + 8 + 8 + 8 + 16 - FUSED_UPDATE
+# Its loss was eager in December 2024 (pull request 755): a conversion to float32; log_softmax, which reads rows three times and
+# writes them; the gradient of nll, written; that of log_softmax, which reads one operand twice; a conversion.
+EAGER_LOSS = 6 + 16 + 4 + 16 + 6 - COMPILED_LOSS
+# Megatron-LM of 2021: the buckets of DDP, copied into and out of (--DDP-impl torch in run_table_1.sh); gradients unscaled and
+# clipped in float32 (megatron/optimizer/optimizer.py); a loss of eight kernels over logits (megatron/mpu/cross_entropy.py): a
+# conversion, max, a difference, exp, sum, a quotient, in the backward a product and a conversion.
+DDP_COPIES = 2 * (2 + 2)
+UNSCALE = 8
+MEGATRON_LOSS = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
 def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stack:
+    """Return the stack of torchtitan: of December 2024, and with tensor parallelism of June 2025."""
     recompute = "block" if block else "auto"
+    is_older = recipe == "fsdp"
     return Stack(
         Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
         "h100-500w",
@@ -113,6 +134,8 @@ def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stac
         () if block else SELECTIVE,
         pipelines,
         FSDP_COPIES,
+        CLIP + (FOREACH if is_older else 0),
+        EAGER_LOSS if is_older else 0,
     )
 
 
@@ -120,6 +143,9 @@ MEGATRON = Stack(
     Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
     "a100",
     "Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
+    copied=DDP_COPIES,
+    updated=UNSCALE + CLIP,
+    scored=MEGATRON_LOSS - COMPILED_SPLIT_LOSS,
 )
 
 
@@ -152,7 +178,8 @@ def _llama_row(
 
 
 def _gpt_row(name: str, kind: str, published: float, config: gpt.Config, mesh: str, batch: int, micro: int = 1) -> Row:
-    stack = MEGATRON if TP in mesh else replace(MEGATRON, options=replace(MEGATRON.options, recipe="ddp"))
+    alone = replace(MEGATRON, options=replace(MEGATRON.options, recipe="ddp"), scored=MEGATRON_LOSS - COMPILED_LOSS)
+    stack = MEGATRON if TP in mesh else alone
     return Row(name, kind, published, "TFLOP/s", _gpt(config), mesh, batch, stack, _gpt_rate(config), micro)
 
 
@@ -189,7 +216,7 @@ def predict(row: Row) -> float:
     the others.
     """
     register_recipe(_WITHOUT_SEQUENCE)
-    seconds = _step(row, row.mesh, row.batch, row.stack).step_time + _copies(row)
+    seconds = _step(row, row.mesh, row.batch, row.stack).step_time + _beside(row)
     if row.micro_batches > 1:
         inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
         ranks = Mesh(row.mesh).size // Mesh(inner).size
@@ -199,12 +226,17 @@ def predict(row: Row) -> float:
     return seconds
 
 
-def _copies(row: Row) -> float:
+def _beside(row: Row) -> float:
+    """Return the seconds of what the stack reads and writes beyond the program: once a step, but for logits."""
     with torch.device("meta"):
-        model, _ = row.model(1)
-    parts = Mesh(row.mesh).sizes[Mesh(row.mesh).index(TP)] if TP in Mesh(row.mesh).names else 1
-    count = sum(parameter.numel() for parameter in model.parameters()) / parts
-    return count * row.stack.copied / hardware_named(row.stack.hardware).memory_bandwidth
+        model, (tokens, *_) = row.model(row.batch)
+    mesh, stack = Mesh(row.mesh), row.stack
+    count = sum(parameter.numel() for parameter in model.parameters())
+    parts = mesh.sizes[mesh.index(TP)] if TP in mesh.names else 1
+    owners = mesh.size if "fsdp" in str(stack.options.recipe) else parts
+    logits = row.micro_batches * tokens.numel() * model.config.vocab / mesh.size  # type: ignore[operator, union-attr]
+    moved = stack.copied * count / parts + stack.updated * count / owners + stack.scored * logits
+    return moved / hardware_named(stack.hardware).memory_bandwidth
 
 
 def _step(row: Row, mesh: str, batch: int, stack: Stack) -> Timeline:

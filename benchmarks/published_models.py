@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autoshard
+from benchmarks.published_kernels import add_bias, drop_and_add, dropout, norm
 from examples import gpt, llama
+
+P = 0.1  # of dropout
 
 
 class TitanAttention(llama.Attention):
@@ -54,58 +55,54 @@ def titan(config: llama.Config, batch: int, seq: int) -> tuple[nn.Module, tuple[
     return TitanLlama(replace(config, seq=seq)), (tokens, tokens)
 
 
-@torch.library.custom_op("autoshard_published::dropout", mutates_args=())
-def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Drop elements in a kernel of its own, which Inductor does not fuse; the mask is a byte an element."""
-    kept = torch.rand_like(x, dtype=torch.float32) >= p
-    return x * kept / (1 - p), kept
-
-
-@torch.library.custom_op("autoshard_published::dropout_backward", mutates_args=())
-def dropout_backward(gradient: Tensor, kept: Tensor, p: float) -> Tensor:
-    return gradient * kept / (1 - p)
-
-
-dropout.register_fake(lambda x, p: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)))
-dropout_backward.register_fake(lambda gradient, kept, p: torch.empty_like(gradient))
-
-
-def _keep_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.p, ctx.kept = inputs[1], output[1]
-
-
-dropout.register_autograd(
-    lambda ctx, gradient, _: (dropout_backward(gradient, ctx.kept, ctx.p), None), setup_context=_keep_mask
-)
-autoshard.rule(torch.ops.autoshard_published.dropout.default)("b h q k -> b h q k, b h q k")
-autoshard.rule(torch.ops.autoshard_published.dropout_backward.default)("b h q k, b h q k -> b h q k")
-
-
 class MegatronAttention(gpt.Attention):
     """Attention as in Megatron-LM before FlashAttention: scores in memory, and dropout in a kernel of its own.
 
-    Its softmax masks future positions on the way. A mask does not change what a softmax reads and writes, so none is here.
+    Values are [positions, sequences, dims], so that heads are multiplied where they are. Its softmax masks future positions
+    on the way. A mask does not change what a softmax reads and writes, so none is here.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        weights, _ = dropout(F.softmax(q @ k.transpose(2, 3), dim=-1), 0.1)
-        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+        made = zip(F.linear(x, self.qkv.weight).chunk(3, dim=-1), self.qkv.bias.chunk(3), strict=True)
+        q, k, v = (add_bias(*one).unflatten(-1, (-1, self.head_dim)).flatten(1, 2).transpose(0, 1) for one in made)
+        weights, _ = dropout(F.softmax(torch.bmm(q, k.transpose(1, 2)), dim=-1), P)
+        heads = torch.bmm(weights, v).transpose(0, 1).unflatten(1, (x.shape[1], -1))
+        return F.linear(heads.flatten(2), self.proj.weight)
 
 
-class MegatronGPT(gpt.GPT):
-    """A GPT as in Megatron-LM of 2021: the loss of logits in float32. The fused dropout of its residual is left out."""
+class MegatronNorm(nn.LayerNorm):
+    """A norm with kernels of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias)
+
+
+class MegatronBlock(gpt.Block):
+    """A layer as in Megatron-LM of 2021, with the kernels of `published_kernels`."""
 
     def __init__(self, config: gpt.Config) -> None:
         super().__init__(config)
-        for block in self.blocks:
-            block.attn = MegatronAttention(config)
+        self.norm1, self.attn, self.norm2 = MegatronNorm(config.dim), MegatronAttention(config), MegatronNorm(config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = drop_and_add(self.attn(self.norm1(x)), self.attn.proj.bias, x, P)
+        made = F.linear(F.gelu(self.mlp.up(self.norm2(x))), self.mlp.down.weight)
+        return drop_and_add(made, self.mlp.down.bias, x, P)[0]
+
+
+class MegatronGPT(gpt.GPT):
+    """A GPT as in Megatron-LM of 2021: the loss of logits in float32."""
+
+    def __init__(self, config: gpt.Config) -> None:
+        super().__init__(config)
+        self.blocks = nn.ModuleList(MegatronBlock(config) for _ in range(config.layers))
+        self.norm = MegatronNorm(config.dim)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        x = (self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))).transpose(0, 1)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.t().flatten())
 
 
 def megatron(config: gpt.Config, batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:

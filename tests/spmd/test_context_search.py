@@ -23,7 +23,7 @@ def slow(*, bandwidth: float) -> Hardware:
     h100 = hardware_named("h100")
     link = replace(h100.inside, bandwidth=bandwidth, latency=1e-9, setup=1e-9, reduces=0.0)
     flops = tuple((dtype, 1e6) for dtype, _ in h100.flops)
-    return replace(h100, name=f"slow {bandwidth}", flops=flops, launch=1e-9, inside=link, units=1, tile=1)
+    return replace(h100, name=f"slow {bandwidth}", flops=flops, launch=1e-9, inside=link, units=1, tile=1, contention=0.2)
 
 
 @pytest.mark.slow

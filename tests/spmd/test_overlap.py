@@ -120,7 +120,7 @@ def _hardware() -> Hardware:
     h100 = hardware_named("h100")
     link = replace(h100.inside, bandwidth=1e9, latency=1e-5, setup=0.0, reduces=0.0)
     rates = tuple((name, 1e10) for name, _ in h100.flops)
-    figures = {"flops": rates, "launch": 1e-9, "tile": 1, "units": 1, "memory_bandwidth": 1e12}
+    figures = {"flops": rates, "launch": 1e-9, "tile": 1, "units": 1, "memory_bandwidth": 1e12, "contention": 0.2}
     return replace(h100, name="even", inside=link, across=link, **figures)
 
 
