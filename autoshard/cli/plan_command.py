@@ -69,7 +69,7 @@ def _recipes(given: argparse.Namespace) -> None:
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
     console = Console()
-    console.print(cost_table(found.cost, found.search, found.recomputation))
+    console.print(cost_table(found.cost, found.search, found.recomputation, found.timeline))
     console.print(candidates_table(found.search))
     for declined in format_declined(found.search):
         console.print(f"  {declined}", highlight=False, markup=False)

@@ -99,8 +99,8 @@ def _sources(device: str, axes: Mesh, transfers: tuple[TransferTime, ...]) -> tu
     by = f"measured by calibrate on {device} with torch {torch.__version__}"
     links = {"inside" if time.group.nodes == 1 else "across" for time in transfers}
     sources = [(name, by) for name in ("flops", "memory_bandwidth", "launch", "tile", "attention")]
-    sources += [("memory_bytes", "as the device or the system says, divided among the node's processes")]
-    sources += [("efficiency", "1: the rates are what products reach")]
+    sources += [("memory_bytes", "measured: as the device or the system says, divided among the node's processes")]
+    sources += [("efficiency", "measured: 1, the rates are what products reach")]
     for link in ("inside", "across"):
         sources.append((link, f"{by}, over {axes}" if link in links else "not measured: that of the preset"))
     for name in ("contention", "link_contention"):

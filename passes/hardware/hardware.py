@@ -101,7 +101,11 @@ class Hardware:
     @property
     def assumed(self) -> tuple[str, ...]:
         """Return the figures that are neither measured nor published, by their sources: "inside.latency"."""
-        return tuple(field for field, source in self.sources if "assumed" in source)
+        return self.resting_on("assumed")
+
+    def resting_on(self, basis: str) -> tuple[str, ...]:
+        """Return the figures that are "measured", "published" or "assumed", by their sources."""
+        return tuple(field for field, source in self.sources if _basis(source) == basis)
 
     def to_json(self) -> str:
         """Return the text of a file that `hardware_named` reads."""
@@ -117,6 +121,12 @@ class Hardware:
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise UserError(f"{where} is no hardware file: its schema is not {SCHEMA!r}; calibrate writes one")
         return _parse(found, where)
+
+
+def _basis(source: str) -> str:
+    if "assumed" in source or "not measured" in source:
+        return "assumed"
+    return "measured" if source.startswith("measured") or "calibrate, " in source else "published"
 
 
 @cache

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard import Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.compile.compiled import split_program
 from autoshard.compile.overlap import OverlapPhase
+from autoshard.inspection.report.cost_table import format_basis, format_links
 from autoshard.inspection.report.table import format_plan
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
@@ -21,6 +22,7 @@ from autoshard.plans.outcome import Candidate, Cost, Memory, Search
 from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.build_program import program_of
 from passes.cost.simulate import Timeline, simulate
+from passes.hardware.hardware import hardware_named
 
 GIB = 1 << 30
 SOLVED = Cost(1.312, 1.2, 0.9, 0.112, Memory(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB, 3 * GIB, temporary=GIB // 2))
@@ -55,6 +57,8 @@ def test_a_plan_reads_as_a_table_with_its_cost() -> None:
         """\
 plan on 2 ranks of h100: dp=2 fsdp
 step    1.31 s: compute 1.20 s, exposed communication 112 ms; 788 ms of communication hidden
+links   in use for 34 % of the step; at 80 % of their rate it takes 6.7 % longer
+rests   on the figures of h100: 18 published, 3 assumed (launch, across.reduces, link_contention)
 memory  41.5 GiB of 72.0 GiB at the peak: activations 30.0 GiB, optimizer 4.0 GiB, gathered 3.0 GiB,
         parameters 2.0 GiB, gradients 2.0 GiB, temporary 512.0 MiB
 search  chose solved of 4 candidates; no plan is simulated faster than 980 ms, for its kernels
@@ -67,13 +71,29 @@ candidate    step  compute  exposed  hidden    memory
 in  input[B_dp, F]   out output[B_dp, D]
 module       values and weights, as stored -> as made                               compute  exposed
 0            input[B_dp, F] . W[F, D_dp], bias[D_dp] -> [B_dp, D]                   24.7 us  8.00 ms
-1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      33.5 us  8.00 ms
+1            In[B_dp, D] . W[D_dp, D], bias[D_dp] -> [B_dp, D]                      35.7 us  8.00 ms
 (optimizer)                                                                               -        -
 B=6 D=8 F=8; F_dp: F sharded over dp; {U_dp}: partial sum over dp
 collective      over  fwd  bwd  received  exposed  for
 reduce_scatter  dp      -    4     288 B  16.0 ms  linear.py:130 gradient, in a bucket
 all_gather      dp      4    1     416 B      0 s  linear.py:130 fsdp: gathered fo..., 3 in a bucket""",
     )
+
+
+def test_a_plan_says_what_slower_links_would_cost_it() -> None:
+    whole = made().timeline
+    assert whole is not None
+    sent = [replace(task, seconds=0.0 if task.is_collective else task.seconds) for task in whole.program.tasks]
+    assert format_links(simulate(replace(whole.program, tasks=tuple(sent)))) is None
+    step = simulate(whole.program, links=1.25).step_time
+    assert f"at 80 % of their rate it takes {100 * (step / whole.step_time - 1):.1f} % longer" in str(format_links(whole))
+
+
+def test_a_plan_says_what_it_rests_on() -> None:
+    h100 = hardware_named("h100")
+    own = replace(h100, name="own", sources=(("launch", "measured by calibrate"), ("across", "not measured: the preset's")))
+    assert format_basis(own) == "on the figures of own: 1 measured, 1 assumed (across)"
+    assert format_basis(replace(own, sources=())) == "on the figures of own: no source is given"
 
 
 def test_a_recipe_alone_has_a_cost_and_no_candidates() -> None:

@@ -6,13 +6,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoshard.plans.outcome import Candidate, Cost, Recomputation, Search
+from passes.cost.simulate import Timeline, simulate
+from passes.hardware.hardware import Hardware
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 4  # kinds of kept values that are listed
+BUSY = 0.25  # part of a step: of links that are in use for less, a lower rate is not worth a line
+GIVEN = 0.8  # part of the predicted rate that links give in the line about them
 
 
-def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation | None) -> Table:
-    """Return rows of step time and its parts, peak memory by kind, and the proven gap."""
+def cost_table(
+    cost: Cost, search: Search | None, recomputation: Recomputation | None, timeline: Timeline | None
+) -> Table:
+    """Return rows of step time and its parts, what the prediction rests on and how much slower links would change it, peak
+    memory by kind, and the proven gap.
+    """
     table = Table.grid(padding=(0, 2))
     limit = f" of {format_bytes(search.memory_limit)}" if search else ""
     table.add_row(
@@ -20,12 +28,35 @@ def cost_table(cost: Cost, search: Search | None, recomputation: Recomputation |
         f"{format_seconds(cost.step_time)}: compute {format_seconds(cost.compute)}, exposed communication "
         f"{format_seconds(cost.exposed_comm)}; {format_seconds(cost.hidden_comm)} of communication hidden",
     )
+    if timeline is not None:
+        if (links := format_links(timeline)) is not None:
+            table.add_row("[bold]links[/bold]", links)
+        if timeline.program.mesh.hardware is not None:
+            table.add_row("[bold]rests[/bold]", escape(format_basis(timeline.program.mesh.hardware)))
     table.add_row("[bold]memory[/bold]", f"{format_bytes(cost.peak_memory)}{limit} at the peak: {cost.memory}")
     if recomputation:
         table.add_row("[bold]again[/bold]", escape(format_recomputation(recomputation)))
     if search:
         table.add_row("[bold]search[/bold]", f"{_proof(search)}; {format_seconds(search.seconds)}")
     return table
+
+
+def format_links(timeline: Timeline) -> str | None:
+    """Return how long links are in use, and by how much the step grows when they give less; None where they hardly are."""
+    step = timeline.step_time
+    if timeline.communication < BUSY * step:
+        return None
+    longer = simulate(timeline.program, links=1 / GIVEN).step_time / step - 1
+    busy = 100 * timeline.communication / step
+    return f"in use for {busy:.0f} % of the step; at {100 * GIVEN:.0f} % of their rate it takes {100 * longer:.1f} % longer"
+
+
+def format_basis(hardware: Hardware) -> str:
+    """Return the figures that a prediction rests on: how many are measured, published and assumed, and which."""
+    kinds = {basis: hardware.resting_on(basis) for basis in ("measured", "published", "assumed")}
+    parts = [f"{len(names)} {basis}" for basis, names in kinds.items() if names] or ["no source is given"]
+    assumed = f" ({', '.join(kinds['assumed'])})" if kinds["assumed"] else ""
+    return f"on the figures of {hardware.name}: {', '.join(parts)}{assumed}"
 
 
 def format_recomputation(recomputation: Recomputation) -> str:

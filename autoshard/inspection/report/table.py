@@ -53,7 +53,7 @@ def _print(plan: PlanRecord, console: Console) -> None:
     hardware = f" of {plan.mesh.hardware.name}" if plan.mesh.hardware else ""
     console.print(f"[bold]plan[/bold] on {plan.mesh.size} ranks{hardware}: {recipes}", highlight=False)
     if plan.cost:
-        console.print(cost_table(plan.cost, plan.search, plan.recomputation))
+        console.print(cost_table(plan.cost, plan.search, plan.recomputation, plan.timeline))
     else:
         console.print(_memory_line(plan), highlight=False)
         if plan.recomputation:
