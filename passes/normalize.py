@@ -37,7 +37,9 @@ class Normalize(Pass):
         becomes a product per part, if an axis of `parts` ranks can shard a part: each is then sharded by itself.
     11. A padded convolution, or a slice of one, with one result for each stride of inputs, such as a causal one, becomes an
         `aligned_convolution`: no value has another length, so that positions can be sharded.
-    12. Equal calls without side effects and random numbers are merged; unused calls are removed.
+    12. Two reversals are none. A cumulative sum between two, as its gradient is, becomes a `reversed_cumsum`: reversals would
+        exchange the parts of a sharded dim.
+    13. Equal calls without side effects and random numbers are merged; unused calls are removed.
 
     Before:
 
@@ -93,7 +95,7 @@ def _text(split: Split, parts: int) -> str:
     return f"{columns} columns of a product become products of their own, for an axis of {parts} to shard each by itself"
 
 
-# --- 12: merge equal calls, remove unused ones
+# --- 13: merge equal calls, remove unused ones
 
 
 def _merge_equal(graph: Graph) -> bool:

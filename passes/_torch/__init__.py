@@ -67,6 +67,7 @@ try:
     )
     from passes._torch.operators.ctc import CTC_LOSS
     from passes._torch.operators.neighbours import SEND
+    from passes._torch.operators.reversed_cumsum import REVERSED_CUMSUM
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
@@ -90,6 +91,7 @@ __all__ = [
     "LeftOut",
     "MATMUL_REDUCE_SCATTER",
     "OpOverload",
+    "REVERSED_CUMSUM",
     "SEND",
     "SideEffect",
     "TraceFailure",

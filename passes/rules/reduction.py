@@ -1,15 +1,19 @@
 """Sharding rules of reductions, scans, sorts and other ops along a dim.
 
-If the terms of a reduction combine (sum, max, min, product), its dim may be sharded and the result is partial. The
-other ops need the dim whole.
+If the terms of a reduction combine (sum, max, min, product), its dim may be sharded and the result is partial. So may that of
+a cumulative sum or product, to which the totals of other parts are added (`local_forms.cumulative`). The other ops need the dim
+whole.
 """
 
 from __future__ import annotations
 
 import torch
 
+from passes._torch import REVERSED_CUMSUM
+from passes.ir.collectives import ALL_GATHER
 from passes.rules.factors import Dim, Factors, keeps_sums, whole_dims
-from passes.rules.rule import Call, Linear, Space, SpaceOf, Tensor, register
+from passes.rules.local_forms.cumulative import scanned
+from passes.rules.rule import Call, Linear, Reach, Space, SpaceOf, Tensor, register
 
 aten = torch.ops.aten
 
@@ -74,6 +78,21 @@ def _along_dim(linear: tuple[Linear, ...] = ()) -> SpaceOf:
     return space
 
 
+def _scan(linear: tuple[Linear, ...] = ()) -> SpaceOf:
+    """Return the space of a cumulative op: along `dim`, the totals of other parts are gathered."""
+
+    def space(call: Call) -> Space:
+        operand = call.operands[0]
+        factors = Factors()
+        whole = factors.dims(operand.shape)
+        for dim in whole_dims(call.arg("dim"), operand.ndim):
+            for factor in whole[dim]:
+                factors.reach(factor, Reach(0, ((ALL_GATHER.name, 0, 1),)))
+        return factors.space([whole], [whole], linear=linear if _is_exact(call) else ())
+
+    return space
+
+
 def _resized(factors: Factors, whole: list[Dim], tensor: Tensor, dims: tuple[int, ...]) -> list[Dim]:
     size = {dim: tensor.shape[dim] for dim in dims if dim < tensor.ndim}
     return [
@@ -130,8 +149,6 @@ register(
     aten.argsort.stable,
     aten.cummax.default,
     aten.cummin.default,
-    aten.cumprod.default,
-    aten.logcumsumexp.default,
     aten.sort.default,
     aten.sort.stable,
     aten.topk.default,
@@ -140,7 +157,9 @@ register(
 register(
     aten._log_softmax_backward_data.default,
     aten._softmax_backward_data.default,
-    aten.cumsum.default,
     space=_along_dim(LINEAR),
 )
+register(aten.cumsum.default, space=_scan(LINEAR), local=scanned)
+register(REVERSED_CUMSUM, space=_scan(LINEAR), local=scanned, whole=True)
+register(aten.cumprod.default, aten.logcumsumexp.default, space=_scan(), local=scanned)
 register(aten.histc.default, space=_flattened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from passes._torch import REVERSED_CUMSUM
 from tests.rules.harness import Case, check_case, floats, ops_of
 
 aten = torch.ops.aten
@@ -102,18 +103,23 @@ CASES = (
         (floats(4, 6), floats(4, 6), -1, torch.float64),
         rows="S(0), S(0) -> S(0); P(avg), R -> P(avg); P(sum), R -> P(sum)",
     ),
-    Case(aten.cumsum.default, (floats(4, 6), 1), rows="S(0) -> S(0); P(avg) -> P(avg); P(sum) -> P(sum)"),
+    Case(aten.cumsum.default, (floats(4, 6), 1), rows="S(0) -> S(0); S(1) -> S(1); P(avg) -> P(avg); P(sum) -> P(sum)"),
+    Case(
+        REVERSED_CUMSUM,
+        (floats(4, 6, 5), 1),
+        rows="S(0) -> S(0); S(1) -> S(1); P(avg) -> P(avg); P(sum) -> P(sum)",
+    ),
     Case(
         aten.cumsum.default,
         (COUNTS, 1),
         note="int",
-        rows="S(0) -> S(0); S(2) -> S(2); P(avg) -> P(avg); P(sum) -> P(sum)",
+        rows="S(0) -> S(0); S(1) -> S(1); S(2) -> S(2); P(avg) -> P(avg); P(sum) -> P(sum)",
     ),
-    Case(aten.cumsum.default, (BOOLS, 1), note="bool", rows="S(0) -> S(0); S(2) -> S(2)"),
-    Case(aten.cumprod.default, (floats(4, 6), 1), rows="S(0) -> S(0)"),
+    Case(aten.cumsum.default, (BOOLS, 1), note="bool", rows="S(0) -> S(0); S(1) -> S(1); S(2) -> S(2)"),
+    Case(aten.cumprod.default, (floats(4, 6), 1), rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(aten.cummax.default, (floats(4, 6), 1), rows="S(0) -> S(0), S(0)"),
     Case(aten.cummin.default, (floats(4, 6), 0), rows="S(1) -> S(1), S(1)"),
-    Case(aten.logcumsumexp.default, (floats(4, 6), -1), rows="S(0) -> S(0)"),
+    Case(aten.logcumsumexp.default, (floats(4, 6), -1), rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(aten.sort.default, (floats(4, 6, 9), 1), rows="S(0) -> S(0), S(0); S(2) -> S(2), S(2)"),
     Case(aten.sort.stable, (floats(4, 6),), {"stable": True, "descending": True}, rows="S(0) -> S(0), S(0)"),
     Case(aten.argsort.default, (floats(4, 6), 0), rows="S(1) -> S(1)"),
