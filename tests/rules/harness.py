@@ -91,7 +91,7 @@ def all_rows(space: Space, size: int) -> Iterator[Row]:
     """Return all rows on an axis of `size`: contiguous digits, digits with 2 or 3 outside, and mirrored ones."""
     yield from rows(space, size)
     whole = [factor for factor in space.sizes if factor not in space.rings]  # a ring sends: tests/spmd/test_context.py
-    for factor, (outer, mirror) in itertools.product(whole, ((2, 0), (3, 0), (2, 1), (4, 1))):
+    for factor, (outer, mirror) in itertools.product(whole, ((2, 0), (3, 0), (2, 1), (4, 1), (4, 2))):
         row = factor_row(space, factor, outer, size, mirror=mirror)
         if row is not None:
             yield row

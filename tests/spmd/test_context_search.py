@@ -29,7 +29,7 @@ def slow(*, bandwidth: float) -> Hardware:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "bandwidth", "is_ring"),
-    [(True, 1e9, False), (True, 1e5, False), (False, 1e9, False), (False, 1e5, True)],
+    [(True, 1e9, False), (True, 1e5, True), (False, 1e9, False), (False, 1e5, True)],
     ids=["causal", "causal, slow links", "full", "full, slow links"],
 )
 def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandwidth: float, is_ring: bool) -> None:
@@ -42,7 +42,7 @@ def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandw
     assert calls and all(layouts_of(node)[0].axes_on(POSITIONS) for node in calls)
     assert bool(plan.count("send")) == is_ring
     fixed = next(one.cost for one in plan.search.candidates if one.name == "context")
-    assert fixed is not None and plan.cost.step_time <= fixed.step_time * (1 + 1e-9)
+    assert fixed is None or plan.cost.step_time <= fixed.step_time * (1 + 1e-9)  # None: proven to be slower
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 

@@ -93,9 +93,13 @@ def _ring_calls(one: Attending, call: Call) -> float:
     out = width * tensor_bytes(one.tensor("query")) / one.tensor("query").dtype.itemsize / one.ranks
     merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
     home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
-    step = _step_calls(one, call, is_causal=False) + merged
-    exposed = max(0.0, one.sent("send", message) + home - step)
-    return _step_calls(one, call, is_causal=one.is_causal) + (one.ranks - 1) * (step + exposed) + home
+    first, step = _step_calls(one, call, is_causal=one.is_causal), _step_calls(one, call, is_causal=False) + merged
+    sent = one.sent("send", message)
+    exposed = max(0.0, sent - first)
+    if one.ranks > 2:  # gradients are sent from the second step on, and hide behind the third
+        both = max(0.0, sent + home - step)
+        exposed += max(0.0, sent - step) + (one.ranks - 3) * both + max(0.0, home - step)
+    return first + (one.ranks - 1) * step + exposed + home
 
 
 def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardware: Hardware) -> float:
