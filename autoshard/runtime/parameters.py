@@ -7,7 +7,7 @@ optimizer built before the model was captured keeps working.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +113,27 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
     Buffers and all attributes that are not modules are shared with `module`: the copy can be read, but not run.
     """
+    return _with_parameters(module, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+
+
+def whole_copy(module: nn.Module, *, is_kept: bool) -> nn.Module:
+    """Return a plain copy with the values of all ranks, on the CPU; where it is not `is_kept`, on meta.
+
+    All ranks call it together.
+    """
+
+    def whole(parameter: torch.Tensor) -> torch.Tensor:
+        gathered = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return gathered.detach().to("cpu" if is_kept else "meta")
+
+    return _with_parameters(module, whole)
+
+
+def _with_parameters(module: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a copy of `module` that has other parameters; tied ones stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(value_of(parameter), requires_grad=parameter.requires_grad)
     for tensor in (*module.buffers(), *(tensor for _, tensor in held_tensors(module))):
         memo.setdefault(id(tensor), tensor)  # a list of parameters, as an LSTM has, holds none of its own
     return copy.deepcopy(module, memo)

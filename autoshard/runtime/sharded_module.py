@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -33,7 +34,7 @@ from autoshard.runtime.calls.programs import (
 )
 from autoshard.runtime.calls.refused_modes import COMPILED, Refusals, check_modes
 from autoshard.runtime.execution import LocalProgram
-from autoshard.runtime.parameters import Place, distributed_copy, plain_copy
+from autoshard.runtime.parameters import Place, distributed_copy, plain_copy, whole_copy
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
 from autoshard.runtime.watch.call_watch import SharedCall
@@ -143,6 +144,17 @@ class ShardedModule(Refusals):
             part = part * place.mesh.sizes[axis] + place.coordinate[axis]
         return DistributedSampler(dataset, ways, part, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
+    @property
+    def save_pretrained(self) -> Callable[..., Any]:
+        """Save the model as its library does (transformers, diffusers, peft), with whole parameters, as its own class.
+
+        All ranks call it together, with the arguments of the library's method; the first rank writes. A model whose class
+        has no such method has none.
+        """
+        inherited: Any = super()
+        _ = inherited.save_pretrained  # AttributeError is that of any attribute which is not there
+        return partial(_save_pretrained, self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return a sharded model with parameters and buffers of its own, on the same mesh; it shares compiled code."""
         state, kind = self._autoshard, type(self)
@@ -206,11 +218,21 @@ def shard_module(
     return sharded
 
 
-def as_written(model: ShardedModule) -> nn.Module:
-    """Return the model as its user wrote it, in its present state, with parameters on meta and of global shape."""
+def _save_pretrained(model: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+    groups = model._autoshard.groups
+    is_first = groups.rank == groups.mesh.ranks[0]
+    with groups.watch.call(SharedCall("save_pretrained")):
+        whole: Any = as_written(model, lambda one: whole_copy(one, is_kept=is_first))
+        return together(groups, "save_pretrained", lambda: whole.save_pretrained(*args, **kwargs) if is_first else None)
+
+
+def as_written(model: ShardedModule, copy_of: Callable[[nn.Module], nn.Module] = plain_copy) -> nn.Module:
+    """Return the model as its user wrote it, in its present state, with parameters of global shape: on meta, unless
+    `copy_of` gives them values.
+    """
     own = model._autoshard.states.own_forward(model)
     with _as_users_class(model):
-        copied = plain_copy(model)
+        copied = copy_of(model)
     allow_alone(copied)
     if own is None:
         copied.__dict__.pop("forward", None)

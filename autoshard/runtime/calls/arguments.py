@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.signature import Call, Signature, format_leaf
+from autoshard.capture.signature import Call, Signature, format_leaf, is_constant, same_constant
 
 Key = frozenset[tuple[str, Hashable]]
 
@@ -33,8 +34,14 @@ def signature_key(signature: Signature, *, gradients: bool) -> Key:
 
 
 def format_call(call: Call) -> str:
-    """Return a call as messages show it: `tokens: int64[4, 16], labels: None`."""
-    return ", ".join(f"{path}: {_format(leaf)}" for path, leaf in call.leaves.items()) or "no arguments"
+    """Return a call as messages show it: `tokens: int64[4, 16], scale: 2.0`; arguments that are the defaults are left out."""
+    parameters = call.bound.signature.parameters
+    shown = (item for item in call.leaves.items() if item[0] not in parameters or not _is_default(item[1], parameters[item[0]]))
+    return ", ".join(f"{path}: {_format(leaf)}" for path, leaf in shown) or "no arguments"
+
+
+def _is_default(leaf: Any, parameter: inspect.Parameter) -> bool:
+    return is_constant(leaf) and same_constant(leaf, parameter.default)
 
 
 def _format(leaf: Any) -> str:
