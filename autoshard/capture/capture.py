@@ -61,7 +61,7 @@ class Captured:
 
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
-    are those that the traced code reads (None: not known).
+    are those that the traced code reads (None: not known). `known` is the joint graph, if it need not be traced.
     """
 
     call: FlatCall
@@ -69,6 +69,7 @@ class Captured:
     tied: dict[str, str]
     training: bool
     names: frozenset[str] | None = None
+    known: GraphModule | None = None
 
     @property
     def signature(self) -> Signature:
@@ -105,7 +106,7 @@ class Captured:
 
     @cached_property
     def _whole(self) -> tuple[GraphModule, dict[str, torch.Tensor]]:
-        return self.joint_of(self.call)
+        return self.joint_of(self.call) if self.known is None else (self.known, {})
 
     @uncollected()
     def joint_of(self, call: FlatCall) -> tuple[GraphModule, dict[str, torch.Tensor]]:

@@ -8,11 +8,13 @@ the rest gives the same graph as folding that of the whole model, so a plan for 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured
+from autoshard.capture.garbage import uncollected
 from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
 from autoshard.phases import Passes
@@ -21,10 +23,13 @@ from passes.fold import Fold
 from passes.ir.equal_layers import Indexed, Layers, depth_of
 from passes.ir.folded_layers import Repeats, Run
 from passes.ir.graph import (
+    Input,
+    InputRole,
     Output,
     OutputRole,
     copy_graph,
     input_of,
+    outputs_of,
     placeholders,
     repeats_of,
     set_input,
@@ -32,6 +37,8 @@ from passes.ir.graph import (
     set_repeats,
     set_value,
 )
+from passes.ir.mesh import Mesh
+from passes.ir.more_layers import with_all_layers
 from passes.manager import PassManager
 
 # Equal layers kept on either side, in addition to those that stay in the joint graph: if two layers use a value, its
@@ -66,6 +73,37 @@ def shallow_graph(
     parameters = {removed: parameters.get(one, one) for removed, one in before.parameters.items()} | parameters
     set_repeats(joint, Repeats(runs, _copies(joint, runs), parameters))
     return joint
+
+
+@uncollected()
+def whole_graph(captured: Captured, earlier: Iterable[GraphModule], mesh: Mesh) -> GraphModule | None:
+    """Return the joint graph of `captured`, traced from few layers, with the layers of one of the `earlier` graphs of the
+    same model in other sizes; None if that is not surely right.
+    """
+    call = captured.call
+    trained = {_gradient_of(key) for key, tensor in call.tensors.items() if captured.training and tensor.requires_grad}
+    fitting = [one for one in earlier if _inputs(one) == list(call.tensors) and _gradients(one) == trained]
+    gm = copy_graph(call.graph_module)
+    _describe(gm, captured)
+    _share_parts(gm)
+    if not fitting or not Fold().run(gm, PassContext(mesh)):
+        return None
+    kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+    joint, literals = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    found = (with_all_layers(joint, repeats_of(gm).runs, one) for one in fitting)
+    return None if literals else next((one for one in found if one is not None), None)
+
+
+def _inputs(gm: GraphModule) -> list[Input]:
+    return [input_of(node) for node in placeholders(gm.graph) if input_of(node).role is not InputRole.TANGENT]
+
+
+def _gradients(gm: GraphModule) -> set[str]:
+    return {output.name for output in outputs_of(gm.graph) if output.role is OutputRole.GRADIENT}
+
+
+def _gradient_of(key: Input) -> str:
+    return key.name if key.role is InputRole.PARAMETER else f"input:{key.name}"
 
 
 def _joined(before: tuple[Run, ...], after: tuple[Run, ...]) -> tuple[Run, ...] | None:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
 from autoshard.capture.garbage import uncollected
+from autoshard.capture.shallow import whole_graph
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
@@ -98,6 +99,8 @@ def make_plan(
     started = time.perf_counter()
     progress("capture")
     problem = captured_problem(request)
+    known = whole_graph(problem.captured, request.traced, problem.mesh)
+    problem = replace(problem, captured=replace(problem.captured, known=known))
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
 

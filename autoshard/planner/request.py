@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
@@ -23,7 +24,8 @@ class PlanRequest:
     `stored` are the layouts of parameters from an earlier program of the same module. `batch_axes` are those that the
     caller splits the batch over, and no others (None: free to choose); one that they do not divide is padded. `is_later`:
     the inputs of the call are all constrained to how the caller splits them. `earlier` are plans of the same module for
-    other calls; a search takes over what they decided.
+    other calls; a search takes over what they decided. `traced` are joint graphs of other calls: one that differs in sizes only
+    saves tracing most of many equal layers.
     """
 
     module: nn.Module
@@ -37,6 +39,7 @@ class PlanRequest:
     batch_axes: tuple[int, ...] | None = None
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
+    traced: tuple[GraphModule, ...] = ()
 
     def checked(self) -> PlanRequest:
         """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work.

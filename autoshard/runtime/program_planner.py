@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.axis_names import batch_axes_of
@@ -46,6 +47,7 @@ class ProgramPlanner:
         self.awaits = given is not None  # `given` has not been compiled yet
         self.first: PlanRecord | None = given  # the plan that decides how inputs are split
         self.made: list[PlanRecord] = []
+        self.traced: list[GraphModule] = []  # joint graphs of all layers
 
     def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """Return the program for a call with this rank's part of each input."""
@@ -97,11 +99,14 @@ class ProgramPlanner:
             batch_axes=batch_axes,
             is_later=layouts is not None,
             earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
+            traced=tuple(self.traced),
         )
         planned = make_plan(request, plan=followed or given, progress=progress)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         self.made.append(planned.plan)
+        if planned.captured.known is None:
+            self.traced.append(planned.captured.graph_module)
         return _local_program(planned, self.options)
 
     def _options_with(self, layouts: Mapping[str, Layout]) -> Options:

@@ -118,7 +118,7 @@ class Layers:
         A call without a module in the list, such as the sum of two gradients, belongs to the layer of its latest
         operand. A value that depends on no layer and is used by several belongs to none.
         """
-        split = {fqn: _split(fqn, level) for fqn in dict.fromkeys(graph.fqns)}
+        split = {fqn: layer_in(fqn, level) for fqn in dict.fromkeys(graph.fqns)}
         layer: list[Layer | None] = []
         rests: list[str] = []
         for i, fqn in enumerate(graph.fqns):
@@ -185,7 +185,7 @@ def depth_of(graph: Indexed) -> int:
     return max((sum(map(str.isdecimal, fqn.split("."))) for fqn in dict.fromkeys(graph.fqns)), default=0)
 
 
-def _split(fqn: str, level: int) -> tuple[Layer, str] | None:
+def layer_in(fqn: str, level: int) -> tuple[Layer, str] | None:
     """Return the layer and the rest: `stages.2.blocks.7.w` at level 1 is `("stages.2.blocks", 7), "w"`."""
     parts = fqn.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
@@ -225,7 +225,7 @@ def _results(graph: Indexed, level: int) -> dict[Layer, tuple[tuple[OutputRole, 
     found: dict[Layer, list[tuple[OutputRole, str, int | None]]] = defaultdict(list)
     for output, value in graph.outputs:
         is_own = output.role is not OutputRole.OUTPUT and not output.name.startswith("input:")
-        own = _split(output.name, level) if is_own else None
+        own = layer_in(output.name, level) if is_own else None
         if own is not None:
             found[own[0]].append((output.role, own[1], value))
     return {one: tuple(results) for one, results in found.items()}

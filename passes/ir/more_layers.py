@@ -1,0 +1,257 @@
+"""A graph of all layers, given one of a few of them and one of all that differs in sizes only.
+
+Tracing takes time per layer, and equal layers are traced alike: a few of them, in new sizes, tell how the others look in
+these. The graph in the earlier sizes says how layers are joined. It is taken only where it covers the small graph: each of
+its calls is one of the layer that stands for its own, and reads the same values of that layer and of those before and after.
+All constants are those of the small graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from passes._torch import fake_empty, fake_mode_of, fake_view, module_of, shares_memory
+from passes.ir.equal_layers import Layer, layer_in
+from passes.ir.folded_layers import Run, index_in, moved_to
+from passes.ir.graph import (
+    InputRole,
+    Output,
+    OutputRole,
+    has_input,
+    input_of,
+    is_random,
+    origin_of,
+    outputs_of,
+    region_of,
+    results_of,
+    returned,
+    set_value,
+    value_of,
+)
+
+Key = tuple[Any, ...]  # of a node in its layer
+
+_HELD = (InputRole.PARAMETER, InputRole.BUFFER)
+
+
+class _Unlike(Exception):
+    """The graph of all layers does not cover that of a few."""
+
+
+def with_all_layers(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> GraphModule | None:
+    """Return `few` with the layers that `runs` say it lacks; None where that is not surely right.
+
+    `before` is a CAPTURED graph with all layers, in other sizes; the result has its names.
+    """
+    try:
+        return _Cover(few, runs, before).graph()
+    except _Unlike:
+        return None
+
+
+class _Cover:
+    """The node of `few` for each of `before`."""
+
+    def __init__(self, few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> None:
+        levels = {sum(map(str.isdecimal, run.prefix.split("."))) for run in runs}
+        if len(levels) != 1:
+            raise _Unlike
+        level = levels.pop()
+        self.few, self.before, self.runs = few, before, runs
+        self.there, self.here = _Places(few, level), _Places(before, level)
+        self.stand_ins = {
+            (run.prefix, index): (run.prefix, run.below[number % run.period])
+            for run in runs
+            for number, index in enumerate(run.removed)
+        }
+        self.covered: dict[Node, Node] = {}
+        self._cover()
+
+    def _cover(self) -> None:
+        parts: dict[Any, Node] = {}
+        own = 0
+        for node, (layer, key) in self.here.places.items():
+            found = self.there.nodes.get((self.stand_ins.get(layer, layer) if layer else None, key))
+            part = _part(node)
+            if found is None and part in parts:  # `self.cos[:n]` in each layer, which few layers have once
+                found = parts[part]
+            else:
+                own += layer not in self.stand_ins
+            if found is None or _kinds(node) != _kinds(found):
+                raise _Unlike
+            self.covered[node] = found
+            parts.setdefault(part, found)
+        if not own == len(set(self.covered.values())) == len(self.there.places):
+            raise _Unlike
+
+    def graph(self) -> GraphModule:
+        """Return the graph of all layers in the new sizes."""
+        self._check_ends()
+        graph, copies = Graph(), dict[Node, Node]()
+        mode = fake_mode_of([value for node in self.there.places for value in results_of(node)])
+        for node in self.before.graph.nodes:
+            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "output":
+                continue
+            found = self.covered[node]
+            if node.op != "placeholder":
+                new.args = map_arg(self._argument(node, found, node.args, found.args), copies.__getitem__)
+                new.kwargs = map_arg(self._argument(node, found, node.kwargs, found.kwargs), copies.__getitem__)
+            is_own = self.here.places[node] == self.there.places[found]
+            set_value(new, value_of(found) if is_own else _again(mode, new, found))
+        made = module_of(graph, self.few)
+        made.meta = dict(self.before.meta)
+        return made
+
+    def _check_ends(self) -> None:
+        """Check that results are those of the layers that stand for their own."""
+        ends = dict(zip(outputs_of(self.few.graph), returned(self.few.graph), strict=True))
+        own = 0
+        for output, value in zip(outputs_of(self.before.graph), returned(self.before.graph), strict=True):
+            moved = self._moved(output)
+            own += moved == output
+            if moved not in ends or (None if value is None else self.covered[value]) is not ends[moved]:
+                raise _Unlike
+        if own != len(ends):
+            raise _Unlike
+
+    def _moved(self, output: Output) -> Output:
+        if output.role not in (OutputRole.GRADIENT, OutputRole.BUFFER):
+            return output
+        for run in self.runs:
+            index = index_in(run.prefix, output.name)
+            if index is not None and (run.prefix, index) in self.stand_ins:
+                return Output(output.role, moved_to(run.prefix, self.stand_ins[run.prefix, index][1], output.name))
+        return output
+
+    def _argument(self, node: Node, found: Node, own: Any, now: Any) -> Any:
+        """Return an argument of `node`, given that of `found`, which covers it: its own nodes, with the new constants."""
+        if isinstance(own, Node) or isinstance(now, Node):
+            if not isinstance(own, Node) or not isinstance(now, Node) or not self._is_read_alike(node, found, own, now):
+                raise _Unlike
+            return own
+        if type(own) is not type(now):
+            raise _Unlike
+        if isinstance(own, tuple | list):
+            if len(own) != len(now):
+                raise _Unlike
+            return type(own)([self._argument(node, found, *items) for items in zip(own, now, strict=True)])
+        if isinstance(own, dict):
+            if own.keys() != now.keys():
+                raise _Unlike
+            return {name: self._argument(node, found, item, now[name]) for name, item in own.items()}
+        return now
+
+    def _is_read_alike(self, node: Node, found: Node, own: Node, now: Node) -> bool:
+        """Return whether `node` reads from its layer, or as many layers away, what `found` reads from there."""
+        covered = self.covered[own]
+        if covered is now:
+            return True
+        (source, key), (other, key_now) = self.here.places[own], self.there.places[now]
+        layer, stand_in = self.here.places[node][0], self.there.places[found][0]
+        if not (source and other and layer and stand_in) or key != key_now or _type(value_of(covered)) != _type(value_of(now)):
+            return False
+        away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
+        return away is not None and away == away_now
+
+
+class _Places:
+    """The nodes of a graph by their layers, and by what they are in these."""
+
+    def __init__(self, gm: GraphModule, level: int) -> None:
+        self.places: dict[Node, tuple[Layer | None, Key]] = {}
+        self.nodes: dict[tuple[Layer | None, Key], Node] = {}
+        seen: Counter[Any] = Counter()
+        layers = _layers(gm, level)
+        for node, (layer, rest) in layers.items():
+            what: Key = (rest, _what(node, layer))
+            seen[layer, what] += 1
+            place = layer, (*what, seen[layer, what])
+            self.places[node] = place
+            self.nodes[place] = node
+        found = sorted({layer for layer, _ in layers.values() if layer is not None})
+        self.ranks = {layer: rank for rank, layer in enumerate(found)}
+
+    def distance(self, one: Layer, other: Layer) -> int | None:
+        """Return how many layers after `one` in its list `other` is; None for one of another list."""
+        return self.ranks[other] - self.ranks[one] if one[0] == other[0] else None
+
+
+def _layers(gm: GraphModule, level: int) -> dict[Node, tuple[Layer | None, str]]:
+    """Return the layer of each node, and its module inside of the layer ("^" and the module for one not named after it).
+
+    A call of another module, such as one of the backward, belongs to the layer of its latest operand, a constant to the
+    layer that reads it.
+    """
+    found: dict[Node, tuple[Layer | None, str]] = {}
+    place: dict[Node, int] = {}
+    constants: dict[Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        place[node] = len(place)
+        fqn = input_of(node).name if has_input(node) and input_of(node).role in _HELD else origin_of(node).fqn
+        own = layer_in(fqn, level)
+        calls = [source for source in node.all_input_nodes if source.op != "placeholder" and source not in constants]
+        latest = found[max(calls, key=place.__getitem__)][0] if calls else None
+        inherits = own is None and latest is not None and (not fqn or latest[0].startswith(f"{fqn}."))
+        found[node] = own or (latest if inherits else None, f"^{fqn}")
+        if node.op == "call_function" and not node.all_input_nodes and own is None:
+            constants[node] = None
+    for node in constants:
+        readers = {found[user][0] if user in found else None for user in node.users}
+        found[node] = readers.pop() if len(readers) == 1 else None, found[node][1]
+    return found
+
+
+def _what(node: Node, layer: Layer | None) -> Any:
+    if node.op != "placeholder":
+        return node.target
+    given = input_of(node)
+    return given.role if layer else (given.role, given.name)
+
+
+def _part(node: Node) -> Any:
+    """Return what is equal for equal calls that read inputs only; other nodes are only equal to themselves."""
+    if node.op == "placeholder" or is_random(node) or not node.all_input_nodes:
+        return node
+    is_of_inputs = all(source.op == "placeholder" for source in node.all_input_nodes)
+    return (node.target, str(node.args), str(node.kwargs)) if is_of_inputs else node
+
+
+def _kinds(node: Node) -> Any:
+    """Return what equal nodes have in common in all sizes."""
+    tensors = [(tensor.dtype, tensor.ndim, tensor.device) for tensor in results_of(node)]
+    return node.op, tensors, region_of(node) is None, has_input(node) and input_of(node).role
+
+
+def _type(value: Any) -> Any:
+    """Return all of a value but its memory."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_type, value)) if isinstance(value, tuple | list) else (type(value), value)
+
+
+def _again(mode: Any, node: Node, like: Node) -> Any:
+    """Return a value for `node`, as that of `like`: on memory of its own, or on that of the operand which it is a view of."""
+    pairs = list(zip(node.all_input_nodes, like.all_input_nodes, strict=True))
+
+    def made(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)([made(item) for item in value])
+        if not isinstance(value, torch.Tensor):
+            return value
+        for own, other in pairs:
+            for base, base_like in zip(results_of(own), results_of(other), strict=True):
+                if value is base_like:
+                    return base
+                if shares_memory(value, base_like) and value.dtype is base_like.dtype:
+                    return fake_view(mode, base, value.shape, value.stride(), int(value.storage_offset()))
+        return fake_empty(mode, value.shape, value.dtype, value.device, value.stride())
+
+    return made(value_of(like))
