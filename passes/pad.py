@@ -13,21 +13,23 @@ from passes.ir.padding import Padded
 from passes.paddings.padded_calls import PaddedCalls
 from passes.paddings.padded_inputs import padded_inputs
 from passes.paddings.padded_parameters import padded_parameters
+from passes.paddings.padded_positions import padded_positions
 from passes.paddings.padded_values import NOTE, Cut
 from passes.recipes.megatron.linears import forward_nodes
 
 
 @dataclass(frozen=True)
 class Pad(Pass):
-    """Pad the vocabulary, the heads and the widths that `parts` does not divide to a multiple of it, and the batch to one
-    of `batch_parts`.
+    """Pad the vocabulary, the heads and the widths that `parts` does not divide to a multiple of it, the batch to one of
+    `batch_parts`, and the positions of attention to one of `sequence_parts`.
 
     1. The rows of embedding tables and the columns of linears are padded with zeros; of merged heads, whole heads. So is
-       dim 0 of every input whose dim 0 is as long as that of the first input. A remark says what was padded and how much
-       that adds.
+       dim 0 of every input whose dim 0 is as long as that of the first input, and the dim of inputs that becomes positions.
+       A remark says what was padded and how much that adds.
     2. What is made from padded values is longer, as far as the rules carry the index. Where the index is reduced, the
        padding is first overwritten with what the reduction ignores.
-    3. Before any other call, and before the program returns, the padding is cut off: parameters, gradients and outputs
+    3. Padded keys of attention are hidden by its causal order, or by a mask.
+    4. Before any other call, and before the program returns, the padding is cut off: parameters, gradients and outputs
        have the sizes of the model.
 
     Before:
@@ -68,18 +70,22 @@ class Pad(Pass):
 
     parts: int = 1
     batch_parts: int = 1
+    sequence_parts: int = 1
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         found = padded_parameters(gm, self.parts) if self.parts > 1 else ()
         batch = padded_inputs(gm, self.batch_parts)
-        if not found and not batch:
+        positions = padded_positions(gm, self.sequence_parts) if self.sequence_parts > 1 else ()
+        if not found and not batch and not positions:
             return False
         for one in found:
             ctx.remark(self, one.user, _text(one, self.parts))
         if batch:
-            ctx.remark(self, batch[0].value, _batch_text(batch[0], self.batch_parts))
+            ctx.remark(self, batch[0].value, _inputs_text("a batch of", batch[0], self.batch_parts))
+        if positions:
+            ctx.remark(self, positions[0].value, _inputs_text("a sequence of", positions[0], self.sequence_parts))
         calls = PaddedCalls(gm, ctx.mesh)
-        calls.run([(one.value, one.padding, one.user) for one in (*found, *batch)])
+        calls.run([(one.value, one.padding, one.user) for one in (*found, *batch, *positions)])
         forward = set(forward_nodes(gm))
         for cut in calls.values.cuts:
             users = (user for user in cut.value.users if user in forward and not note_of(user).startswith(NOTE))
@@ -93,9 +99,9 @@ def _cut_text(cut: Cut, user: Node) -> str:
     return f"{op} takes no padding: {padding.padded} parts are cut to {padding.digit.size}, and ranks repeat its work"
 
 
-def _batch_text(one: Padded, parts: int) -> str:
+def _inputs_text(what: str, one: Padded, parts: int) -> str:
     size, padded = one.padding.digit.size, one.padding.padded
-    return f"a batch of {size} is padded to {padded}, which {parts} divides: {padded / size - 1:.2%} more"
+    return f"{what} {size} is padded to {padded}, which {parts} divides: {padded / size - 1:.2%} more"
 
 
 def _text(one: Padded, parts: int) -> str:

@@ -33,6 +33,12 @@ def compute_parts(recipes: Sequence[str | None], mesh: Mesh) -> int:
     return math.prod(size for name, size in pairs if name is not None and recipe_named(name).shards_compute)
 
 
+def sequence_parts(recipes: Sequence[str | None], mesh: Mesh) -> int:
+    """Return how many parts the axes make together whose recipes split the sequence."""
+    pairs = zip(recipes, mesh.sizes, strict=False)
+    return math.prod(size for name, size in pairs if name is not None and recipe_named(name).carries_sequence)
+
+
 def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe | None, ...]:
     """Return the recipe of each axis as the user wrote it."""
     if isinstance(recipe, str):

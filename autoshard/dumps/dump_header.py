@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from autoshard.config.axis_recipes import compute_parts, recipes_of
+from autoshard.config.axis_recipes import compute_parts, recipes_of, sequence_parts
 from autoshard.phases import Phases, default_passes
 from autoshard.plans.codec import decode, encode
 from passes.base import Pass
@@ -51,7 +51,7 @@ class Header:
         pad = next((one for one in passes if isinstance(one, Pad)), Pad())
         recipes, old = recipes_of(recipe, mesh), next((one for one in passes if isinstance(one, Seed)), Seed())
         seed = Seed(recipes, inputs=old.inputs, batch=old.batch) if old.batch else Seed(recipes)
-        phases = Phases(seed, cast, pad=Pad(compute_parts(recipes, mesh), pad.batch_parts))
+        phases = Phases(seed, cast, pad=Pad(compute_parts(recipes, mesh), pad.batch_parts, sequence_parts(recipes, mesh)))
         given = {one.name: one for one in (*phases.prepare, *phases.constrain)} | dict.fromkeys(PLACING, phases.choose)
         return replace(self, passes=tuple((name, given.get(name, one)) for name, one in self.passes))
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
 from autoshard.capture.garbage import uncollected
-from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_of_thumb
+from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_of_thumb, sequence_parts
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
@@ -65,7 +65,8 @@ class Problem:
         recipes = given_recipes(self.options, self.mesh)
         names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
         parts = compute_parts(names if recipes is None else recipes, self.mesh)
-        return Pad(parts, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded))
+        batch_parts = math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)
+        return Pad(parts, batch_parts, sequence_parts(recipes or (), self.mesh))
 
     @property
     def split_when_padded(self) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.ir.graph import is_reshard
+
 _LIBRARIES: Any = torch.library  # not typed
 
 _LIBRARIES.define("autoshard::pad_end", "(Tensor value, int dim, int size) -> Tensor")
@@ -97,6 +99,19 @@ def is_gain(size: int, parts: int) -> bool:
 def padded_size(size: int, parts: int) -> int:
     """Return the least multiple of `parts` that is not below `size`."""
     return -(-size // parts) * parts
+
+
+def padded_forms(value: Node) -> tuple[Node, ...]:
+    """Return the padded forms of an input, each a padding of the one before it; there may be reshards between them."""
+    found, queue = list[Node](), list(value.users)
+    while queue:
+        user = queue.pop(0)
+        if user.target is PAD_END:
+            found.append(user)
+            queue = list(user.users)
+        elif is_reshard(user):
+            queue += user.users
+    return tuple(found)
 
 
 def padded_batch(value: Node) -> Node | None:

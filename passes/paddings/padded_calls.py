@@ -39,6 +39,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.padding import Padding, in_factor
 from passes.normal_forms import At
 from passes.paddings.generated import is_generated
+from passes.paddings.padded_attention import opened, set_lengths
 from passes.paddings.padded_factors import Paddings, fill_of, longer, makes_zeros, padded_factors, paddings_of
 from passes.paddings.padded_values import PaddedValues
 from passes.recipes.weights import weights_of
@@ -57,8 +58,7 @@ class PaddedCalls:
 
     def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.graph: Graph = gm.graph
-        self.whole = replicated(mesh)
-        self.mesh = mesh
+        self.mesh, self.whole = mesh, replicated(mesh)
         self.fake_mode = fake_mode_of([value_of(n) for n in placeholders(gm.graph)])
         self.values = PaddedValues(gm.graph, self.fake_mode)
         self.weights = weights_of(gm.graph)
@@ -73,11 +73,7 @@ class PaddedCalls:
     def run(self, given: Sequence[tuple[Node, Padding, Node]]) -> None:
         """Rewrite the graph with those parameters padded, each for the call that follows it."""
         nodes = list(self.graph.nodes)
-        for node, padding, first in given:
-            users = [user for user in node.users if user.op != "output"]
-            padded = self.values.padded(node, padding, first)
-            for user in users:
-                user.replace_input_with(node, padded)
+        _pad(self.values, given)
         for node in nodes:
             if node.op == "call_function":
                 for value in node.all_input_nodes:
@@ -85,7 +81,7 @@ class PaddedCalls:
                 if any(map(self._is_padded, node.all_input_nodes)):
                     self._call(node, {})
         self.values.share_zeros()
-        self._return({_gradient_of(node): padding for node, padding, _ in given})
+        self._return([(_gradient_of(node), padding) for node, padding, _ in given])
         _drop_unused(self.graph)
 
     def _latest(self, value: Node) -> Node:
@@ -103,8 +99,12 @@ class PaddedCalls:
             set_value(node, results_of(source)[position])
             self.values.held[node] = self.items[source][position]
             return node
-        space, before = self.spaces.get(node), (node.args, node.kwargs)
-        factors = {} if space is None else padded_factors(node, space, self.values, forced)
+        space, joined = self.spaces.get(node), dict(forced)
+        if space is not None and (one := opened(At(self.graph, node, self.fake_mode), self.calls[node], space, self.values)):
+            self.calls[node], self.spaces[node], joined = one.call, one.space, forced | one.factors
+            space = one.space
+        before = node.args, node.kwargs
+        factors = {} if space is None else padded_factors(node, space, self.values, joined)
         if space is not None and factors:
             try:
                 return self._resized(node, space, factors)
@@ -116,8 +116,8 @@ class PaddedCalls:
         return node
 
     def _resized(self, node: Node, space: Space, factors: Paddings) -> Node:
-        pairs = list(zip(operands(node), space.operands, strict=True))
-        new = [self._operand(value, paddings_of(space, dims, factors), node, space) for value, dims in pairs]
+        wanted = [paddings_of(space, dims, factors) for dims in space.operands]
+        new = [self._operand(number, wanted[number], node, space) for number in range(len(wanted))]
         zero = {factor: makes_zeros(node, space, factor, new, factors, self.values) for factor in factors}
         _replace_operands(node, new)
         results = [paddings_of(space, dims, factors) for dims in space.results]
@@ -133,15 +133,16 @@ class PaddedCalls:
             self.items[made] = held
         return made
 
-    def _operand(self, value: Node, wanted: Mapping[str, Padding], node: Node, space: Space) -> Node:
+    def _operand(self, number: int, wanted: Mapping[str, Padding], node: Node, space: Space) -> Node:
         """Return an operand with the paddings of its factors, and no others."""
+        value = operands(node)[number]
         for padding in list(self.values.of(value)):
             if padding not in wanted.values():
                 value = self.values.cut(value, padding)
-        is_looked_up = node.target in _LOOKUPS and value is operands(node)[0]
+        is_looked_up = node.target in _LOOKUPS and number == 0
         for factor, padding in wanted.items():
             value = self._padded(value, padding, node)
-            fill = None if is_looked_up else fill_of(node, space, factor, tensor_of(value).dtype)
+            fill = None if is_looked_up else fill_of(node, space, factor, number, tensor_of(value).dtype)
             if fill is not None and not (fill == 0 and self.values.of(value)[padding]):
                 value = self.values.masked(value, padding, fill)
         return value
@@ -171,20 +172,32 @@ class PaddedCalls:
         """Return the index space of a call without padding."""
         return None if self._is_padded(node) else self.spaces.get(node)
 
-    def _return(self, wanted: Mapping[str, Padding]) -> None:
+    def _return(self, wanted: Sequence[tuple[str, Padding]]) -> None:
         """Return values without padding. A gradient that could be made longer is, as its parameter may be sharded."""
         values: list[Any] = []
         for value, output in zip(returned(self.graph), outputs_of(self.graph), strict=True):
-            if isinstance(value, Node) and output.role is OutputRole.GRADIENT and output.name in wanted:
-                padding = wanted[output.name]
+            is_gradient = isinstance(value, Node) and output.role is OutputRole.GRADIENT
+            for padding in [padding for name, padding in wanted if is_gradient and name == output.name]:
                 if not self.values.of(value) and is_generated(value, padding.dim, padding.digit, self._plain_space):
                     value = self._padded(value, padding, value)
             values.append(self.values.whole(value) if isinstance(value, Node) else value)
         output_node(self.graph).args = (tuple(values),)
 
 
+def _pad(values: PaddedValues, given: Sequence[tuple[Node, Padding, Node]]) -> None:
+    """Pad parameters and inputs, some of them in several dims, before all calls that take them."""
+    users = {node: [user for user in node.users if user.op != "output"] for node, _, _ in given}
+    padded = {node: node for node in users}
+    for node, padding, first in given:
+        padded[node] = values.padded(padded[node], padding, first)
+    for node, value in padded.items():
+        for user in users[node]:
+            user.replace_input_with(node, value)
+
+
 def _make(calls: PaddedCalls, node: Node, shapes: list[tuple[int, ...]]) -> Node:
     """Make the call with its new operands and with size arguments that give results of `shapes`."""
+    set_lengths(node)
     if node.target in _SIZES:
         position, dim = _SIZES[node.target]
         node.update_arg(position, shapes[0][dim])

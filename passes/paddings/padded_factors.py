@@ -51,8 +51,11 @@ def longer(shape: tuple[int, ...], paddings: Iterable[Padding]) -> tuple[int, ..
     return tuple(lengths.get(dim, size) for dim, size in enumerate(shape))
 
 
-def fill_of(node: Node, space: Space, factor: str, dtype: torch.dtype) -> float | int | None:
-    """Return what the padding of an operand must be, None if that does not matter."""
+def fill_of(node: Node, space: Space, factor: str, number: int, dtype: torch.dtype) -> float | int | None:
+    """Return what the padding of an operand, given by its number, must be; None if that does not matter."""
+    if number in space.masks:
+        is_row = any(factor in dim for dim in space.results[0])
+        return None if is_row else False if dtype is torch.bool else float("-inf")
     if all(any(factor in dim for dim in dims) for dims in space.results):
         is_index = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
         return 0 if is_index and torch.Tag.pointwise not in _tags(node) else None

@@ -19,14 +19,14 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Layout, Placement, R, Shard, is_even, is_storable
-from passes.ir.padding import CUT_END, PAD_END, padded_batch
+from passes.ir.padding import CUT_END, PAD_END, padded_forms
 from passes.rules.rule import Row, Space, space_of
 
 
 def batches(graph: Graph) -> tuple[Node, ...]:
     """Return the inputs, and the padded forms of inputs that are split instead of them."""
     inputs = placeholders(graph, InputRole.INPUT)
-    padded = [value for node in inputs if (value := padded_batch(node)) is not None]
+    padded = [value for node in inputs for value in padded_forms(node)]
     return (*inputs, *(user for value in padded for user in value.users if is_reshard(user)))
 
 

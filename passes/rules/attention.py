@@ -23,6 +23,8 @@ from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, regi
 
 aten = torch.ops.aten
 
+QUERIES, KEYS = "s", "t"  # the factors of positions
+COLUMNS = "column"  # that of a mask with one row for all queries
 _QUERY: Dims = (("b",), ("k", "g"), ("s",), ("e",))
 _KEY: Dims = (("b",), ("k",), ("t",), ("e",))
 _VALUE: Dims = (("b",), ("k",), ("t",), ("v",))
@@ -74,9 +76,9 @@ class _Factors:
         """
         dims = _WEIGHTS[4 - tensor.ndim :]
         if tensor.ndim < 2 or tensor.shape[-2] == 1:
-            dims = (*dims[:-1], ("column",))
-            self.sizes["column"] = self.sizes["t"]
-            self.blocked.add("column")
+            dims = (*dims[:-1], (COLUMNS,))
+            self.sizes[COLUMNS] = self.sizes[KEYS]
+            self.blocked.add(COLUMNS)
         return tuple(() if size == 1 else factors for factors, size in zip(dims, tensor.shape, strict=True))
 
 
@@ -127,6 +129,7 @@ def _space(call: Call, factors: _Factors, results: tuple[Dims, ...], linear: tup
         counted=frozenset({"s"}) if call.arg("is_causal") else frozenset(),
         linear=() if call.arg("dropout_p") else linear,
         replicated_results=frozenset(extra),
+        masks=frozenset(number for number, name in enumerate(operand_names(call)) if name in ("attn_mask", "attn_bias")),
         rings={"t": "s"} if "logsumexp" in factors.named and (has_argument(call, "attn_mask") or not is_masked(call)) else {},
     )
 

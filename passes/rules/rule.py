@@ -155,6 +155,7 @@ class Space:
     rings: Mapping[str, str] = field(default_factory=dict)
     # ^ factor that a call needs whole -> the factor with which it may be sharded all the same, at the same digit: the local
     # form passes the parts of its operands around the ranks. No row of `rows`, and nothing that a search tries
+    masks: frozenset[int] = frozenset()  # operands in which minus infinity, or False, hides what is padded of the others
     rows: dict[tuple[str, Shard, int], Row | None] = field(default_factory=dict, init=False, compare=False, repr=False)
     # ^ the cache of `factor_row`, by factor, digit and size of the axis
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from torch.fx import Node
+import torch
+from torch.fx import GraphModule, Node
 
 from passes.errors import RecipeError
 from passes.ir.graph import (
@@ -24,21 +25,23 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Shard
+from passes.ir.padding import PAD_END, padded_forms
 from passes.recipes.context_parallel.long_sequences import causal_positions
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
-from passes.recipes.storage import first_dim_that_divides
-from passes.rules.attention import is_attention, is_attention_backward
+from passes.rules.attention import is_attention, is_attention_backward, operand_names
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
 from passes.rules.rule import call_of, row_giving, space_of
 
+_MASK = torch.ops.aten.where.ScalarOther
 
-def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "context") -> Decisions:
+
+def shard_sequences(site: Site, way: str | None = None) -> Decisions:
     """Decide the axis of `site`: the dims of inputs that become the positions of queries, and how attention runs.
 
-    Without `way`, each call runs in the one that is predicted to be the fastest. `recipe` is named in errors.
+    Without `way`, each call runs in the one that is predicted to be the fastest.
     """
     found, uses = dict[Node, Shard](), Uses()
     refused, ways = list[tuple[Node, str]](), list[tuple[Attention | Written, str]]()
@@ -50,22 +53,25 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
         else:
             ways.append((one, given or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
     if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
-        return shard_sequences(site, EXCHANGE, recipe=recipe)  # no call needs a chunk of each half
+        return shard_sequences(site, EXCHANGE)  # no call needs a chunk of each half
     for one, chosen in ways:
         for value, reached in _inputs_of(one, chosen, site.size):
             found.setdefault(value, reached)
         uses |= one.uses(chosen)
     if not found:
         axis = site.mesh.names[site.axis]
-        name = recipe if way is None else f"{recipe}({way})"
+        name = "context" if way is None else f"context({way})"
         raise RecipeError(
             f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, refused)}, or shard inputs by hand, such as "
             f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
         )
     _add_alike(site, found)
-    inputs = {value: Decision(placement, "context: sequence") for value, placement in found.items()}
+    places = {value: Decision(placement, "context: sequence") for value, placement in found.items()}
+    inputs = {value: decision for value, decision in places.items() if value.op == "placeholder"}
+    padded = {value: decision for value, decision in places.items() if value not in inputs}
     whole = f"attention runs whole on all {site.size} ranks"
-    return Decisions(inputs=inputs, operands=uses, remarks=tuple((node, f"{whole}: {why}") for node, why in refused))
+    remarks = tuple((node, f"{whole}: {why}") for node, why in refused)
+    return Decisions(inputs=inputs, values=padded, operands=uses, remarks=remarks)
 
 
 def _attentions(site: Site, way: str | None) -> list[Attention | Written]:
@@ -76,13 +82,23 @@ def _attentions(site: Site, way: str | None) -> list[Attention | Written]:
     def cut(length: int, dim: int = POSITIONS) -> Shard:
         return causal_positions(length, site.size, dim) if is_cut else Shard(dim)
 
-    found = [Attention(node, _backward_of(node), site, cut(results_of(node)[0].shape[POSITIONS])) for node in calls]
+    backwards = _backwards(site.gm)
+    lengths = ((node, results_of(node)[0].shape[POSITIONS]) for node in calls)
+    found = [Attention(node, backwards.get(node), site, cut(length)) for node, length in lengths]
     return [*sorted(found, key=lambda one: one.is_causal, reverse=True), *written_out(site.gm, cut)]
 
 
-def _backward_of(node: Node) -> Node | None:
-    users = (user for item in node.users for user in item.users)
-    return next((user for user in users if is_attention_backward(user.target)), None)
+def _backwards(gm: GraphModule) -> dict[Node, Node]:
+    """Return the backward of each call of attention that has one: it reads its result, of which padding may be zero."""
+    found = {}
+    for node in gm.graph.nodes:
+        if is_attention_backward(node.target):
+            value = operands(node)[operand_names(call_of(node)).index("out")]
+            while value.target is _MASK:
+                value = operands(value)[1]
+            if (item := item_of(value)) is not None:
+                found[item[0]] = node
+    return found
 
 
 def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
@@ -94,7 +110,9 @@ def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
 
 
 def _inputs_of(one: Attention | Written, way: str, size: int) -> Iterator[tuple[Node, Shard]]:
-    """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded."""
+    """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded; if positions were
+    padded, the padded forms.
+    """
     seen = set[object]()
     queue = [(operand, 0, placement) for operand, placement in one.before(way)]
     while queue:
@@ -105,6 +123,9 @@ def _inputs_of(one: Attention | Written, way: str, size: int) -> Iterator[tuple[
         if node.op == "placeholder":
             if input_of(node).role is InputRole.INPUT:
                 yield node, placement
+        elif node.target is PAD_END and node.args[1] == placement.dim:
+            if _is_input(node):
+                yield node, placement
         elif (item := item_of(node)) is not None:
             queue.append((*item, placement))
         elif is_reshard(node):
@@ -112,6 +133,13 @@ def _inputs_of(one: Attention | Written, way: str, size: int) -> Iterator[tuple[
         elif (space := space_of(node)) is not None and (row := row_giving(space, number, placement, size)) is not None:
             needs = zip(operands(node), row.operands, strict=True)
             queue += [(operand, 0, need) for operand, need in needs if isinstance(need, Shard)]
+
+
+def _is_input(value: Node) -> bool:
+    """Return whether a value is an input, or a padded form of one."""
+    while value.target is PAD_END or is_reshard(value):
+        value = operands(value)[0]
+    return value.op == "placeholder" and input_of(value).role is InputRole.INPUT
 
 
 def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
@@ -128,33 +156,32 @@ def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
 def _add_alike(site: Site, found: dict[Node, Shard]) -> None:
     """Add inputs of the same batch and positions that attention does not depend on: labels."""
     like = {tensor_of(value).shape[: placement.dim + 1]: placement for value, placement in found.items()}
-    for value in placeholders(site.gm.graph, InputRole.INPUT):
+    inputs = placeholders(site.gm.graph, InputRole.INPUT)
+    for value in (form for node in inputs for form in (node, *padded_forms(node))):
         for shape, placement in like.items():
             if value not in found and tensor_of(value).shape[: placement.dim + 1] == shape:
                 found[value] = placement
 
 
-_STORED = "; parameters are stored sharded, as in fsdp"
+CONTEXT = Recipe(
+    "context",
+    "sequences of inputs are split; attention runs in the fastest of the ways below",
+    carries_sequence=True,
+    decide=shard_sequences,
+    in_search=False,
+)
 _SUMMARIES = {
-    None: "sequences of inputs are split; attention runs in the fastest of the ways below",
     "gather": "sequences of inputs are split; attention gathers keys and values",
     "ring": "sequences of inputs are split; keys and values go around a ring of neighbours",
     "all_to_all": "sequences of inputs are split; attention exchanges positions for heads",
 }
-
-
-def _recipe(name: str, way: str | None, *, is_stored: bool) -> Recipe:
-    return Recipe(
-        name if way is None else f"{name}({way})",
-        _SUMMARIES[way] + (_STORED if is_stored else ""),
+CONTEXT_WAYS = tuple(
+    Recipe(
+        f"context({way})",
+        _SUMMARIES[way],
         carries_sequence=True,
-        decide=partial(shard_sequences, way=way, recipe=name),
-        store=first_dim_that_divides if is_stored else None,
-        frees_gathered=is_stored,
+        decide=partial(shard_sequences, way=way),
         in_search=False,
     )
-
-
-CONTEXT = _recipe("context", None, is_stored=False)
-CONTEXT_WAYS = tuple(_recipe("context", way, is_stored=False) for way in WAYS)
-FSDP_CONTEXT = tuple(_recipe("fsdp_context", way, is_stored=True) for way in (None, *WAYS))
+    for way in WAYS
+)
