@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Options, autoshard
+from passes.ir.text import parse_graph
+from passes.paddings.padded_attention import set_lengths
+from passes.rules.attention import is_attention_backward
 from tests.models import Case
 from tests.spawn import run_on_ranks
 from tests.spmd.decoders import (
@@ -149,6 +152,26 @@ def test_a_step_gives_the_numbers_of_one_device(name: str, mesh: str, recipe: st
     assert any("a sequence of" in remark.text for remark in plan.remarks)
     assert not any(one.layout.axes_on(1) for one in plan.inputs.values() if one.shape[1] in (7, 9))
     compare(ranks.run().step, whole.step, TOLERANCE)
+
+
+def test_a_kernel_is_told_how_long_its_padded_operands_are() -> None:
+    kernel, numbers = "_scaled_dot_product_flash_attention_backward", "None, None, 9, 7, 0.0, False"
+    gm, _ = parse_graph(
+        f"""
+        mesh cp=2
+        stage CAPTURED
+        %q: f32[1, 4, 10, 8] = input("q")
+        %k: f32[1, 4, 8, 8] = input("k")
+        %l: f32[1, 4, 10] = input("l")
+        %s: i64[] = input("seed")
+        %g: (f32[1, 4, 10, 8], f32[1, 4, 8, 8], f32[1, 4, 8, 8]) = {kernel}(%q, %q, %k, %k, %q, %l, {numbers}, %s, %s)
+        %grad: f32[1, 4, 10, 8] = getitem(%g, 0)
+        return output("output") %grad
+        """
+    )
+    (node,) = (node for node in gm.graph.nodes if is_attention_backward(node.target))
+    set_lengths(node)
+    assert node.args[8:10] == (10, 8)
 
 
 @pytest.mark.slow
