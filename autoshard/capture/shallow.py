@@ -19,6 +19,7 @@ from autoshard.capture.origins import set_origins
 from autoshard.config.progress import Progress
 from autoshard.phases import Passes
 from passes.base import PassContext
+from passes.errors import CaptureError
 from passes.fold import Fold
 from passes.ir.equal_layers import Indexed, Layers, depth_of
 from passes.ir.folded_layers import Repeats, Run
@@ -89,7 +90,10 @@ def whole_graph(captured: Captured, earlier: Iterable[GraphModule], mesh: Mesh) 
     if not fitting or not Fold().run(gm, PassContext(mesh)):
         return None
     kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
-    joint, literals = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    try:
+        joint, literals = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    except CaptureError:  # the error of the whole model names its own layers
+        return None
     found = (with_all_layers(joint, repeats_of(gm).runs, one) for one in fitting)
     return None if literals else next((one for one in found if one is not None), None)
 

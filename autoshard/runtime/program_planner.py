@@ -31,6 +31,8 @@ from passes.ir.layout import Layout, R, Shard, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
 
+TRACED = 4  # joint graphs of all layers that are kept, to make those of other sizes from: of modes and of ways to call
+
 
 class ProgramPlanner:
     """Planner of a sharded module's programs, one for each mode that it is called in; `given` is the user's plan for
@@ -106,7 +108,7 @@ class ProgramPlanner:
         self.first = self.first or planned.plan
         self.made.append(planned.plan)
         if planned.captured.known is None:
-            self.traced.append(planned.captured.graph_module)
+            self.traced = [*self.traced, planned.captured.graph_module][-TRACED:]
         return _local_program(planned, self.options)
 
     def _options_with(self, layouts: Mapping[str, Layout]) -> Options:
