@@ -23,6 +23,11 @@ from passes.rules.rule import Call, Linear, LocalCall, Reach, Space, Tensor, reg
 aten = torch.ops.aten
 
 
+def is_convolution(op: object) -> bool:
+    """Return whether `op` is the forward of a convolution."""
+    return op in (aten.convolution.default, ALIGNED_CONVOLUTION)
+
+
 @dataclass(frozen=True)
 class _Convolution:
     """The shapes of a convolution's input, weight and result, of which a call has two and gives the third, or all."""

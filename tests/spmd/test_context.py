@@ -170,8 +170,8 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
         (attend((2, 1, 12)), "attention cannot be sharded: 1 positions do not divide by 2; pad them to a multiple of 2"),
         (
             Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
-            "the model has no attention, neither a kernel nor a softmax between two products; call "
-            "torch.nn.functional.scaled_dot_product_attention",
+            "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
+            "call torch.nn.functional.scaled_dot_product_attention",
         ),
         (
             Case(Fixed(), (torch.randn(2, 12),), {}),

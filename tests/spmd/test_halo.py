@@ -47,6 +47,23 @@ class Causal(nn.Module):
         return self.conv(x)[..., : -self.cut]
 
 
+class StateSpace(nn.Module):
+    """Tokens, a causal convolution and a gated recurrence, step by step, as Mamba has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.conv, self.gate = Causal(4, cut=3, padding=3, groups=8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = F.silu(self.conv(self.table(tokens).transpose(1, 2)).transpose(1, 2))
+        gates, state, states = torch.sigmoid(self.gate(h)), torch.zeros_like(h[:, 0]), []
+        for i in range(h.shape[1]):
+            state = gates[:, i] * state + h[:, i]
+            states.append(state)
+        return F.cross_entropy(self.out(torch.stack(states, 1)).flatten(0, 1), labels.flatten())
+
+
 def line(second: Callable[[], nn.Module]) -> Case:
     torch.manual_seed(0)
     return Case(Speech(second()).double(), (torch.randn(2, 24, 6, dtype=torch.float64),), {})
@@ -98,6 +115,16 @@ def test_a_causal_convolution_of_the_whole_sequence(mesh: str, recipe: str | Non
     whole = reference("even")
     ranks = whole.plan(mesh, Options(recipe=recipe))
     assert ranks.planned.plan.count("send") == 0
+    compare(ranks.run().step, whole.step, TOLERANCE)
+
+
+def test_the_recipe_shards_a_state_space_model() -> None:
+    torch.manual_seed(0)
+    whole = Reference.of(Case(StateSpace().double(), (torch.randint(17, (2, 8)), torch.randint(17, (2, 8))), {}))
+    ranks = whole.plan("cp=2", Options(recipe="context"))
+    plan = ranks.planned.plan
+    assert [str(plan.inputs[name].layout.on(0)) for name in ("tokens", "labels")] == ["S(1)", "S(1)"]
+    assert plan.count("send") > 0
     compare(ranks.run().step, whole.step, TOLERANCE)
 
 

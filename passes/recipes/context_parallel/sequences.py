@@ -1,13 +1,14 @@
 """Decide context parallelism on one axis: the sequence of inputs is sharded, and attention runs in one of three ways.
 
-The recipe finds inputs by the rules, backwards from attention: those whose positions become the positions of its queries. All
-else follows by propagation. Gathering is the way of Llama 3 (Llama Team 2024, section 3.3.2), the ring that of Liu et al.
+The recipe finds inputs by the rules, backwards from attention: those whose positions become the positions of its queries; of a
+model without attention, such as a state-space model, backwards from its convolutions over positions. All else follows by
+propagation. Gathering is the way of Llama 3 (Llama Team 2024, section 3.3.2), the ring that of Liu et al.
 2023 ("Ring Attention with Blockwise Transformers"), the exchange for heads that of DeepSpeed Ulysses (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
+from passes.rules.conv import is_convolution
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
 from passes.rules.rule import call_of, row_giving, space_of
 
@@ -55,9 +57,11 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
     if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
         return shard_sequences(site, EXCHANGE)  # no call needs a chunk of each half
     for one, chosen in ways:
-        for value, reached in _inputs_of(one, chosen, site.size):
+        for value, reached in _inputs_of(one.before(chosen), site.size):
             found.setdefault(value, reached)
         uses |= one.uses(chosen)
+    if way is None and not ways and not refused:
+        found.update(_inputs_of(_convolved(site), site.size))
     if not found:
         axis = site.mesh.names[site.axis]
         name = "context" if way is None else f"context({way})"
@@ -109,12 +113,18 @@ def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
     return refusals[0] if all(refusals) else ""
 
 
-def _inputs_of(one: Attention | Written, way: str, size: int) -> Iterator[tuple[Node, Shard]]:
-    """Yield the inputs that become positions of a call's operands, by the rules, and how they are sharded; if positions were
+def _convolved(site: Site) -> list[tuple[Node, Shard]]:
+    """Return the operands of convolutions over one dim of positions, and how they are sharded."""
+    calls = (node for node in site.gm.graph.nodes if is_convolution(node.target) and tensor_of(node).dim() == 3)
+    return [(operands(node)[0], Shard(2)) for node in calls if (space := space_of(node)) is not None and space.reaches]
+
+
+def _inputs_of(sharded: Iterable[tuple[Node, Shard]], size: int) -> Iterator[tuple[Node, Shard]]:
+    """Yield the inputs that become positions of sharded values, by the rules, and how they are sharded; if positions were
     padded, the padded forms.
     """
     seen = set[object]()
-    queue = [(operand, 0, placement) for operand, placement in one.before(way)]
+    queue = [(value, 0, placement) for value, placement in sharded]
     while queue:
         entry = node, number, placement = queue.pop()
         if entry in seen:
@@ -145,8 +155,8 @@ def _is_input(value: Node) -> bool:
 def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
     if not _attentions(site, None):
         return (
-            "the model has no attention, neither a kernel nor a softmax between two products; call "
-            "torch.nn.functional.scaled_dot_product_attention"
+            "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
+            "call torch.nn.functional.scaled_dot_product_attention"
         )
     if refused:
         return f"attention cannot be sharded: {refused[0][1]}"
