@@ -125,7 +125,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Output:
-    """What a call returns: its leaves, examples of tensors among them, and their structure."""
+    """The values that a call returns: its leaves, examples of tensors among them, and their structure."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec

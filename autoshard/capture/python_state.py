@@ -97,7 +97,7 @@ def _outside(frame: Any) -> dict[str, Any]:
 
 
 class Held:
-    """What a model and the functions that it runs hold: to be compared after a run."""
+    """The values that a model and the functions that it runs hold: to be compared after a run."""
 
     def __init__(self, model: nn.Module, arguments: Any, functions: Functions) -> None:
         self._before: dict[int, tuple[str, Any, Any]] = {}

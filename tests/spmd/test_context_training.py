@@ -54,7 +54,7 @@ def test_ten_steps_over_2048_positions_equal_one_device() -> None:
 
 @pytest.mark.slow
 def test_a_rank_keeps_its_part_of_the_activations() -> None:
-    """As a run keeps them, and as a plan says. On one rank, attention's operands and result need no copy in another order."""
+    """A run keeps them, and a plan says so. On one rank, attention's operands and result need no copy in another order."""
     whole = Reference.of(small_llama(256))
     kept, predicted = dict[int, int](), dict[int, int]()
     for ranks in (1, 2, 4):
