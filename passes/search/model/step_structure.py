@@ -42,8 +42,8 @@ class StepStructure:
         ]
 
     def _segments(self) -> dict[Node, int]:
-        """Number the segment of each call; calls outside of all layers come before the first layer or after the
-        last."""
+        """Number the segment of each call: the layers of a list are one, alike or not, as a message hides beside its
+        neighbours; calls outside of all layers come before the first layer or after the last."""
         found: dict[Node, int] = {}
         seen: dict[bool, str] = {True: "start", False: "start"}
         for node in self.nodes:
@@ -53,7 +53,7 @@ class StepStructure:
             layer = self.ties.layer[self.ties.leader[node]]
             if layer and node not in self.weights:
                 seen[is_forward] = "end"
-            name = layer or seen[is_forward], is_forward
+            name = f"{layer.rpartition('.')[0]}.*" if layer else seen[is_forward], is_forward
             if name not in self.names:
                 self.names.append(name)
             found[node] = self.names.index(name)

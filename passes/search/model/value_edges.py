@@ -115,17 +115,25 @@ def _is_widening(user: Node) -> bool:
 
 
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
-    """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it."""
+    """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it.
+
+    So one layer's are exposed. Nothing is beside what comes before the first layer, or after the last in the backward.
+    """
     found = []
     for number, (name, is_forward) in enumerate(structure.names):
-        counts: dict[Node, int] = {}
-        for node, segment in structure.segment.items():
-            if segment == number:
-                leader = structure.ties.leader[node]
-                counts[leader] = counts.get(leader, 0) + structure.ties.count[node]
-        layers = max(counts.values(), default=1)
-        edge = "start" if is_forward else "end"
-        is_alone = name == edge or (name, is_forward) == structure.names[0]
+        layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
-        found.append(Segment(f"{name} {direction}", layers, 1.0 if is_alone else 1.0 / layers))
+        found.append(Segment(f"{name} {direction}", layers, 1.0 if name == edge else 1.0 / layers))
     return tuple(found)
+
+
+def _layers(structure: StepStructure, number: int) -> int:
+    """Return how many layers a segment stands for: those of each kind, together."""
+    ties, counts = structure.ties, dict[Node, int]()
+    for node, segment in structure.segment.items():
+        if segment == number:
+            counts[ties.leader[node]] = counts.get(ties.leader[node], 0) + ties.count[node]
+    kinds: dict[str, int] = {}
+    for leader, count in counts.items():
+        kinds[ties.layer[leader]] = max(kinds.get(ties.layer[leader], 0), count)
+    return sum(kinds.values()) or 1

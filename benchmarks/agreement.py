@@ -1,0 +1,100 @@
+"""How near the solver's model is to the simulator: `python -m benchmarks.agreement [MODEL ...]`.
+
+For each case of the grid: the objective of the solver's own plan and of each recipe as a part of the simulated step, and
+the solver's bound as a part of the fastest simulated step. A bound above 1 is none of the simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard import MemoryLimitError, Mesh, Options
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import fold, in_chunks
+from autoshard.planner.problem import captured_problem
+from autoshard.planner.recipe_candidates import Experts
+from autoshard.planner.request import PlanRequest
+from autoshard.planner.solver_candidate import solve
+from autoshard.planner.standings import SOLVED, SearchTask, Standings
+from benchmarks.grid_cases import CASES, Case
+from passes.search.prepared import Prepared
+
+GOAL = 0.05  # of the simulated step: the model should be no further from it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan's step in seconds: `objective` by the solver's model, `step` as simulated."""
+
+    name: str
+    objective: float
+    step: float
+    fits: bool
+
+    @property
+    def ratio(self) -> float:
+        """Return the objective as a part of the simulated step."""
+        return self.objective / self.step
+
+    def __str__(self) -> str:
+        fits = "" if self.fits else ", does not fit"
+        figures = f"model {self.objective * 1e3:8.1f} ms, simulated {self.step * 1e3:8.1f} ms: {self.ratio:.3f}"
+        return f"  {self.name:18} {figures}{fits}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", help="names of models; by default all")
+    parser.add_argument("--case", type=int, action="append", help="the number of a case, from 0; by default all")
+    given = parser.parse_args()
+    ratios: list[float] = []
+    for number, case in enumerate(CASES):
+        is_named = not given.models or case.build.__name__ in given.models
+        if not is_named or (given.case is not None and number not in given.case):
+            continue
+        try:
+            rows, bound = compared(case)
+        except MemoryLimitError as error:
+            print(f"{case}: {error}", flush=True)
+            continue
+        least = min(row.step for row in rows)
+        print(f"{case}: bound {'none' if bound is None else f'{bound / least:.3f} of the fastest'}", flush=True)
+        print("\n".join(map(str, rows)), flush=True)
+        ratios += [row.ratio for row in rows if row.fits]
+    if ratios:
+        near = sum(abs(ratio - 1) <= GOAL for ratio in ratios)
+        figures = f"{min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}"
+        print(f"{len(ratios)} plans that fit: {figures}; {near} within {GOAL:.0%}")
+
+
+def compared(case: Case) -> tuple[list[Row], float | None]:
+    """Return a row for the solver's own plan and each recipe of a case, and the solver's bound in seconds."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model, args = case.build(**case.sizes)
+    mesh = Mesh(case.mesh, hardware=case.hardware)
+    problem = captured_problem(PlanRequest(model, args, {}, mesh, Options(mixed_precision=policy)).checked())
+    task = SearchTask(problem, fold(problem), FULL)
+    solved = solve(task, Standings(task))
+    assert solved.answer is not None and solved.prepared is not None
+    found = in_chunks(problem, solved.answer.evaluation)
+    rows = [Row(SOLVED, solved.answer.solution.objective, found.cost.step_time, task.fits(found))]
+    return [*rows, *_recipes(task, Experts(problem, task.folded), solved.prepared)], solved.bound
+
+
+def _recipes(task: SearchTask, experts: Experts, prepared: Prepared) -> Iterator[Row]:
+    for name, recipes in experts:
+        if task.problem.undivided(recipes) is None:
+            objective, _ = experts.estimate(recipes, prepared)
+            found = in_chunks(task.problem, task.evaluate(recipes))
+            yield Row(name, objective, found.cost.step_time, task.fits(found))
+
+
+if __name__ == "__main__":
+    main()
