@@ -42,11 +42,13 @@ from passes.pad import Pad
 from passes.propagate import Propagate
 from passes.rematerialize import Rematerialize
 from passes.search.model.axis_groups import AxisGroups
+from passes.search.model.unit_costs import Hiding
 from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 from passes.seed import Seed
 from passes.solve import Solve
 
+PreparedKey = tuple[Seed, Mesh, AxisGroups, str | None, Hiding]  # the second last is the optimizer
 MARGIN = 1  # layers kept at each end: saved values and fusions differ next to a first or last layer that is unlike the others
 
 
@@ -55,7 +57,7 @@ class Folded:
     """The captured graph, normalized, without its repeated layers.
 
     `placed` and `prepared` cache the results of searches: layouts propagated from a `Seed`, and the solver's problem
-    by seed, mesh, axis groups and optimizer. The next search, for another memory limit or other hardware, starts from them.
+    by `PreparedKey`. The next search, for another memory limit or other hardware, starts from them.
     """
 
     graph: GraphModule
@@ -63,7 +65,7 @@ class Folded:
     remarks: tuple[Remark, ...]
     text: str
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
-    prepared: dict[tuple[Seed, Mesh, AxisGroups, str | None], Prepared] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[PreparedKey, Prepared] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_padded(self) -> bool:

@@ -20,6 +20,7 @@ from autoshard.planner.request import PlanRequest
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cast_parameters import CastParameters
+from passes.cost.scheduling.bucketing import sizes
 from passes.errors import ConstraintError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, Placement, R, Shard
@@ -29,6 +30,7 @@ from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.recipes.fsdp import FSDP
 from passes.recipes.megatron import MEGATRON
+from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
@@ -156,6 +158,12 @@ class Problem:
                     f"{other.placement} and {one.placement} on axis {one.axis!r}; give it one placement"
                 )
         return tuple(Constraint(name, axis, one.placement) for (name, axis), one in found.items())
+
+    @property
+    def hiding(self) -> Hiding:
+        """Return how messages are hidden, as the search counts them: in the small buckets that are tried."""
+        overlap = self.options.hiding
+        return Hiding(0, overlaps=False) if overlap is None else Hiding(sizes(overlap.bucket_bytes)[1])
 
     def undivided(self, recipes: Recipes) -> str | None:
         """Return a text if the axes that `recipes` split the batch over do not divide it.

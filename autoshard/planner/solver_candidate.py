@@ -20,6 +20,7 @@ from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
 from passes.search.model.memory_budget import RecomputationCurve
+from passes.search.model.unit_costs import Hiding
 from passes.search.optimize import PROOF
 from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
@@ -184,7 +185,7 @@ def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -
     """State the problem for axes in groups; None after the deadline."""
     known = task.folded.prepared
     seed = task.problem.seed(task.folded.graph, task.no_recipes)
-    key = seed, task.problem.mesh, axes, task.problem.options.optimizer
+    key = seed, task.problem.mesh, axes, task.problem.options.optimizer, task.problem.hiding
     if key not in known:
         try:
             with uncollected():
@@ -195,19 +196,25 @@ def stated(task: SearchTask, axes: AxisGroups, deadline: float = float("inf")) -
 
 
 def _prepared(
-    task: SearchTask, seed: Seed, mesh: Mesh, axes: AxisGroups, optimizer: str | None, deadline: float
+    task: SearchTask,
+    seed: Seed,
+    mesh: Mesh,
+    axes: AxisGroups,
+    optimizer: str | None,
+    hiding: Hiding,
+    deadline: float,
 ) -> Prepared:
     """Prepare the problem, reusing one that was stated for the same mesh or the same groups."""
     known = task.folded.prepared
-    similar = [(one, prepared) for one, prepared in known.items() if (one[0], one[3]) == (seed, optimizer)]
-    for (_, other, groups, _), prepared in similar:
+    similar = [(one, prepared) for one, prepared in known.items() if (one[0], *one[3:]) == (seed, optimizer, hiding)]
+    for (_, other, groups, *_), prepared in similar:
         if (other.names, other.sizes, groups) == (mesh.names, mesh.sizes, axes):
             return prepared.on(mesh, deadline=deadline)
-    for (_, other, _, _), prepared in similar:
+    for (_, other, *_), prepared in similar:
         if other == mesh:
             return prepared.using(axes, deadline=deadline)
     gm = seeded(task.problem, task.folded, task.no_recipes)
-    return prepare(gm, mesh, axes, optimizer=optimizer, deadline=deadline)
+    return prepare(gm, mesh, axes, optimizer=optimizer, hiding=hiding, deadline=deadline)
 
 
 def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = None, gap: float | None = None) -> Goal:

@@ -30,7 +30,7 @@ class PlanningState:
         prepared, options = self.prepared, self.problem.options
         if prepared is None:
             gm = seeded(self.problem, self.folded, (None,) * self.problem.mesh.ndim)
-            prepared = prepare(gm, self.problem.mesh, optimizer=options.optimizer)
+            prepared = prepare(gm, self.problem.mesh, optimizer=options.optimizer, hiding=self.problem.hiding)
         budget = memory_budget_of(self.problem, prepared)
         keep, curve = options.keeps_gathered, budget.recomputation
         return prepared.explore(Goal(budget.limit, self.effort.gap, options.time_limit, keep, curve))

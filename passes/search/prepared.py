@@ -19,7 +19,7 @@ from passes.search.model.node_costs import NodeCosts
 from passes.search.model.skeleton import Skeleton, with_costs
 from passes.search.model.step_structure import StepStructure
 from passes.search.model.transitions import Transitions
-from passes.search.model.unit_costs import UnitCosts
+from passes.search.model.unit_costs import USUAL, Hiding, UnitCosts
 from passes.search.model.variables import make_skeleton
 from passes.search.optimize import optimize
 from passes.search.recipe_costs import recipe_assignment
@@ -169,13 +169,14 @@ def prepare(
     axis_groups: AxisGroups | None = None,
     *,
     optimizer: str | None = "adamw",
+    hiding: Hiding = USUAL,
     deadline: float = float("inf"),
 ) -> Prepared:
     """Prepare a CAPTURED graph to be trained by `optimizer`, with each axis by itself where no `axis_groups` are given.
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh), optimizer)
+    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh, hiding), optimizer)
     structure = StepStructure(gm)
     skeleton = make_skeleton(structure, mesh, axis_groups or single_axes(mesh), deadline=deadline)
     return Prepared.of(structure, skeleton, node_costs, deadline)

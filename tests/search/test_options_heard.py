@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard import Mesh, Options, plan
+from autoshard import Mesh, Options, Overlap, plan
 
 DIM, HIDDEN = 1024, 4096
 MESH = Mesh("dp=4", hardware="h100")
@@ -45,3 +46,27 @@ def test_a_frozen_parameter_costs_no_update() -> None:
     whole = searched(model)[0]
     model[0].requires_grad_(False)
     assert searched(model)[0] < 0.8 * whole
+
+
+def deep(mesh: str, batch: int, overlap: Overlap | bool) -> tuple[float, float, float]:
+    """Return objective, bound and simulated step of eight equal layers."""
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(8)))))
+    args = (torch.empty(batch, DIM, device="meta"),)
+    found = plan(model, Mesh(mesh, hardware="h100"), args, options=Options(overlap=overlap))
+    assert found.search is not None and found.cost is not None
+    assert found.search.objective is not None and found.search.bound is not None
+    return found.search.objective, found.search.bound, found.cost.step_time
+
+
+def test_objective_and_bound_follow_the_overlap() -> None:
+    """Without it, all communication is exposed: what hid beside kernels comes on top."""
+    hidden, exposed = (deep("dp=4", 1 << 15, overlap) for overlap in (True, False))
+    assert exposed[0] == pytest.approx(exposed[2], rel=0.05) and hidden[0] == pytest.approx(hidden[2], rel=0.05)
+    assert exposed[0] > 1.03 * hidden[0] and exposed[1] > 1.03 * hidden[1]
+
+
+def test_objective_and_bound_follow_the_buckets() -> None:
+    """On a network each message costs its latency, so one for each parameter takes longer."""
+    joined, apart = (deep("dp=32", 1 << 12, Overlap(bucket_bytes=nbytes)) for nbytes in (400 << 20, 0))
+    assert apart[0] > 1.2 * joined[0] and apart[1] > 1.2 * joined[1]

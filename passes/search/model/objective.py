@@ -22,7 +22,6 @@ from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.unit_costs import UnitCosts
 
 COMPUTE, INSIDE, ACROSS = range(3)  # resources: computation, links inside a node, links between nodes
-BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`; gathers and reductions that hide are joined to as much
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +46,14 @@ def transition_terms(
     graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
 ) -> TransitionTerms:
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
-    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, BUCKET if value.hides else 0)
+    hiding = unit_costs.hiding
+    bucket = hiding.bucket if value.hides else 0
+    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, bucket)
     same = _same(sources, targets)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
-    exposed = graph.segments[value.segment].exposed if value.hides else 1.0
-    exposed_again, can_repeat = graph.segments[value.repeat_segment].exposed, value.repeat_segment >= 0
+    exposed = graph.segments[value.segment].exposed if value.hides and hiding.overlaps else 1.0
+    exposed_again = graph.segments[value.repeat_segment].exposed if hiding.overlaps else 1.0
+    can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(

@@ -18,7 +18,19 @@ from passes.search.model.factor_graph import Floats
 from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
+BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
 _Seconds = tuple[float, float, float]  # inside a node, across, and of local steps
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """Settings for gathers of parameters and reductions of gradients: joined to `bucket` bytes, and beside kernels or not."""
+
+    bucket: int = BUCKET
+    overlaps: bool = True
+
+
+USUAL = Hiding()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,20 +51,21 @@ class UnitCosts:
     mesh: Mesh
     hardware: Hardware
     routes: ReshardRoutes
+    hiding: Hiding = USUAL
     _costs: dict[object, TransitionCosts] = field(default_factory=dict)
     _times: dict[tuple[float, int], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and bucket
 
     @staticmethod
-    def of(mesh: Mesh) -> UnitCosts:
+    def of(mesh: Mesh, hiding: Hiding = USUAL) -> UnitCosts:
         """Return the costs on a mesh that names its hardware."""
         assert mesh.hardware is not None
-        return UnitCosts(mesh, mesh.hardware, ReshardRoutes(LocalSizes(mesh)))
+        return UnitCosts(mesh, mesh.hardware, ReshardRoutes(LocalSizes(mesh)), hiding)
 
     def on(self, mesh: Mesh) -> UnitCosts:
         """Return the costs on other hardware, or other links, with the same axes: the steps of reshards do not
         change."""
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
-        return UnitCosts(mesh, mesh.hardware, self.routes)
+        return UnitCosts(mesh, mesh.hardware, self.routes, self.hiding)
 
     @property
     def sizes(self) -> LocalSizes:
