@@ -24,7 +24,7 @@ SOURCES := $(wildcard autoshard passes tests examples benchmarks)
 export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes, each of which would compile all sources
 
-.PHONY: help demo test pytest test-fast test-browser test-models fuzz fuzz-table lint types clean
+.PHONY: help demo test pytest test-fast test-browser test-models gpu-check fuzz fuzz-table lint types clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -51,6 +51,9 @@ test-browser: $(INSTALLED) ## open the page of a plan in a headless Chromium: CH
 test-models: $(INSTALLED) ## train the models of docs/models.md, the fast half, on simulated ranks: ten minutes on two cores
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(CONSTRAINTS) -e ".[models]"
 	$(BIN)/python -m benchmarks.models --fast
+
+gpu-check: $(INSTALLED) ## on a machine with GPUs: try all that was never run on one; writes gpu_check.md
+	$(BIN)/python -m benchmarks.gpu_check
 
 # Debian's packages, unpacked and not installed, so that it takes no root; and what starts the browser among its libraries.
 $(UNPACKED)/chromium:

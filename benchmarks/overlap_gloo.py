@@ -105,7 +105,7 @@ def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | N
     """Run one rank."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    with nullcontext() if waits else _before_others():
+    with nullcontext() if waits else before_others():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=3 * DIM, heads=8, kv_heads=8, seq=SEQ))
@@ -134,7 +134,7 @@ def measure(rounds: int, compiled: Literal["inductor", "eager"], trace: Path | N
 
 
 @contextmanager
-def _before_others() -> Iterator[None]:
+def before_others() -> Iterator[None]:
     """Give threads that are started meanwhile priority: gloo's then move bytes as a network card does, without waiting for a
     time slice."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -234,7 +235,8 @@ def _beside(row: Row) -> float:
     count = sum(parameter.numel() for parameter in model.parameters())
     parts = mesh.sizes[mesh.index(TP)] if TP in mesh.names else 1
     owners = mesh.size if "fsdp" in str(stack.options.recipe) else parts
-    logits = row.micro_batches * tokens.numel() * model.config.vocab / mesh.size  # type: ignore[operator, union-attr]
+    config: Any = model.config
+    logits = row.micro_batches * tokens.numel() * int(config.vocab) / mesh.size
     moved = stack.copied * count / parts + stack.updated * count / owners + stack.scored * logits
     return moved / hardware_named(stack.hardware).memory_bandwidth
 

@@ -132,11 +132,10 @@ def _lines(machine: Hardware, times: Sequence[TransferTime]) -> list[_Line]:
 
 
 def _fit_inside(machine: Hardware, lines: Sequence[_Line]) -> Link:
-    steps = [min(line.sweeps * (line.group.ranks - 1), 2 * math.log2(line.group.ranks)) for line in lines]
+    steps = [_steps(machine, line, line.group.ranks) for line in lines]
     setup, latency = _fit_latency(steps, [line.start for line in lines])
     copied = 2 / machine.memory_bandwidth
-    # gloo has no switch; with NCCL an all-reduce may have gone through one.
-    rings = [line for line in lines if machine.scatter_sends_all or line.sweeps == 1] or lines
+    rings = _rings(machine, lines)
     per_byte = _fit_slope([_part(line) for line in rings], [line.slope for line in rings], copied)
     # On two ranks a switch saves nothing.
     sums = [line for line in lines if line not in rings and line.group.ranks > 2]
@@ -146,15 +145,25 @@ def _fit_inside(machine: Hardware, lines: Sequence[_Line]) -> Link:
 
 
 def _fit_across(machine: Hardware, lines: Sequence[_Line]) -> Link:
-    nodes = [line.group.nodes for line in lines]
-    steps = [min(line.sweeps * (n - 1), 2 * math.log2(n)) for line, n in zip(lines, nodes, strict=True)]
+    steps = [_steps(machine, line, line.group.nodes) for line in lines]
     in_node = [line.sweeps * (line.group.ranks - line.group.nodes) * machine.inside.latency for line in lines]
     starts = [max(line.start - part, LEAST_PART * line.start) for line, part in zip(lines, in_node, strict=True)]
     setup, latency = _fit_latency(steps, starts)
-    rings = [line for line in lines if line.sweeps == 1] or lines
+    rings = _rings(machine, lines)
     parts = [_part(line) / line.group.per_node for line in rings]
     per_byte = _fit_slope(parts, [line.slope for line in rings], 0.0)
     return replace(machine.across, bandwidth=1 / per_byte, latency=latency, setup=setup)
+
+
+def _steps(machine: Hardware, line: _Line, places: int) -> float:
+    """Return the steps of a small message over ranks of a node, or over nodes: a tree's where the library has trees."""
+    ring = line.sweeps * (places - 1)
+    return ring if machine.scatter_sends_all else min(ring, 2 * math.log2(places))
+
+
+def _rings(machine: Hardware, lines: Sequence[_Line]) -> Sequence[_Line]:
+    """Return the lines of rings: gloo has nothing else; with NCCL an all-reduce may have gone through a tree or a switch."""
+    return [line for line in lines if machine.scatter_sends_all or line.sweeps == 1] or lines
 
 
 def _part(line: _Line) -> float:

@@ -36,7 +36,8 @@ def test_links_in_a_node(name: str) -> None:
     found = fit_links(unknown(machine), transfers(machine, (Group(2), Group(4), Group(8)))).inside
     assert found.bandwidth == pytest.approx(machine.inside.bandwidth, rel=0.02)
     assert found.latency == pytest.approx(machine.inside.latency, rel=0.1)
-    assert found.setup == pytest.approx(machine.inside.setup, rel=0.1, abs=1e-6)
+    noise = max(1e-6, 0.01 * machine.inside.latency)  # the bytes of a small message take time as well
+    assert found.setup == pytest.approx(machine.inside.setup, rel=0.1, abs=noise)
     assert found.reduces == pytest.approx(machine.inside.reduces, rel=0.02)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from passes._torch import ALL_GATHER_MATMUL
-from passes.ir.collectives.formulas import least, ring_formula, spread_formula, switch_formula, tree_formula
-from passes.ir.collectives.kind import Fabric, Kind, register
+from passes.ir.collectives.formulas import spread_formula
+from passes.ir.collectives.kind import Fabric, Kind, quickest, register
 from passes.ir.collectives.lowering import StepCall, axis_digit, digits_of, join
 from passes.ir.layout import R, Shard
 
@@ -38,8 +38,7 @@ def _sweeps(fabric: Fabric) -> int:
 
 
 def _seconds(fabric: Fabric) -> sympy.Expr:
-    others = [tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else [])]
-    return least(ring_formula(fabric.where, sweeps=_sweeps(fabric)), *others)
+    return quickest(fabric, sweeps=_sweeps(fabric))
 
 
 def _gathered(calls: Calls) -> list[torch.Tensor]:

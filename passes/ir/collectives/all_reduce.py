@@ -9,8 +9,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from passes.ir.collectives.formulas import least, ring_formula, spread_formula, switch_formula, tree_formula
-from passes.ir.collectives.kind import Fabric, Kind, register
+from passes.ir.collectives.formulas import spread_formula
+from passes.ir.collectives.kind import Fabric, Kind, quickest, register
 from passes.ir.collectives.lowering import StepCall
 from passes.ir.layout import Partial, R, reduce_terms
 
@@ -31,8 +31,7 @@ def _sweeps(fabric: Fabric) -> int:
 
 
 def _seconds(fabric: Fabric) -> sympy.Expr:
-    others = [tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else [])]
-    return least(ring_formula(fabric.where, sweeps=_sweeps(fabric)), *others)
+    return quickest(fabric, sweeps=_sweeps(fabric))
 
 
 def _reduced(calls: Sequence[Sequence[Any]]) -> list[torch.Tensor]:

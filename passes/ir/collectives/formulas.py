@@ -1,6 +1,6 @@
 """Formulas for the seconds and bytes of a message, from which the kinds of collectives build theirs.
 
-A group has k ranks on n nodes, p on each. There are three algorithms, and the library uses the fastest:
+A group has k ranks on n nodes, p on each. There are three algorithms, and NCCL uses the fastest (gloo has rings alone):
 
 - a ring: k - 1 steps, n - 1 of them between nodes. Every rank passes on (k - 1) / k of the bytes, and p rings use
   the p network links of a node side by side;

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
-from passes.ir.collectives.formulas import Where
+from passes.ir.collectives.formulas import Where, least, ring_formula, switch_formula, tree_formula
 from passes.ir.collectives.lowering import StepCall
 from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
@@ -39,7 +39,7 @@ class Fabric:
 
     where: Where = "inside"
     switch: bool = False  # the switch of a node adds
-    scatter_sends_all: bool = False  # as gloo, whose reduce-scatter is an all-reduce
+    scatter_sends_all: bool = False  # as gloo, whose reduce-scatter is an all-reduce, and which has rings alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,14 @@ class Kind:
 KINDS: dict[str, Kind] = {}  # by name, in the order of registration
 _BY_STEP: dict[object, Kind] = {}
 _BY_OP: dict[object, Kind] = {}
+
+
+def quickest(fabric: Fabric, *, sweeps: int) -> sympy.Expr:
+    """Return the seconds of the quickest algorithm: a ring of so many sweeps, a tree, or the switch. Gloo has rings alone."""
+    ring = ring_formula(fabric.where, sweeps=sweeps)
+    if fabric.scatter_sends_all:
+        return ring
+    return least(ring, tree_formula(fabric.where), *([switch_formula(fabric.where)] if fabric.switch else []))
 
 
 def register(kind: Kind) -> Kind:
