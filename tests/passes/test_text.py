@@ -40,7 +40,7 @@ CAPTURED = """\
 mesh dp=2,tp=2
 stage CAPTURED
 %w2: f32[16, 8] pinned(dp:S(0) "fsdp: stored", tp:S(1/2) "say \\"no\\", # {x}") = parameter("layers.0.w2")
-%tokens: i64[4, 16] = input("tokens")
+%tokens: i64[4, 16] pinned(dp:S(1~) "context: sequence", tp:S(1/4~) "alike") = input("tokens")
 %tangent: f32[] = tangent("loss")
 %step: i64[] = seed("step")
 %place: i64[1] = coordinate("tp")

@@ -81,7 +81,7 @@ SYMBOLS: Mapping[str, Any] = {
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<comment>\#.*) | (?P<node>%\w+) | (?P<string>"(?:\\.|[^"\\])*") | (?P<layout>\{[^}]*\}) |
-    (?P<number>-?(?:inf|\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?![\w.])) | (?P<word>[A-Za-z_][\w.]*) | (?P<mark>[][()<>,:=@/])
+    (?P<number>-?(?:inf|\d+(?:\.\d*)?(?:e[+-]?\d+)?)(?![\w.])) | (?P<word>[A-Za-z_][\w.]*) | (?P<mark>[][()<>,:=@/~])
     )""",
     re.VERBOSE,
 )
