@@ -28,6 +28,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.padding import is_gain
 from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
+from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.recipes.fsdp import FSDP
 from passes.recipes.megatron import MEGATRON
 from passes.search.model.unit_costs import Hiding
@@ -68,7 +69,8 @@ class Problem:
         names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
         parts = compute_parts(names if recipes is None else recipes, self.mesh)
         batch_parts = math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)
-        return Pad(parts, batch_parts, sequence_parts(recipes or (), self.mesh))
+        sequences = [CONTEXT.name if name in CONTEXT_AXES else None for name in self.mesh.names]
+        return Pad(parts, batch_parts, sequence_parts(sequences if recipes is None else recipes, self.mesh))
 
     @property
     def split_when_padded(self) -> tuple[int, ...]:

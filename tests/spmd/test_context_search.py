@@ -47,14 +47,25 @@ def test_a_search_shards_positions_where_heads_do_not_divide(causal: bool, bandw
 
 
 def test_a_searched_plan_says_that_attention_runs_whole() -> None:
-    """Try a batch of 1, 2 heads of keys and 6 positions, none of which 4 ranks can share."""
+    """Try 1 sequence, 2 heads of keys and 6 positions, which 4 ranks cannot share, on an axis where no sequence is padded."""
     case = attend((1, 6, 12))
-    mesh = Mesh("cp=4", hardware=slow(bandwidth=1e9))
-    plan = plan_ranks(case, mesh, Options(inputs={"x": {"cp": "S(2)"}})).planned.plan
+    mesh = Mesh("tp=4", hardware=slow(bandwidth=1e9))
+    plan = plan_ranks(case, mesh, Options(inputs={"x": {"tp": "S(2)"}})).planned.plan
     found = [(one.pass_name, one.text) for one in plan.remarks if "runs whole" in one.text]
     assert found == [
-        ("solve", "on cp: attention runs whole on all 4 ranks: each computes 3.46e+03 FLOP, and as a part 864")
+        ("solve", "on tp: attention runs whole on all 4 ranks: each computes 3.46e+03 FLOP, and as a part 864")
     ]
+
+
+@pytest.mark.slow
+def test_a_search_pads_positions_that_ranks_do_not_divide() -> None:
+    whole = Reference.of(attend((1, 15, 12)))
+    ranks = whole.plan(Mesh("cp=4", hardware=slow(bandwidth=1e9)), Options())
+    plan = ranks.planned.plan
+    assert plan.search is not None and plan.search.chosen == "solved" and plan.cost is not None
+    other = next(one.cost for one in plan.search.candidates if one.name == "solved, not padded")
+    assert other is not None and plan.cost.step_time < other.step_time / 2
+    compare(ranks.run().step, whole.step, TOLERANCE)
 
 
 WAYS = ("context(gather)", "context(ring)", "context(all_to_all)")
