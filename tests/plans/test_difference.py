@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
 from autoshard.planner.effort import QUICK
+from autoshard.planner.ties import TIE
 
 
 class Stack(nn.Module):
@@ -68,7 +69,7 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
     wide = planned(mesh="dp=4,tp=1", hardware="a100")
     quick, again, proven = (wide.replan(mesh="dp=2,tp=4", hardware="h100", prove=prove) for prove in (False, False, True))
     assert quick == again and quick.search is not None and proven.search is not None
-    assert quick.cost is not None and proven.cost is not None and quick.cost.step_time >= proven.cost.step_time
+    assert quick.cost is not None and proven.cost is not None and quick.cost.step_time >= proven.cost.step_time * (1 - TIE)
     assert quick.search.solver_gap is not None and quick.search.solver_gap <= QUICK.gap
     assert [one.name for one in quick.search.candidates] == [one.name for one in proven.search.candidates]
     assert {one.note for one in quick.search.candidates if one.cost is None} == {

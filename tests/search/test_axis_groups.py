@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard.planner.ties import TIE
 from passes.ir.layout import Layout, Shard
 from passes.ir.text import parse_graph
 from passes.search.goal import Goal
@@ -79,10 +80,10 @@ def test_three_axes_are_as_good_as_two() -> None:
     assert two.cost is not None and three.cost is not None and three.search is not None
     gap = three.search.solver_gap
     assert gap is None or gap >= 0.0, "what is proven is of no plan that was looked for later"
-    assert three.cost.step_time <= two.cost.step_time * 1.005
+    assert three.cost.step_time <= two.cost.step_time * (1.005 + TIE)
     quick = two.replan(mesh="dp=8,cp=2,tp=8")
     assert quick.cost is not None and quick.search is not None and quick.solution is not None
     assert quick.search.solver_gap is None and any("used alike" in one.note for one in quick.search.candidates)
-    assert three.cost.step_time * 0.999 <= quick.cost.step_time <= three.cost.step_time * 1.25
+    assert three.cost.step_time * (1 - TIE) <= quick.cost.step_time <= three.cost.step_time * 1.25
     explained = quick.explain("layers.0.0.weight").choices[0].alternatives
     assert len(explained) > 1 and all(alike(one.layout, (0, 1)) for one in explained)

@@ -12,6 +12,7 @@ import torch
 
 from autoshard import Mesh, Options, ShardingPlan, plan
 from autoshard.planner.recomputation import Kept, Settling, Trial
+from autoshard.planner.ties import TIE
 from examples.llama import TINY, Llama
 from passes.search.goal import Goal
 from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
@@ -102,4 +103,4 @@ def test_a_quick_answer_stops_at_the_first_program_that_fits(monkeypatch: pytest
     fits = [one.timeline.peak_memory <= limit for one in tried]
     assert fits[-1] and (True, True) not in pairwise(fits), "another program of a plan was tried after one that fits"
     proven = made.replan(memory_limit=limit, prove=True)
-    assert proven.cost is not None and proven.cost.step_time <= quick.cost.step_time * 1.001
+    assert proven.cost is not None and proven.cost.step_time <= quick.cost.step_time * (1 + TIE)

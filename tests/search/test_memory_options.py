@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import MemoryLimitError, Mesh, ShardingPlan, plan
+from autoshard.planner.ties import TIE
 from passes.hardware.hardware import hardware_named
 
 
@@ -77,7 +78,8 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     weights = {f"parameter layers.{layer}.{name}.weight" for layer in layers for name in ("up", "down")}
     read_again = weights - {"parameter layers.0.up.weight"}  # no backward needs a bias, nor the weight that the input meets
     for one, again in ((freed, True), (kept, False)):
-        assert one.cost is not None and found.cost is not None and one.cost.step_time >= found.cost.step_time
+        assert one.cost is not None and found.cost is not None
+        assert one.cost.step_time >= found.cost.step_time * (1 - TIE)
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
         assert gathers and {gather.what for gather in gathers if gather.recomputed} == (read_again if again else set())
         assert one.solution is None or bool(one.solution.kept) is not again
