@@ -232,14 +232,16 @@ def test_a_decorator_on_a_function() -> None:
 def test_an_unknown_recipe(recipe: Any) -> None:
     assert message(planned, recipe=recipe) == (
         "RecipeError: unknown recipe 'fdsp'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, context(gather), "
-        "context(ring), context(all_to_all), or two of them joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?"
+        "context(ring), context(all_to_all), fsdp_context, fsdp_context(gather), fsdp_context(ring), "
+        "fsdp_context(all_to_all), or two of them joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?"
     )
 
 
 def test_a_recipe_that_is_like_none() -> None:
     assert message(planned, recipe="alpa") == (
         "RecipeError: unknown recipe 'alpa'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, context(gather), "
-        "context(ring), context(all_to_all), or two of them joined, such as 'fsdp+megatron'."
+        "context(ring), context(all_to_all), fsdp_context, fsdp_context(gather), fsdp_context(ring), "
+        "fsdp_context(all_to_all), or two of them joined, such as 'fsdp+megatron'."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from passes.errors import RecipeError
-from passes.recipes.context_parallel import CONTEXT, CONTEXT_WAYS
+from passes.recipes.context_parallel import CONTEXT, CONTEXT_WAYS, FSDP_CONTEXT
 from passes.recipes.ddp import DDP
 from passes.recipes.fsdp import FSDP
 from passes.recipes.hsdp import HSDP
@@ -13,7 +13,9 @@ from passes.recipes.megatron import MEGATRON
 from passes.recipes.recipe import Recipe
 from passes.recipes.zero2 import ZERO2
 
-_RECIPES = {recipe.name: recipe for recipe in (FSDP, ZERO2, DDP, HSDP, MEGATRON, CONTEXT, *CONTEXT_WAYS)}
+_RECIPES = {
+    recipe.name: recipe for recipe in (FSDP, ZERO2, DDP, HSDP, MEGATRON, CONTEXT, *CONTEXT_WAYS, *FSDP_CONTEXT)
+}
 
 
 def register_recipe(recipe: Recipe) -> None:

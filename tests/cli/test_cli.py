@@ -150,7 +150,8 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         (
             "plan model.py:small --mesh dp=2 --recipe fdsp",
             "unknown recipe 'fdsp'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, context(gather), context(ring), "
-            "context(all_to_all), or two of them joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?",
+            "context(all_to_all), fsdp_context, fsdp_context(gather), fsdp_context(ring), fsdp_context(all_to_all), or two of "
+            "them joined, such as 'fsdp+megatron'. Did you mean 'fsdp'?",
         ),
         (
             "plan model.py:small --mesh dp=2 --recipe pp=fsdp",

@@ -89,10 +89,13 @@ def reference(name: str) -> Reference:
         ("cross", "cp=2", RING),
         ("grouped", "cp=2", EXCHANGE),
         ("full", "cp=2", EXCHANGE),
+        ("causal", "cp=2", "fsdp_context(ring)"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("full", "cp=2", GATHER),
+                ("causal", "cp=2,tp=2", {"cp": "fsdp_context(ring)", "tp": "megatron"}),
+                ("causal", "dp=2,cp=2", {"dp": "fsdp", "cp": "fsdp_context(gather)"}),
                 ("rotary", "cp=2", GATHER),
                 ("shifted", "cp=2", GATHER),
                 ("causal", "cp=2,tp=2", {"cp": GATHER, "tp": "megatron"}),
@@ -135,6 +138,17 @@ def test_a_ring_sends_parts_of_keys_and_then_their_gradients() -> None:
     sent = [(one.bytes, one.way, one.backward) for one in plan.collectives if one.kind == "send"]
     assert sent == [(3 * part, "in 3 messages", False), (6 * part, "in 6 messages", True)]
     assert plan.count("all_gather") == 0
+
+
+def test_fsdp_context_stores_parameters_in_parts_and_gathers_them_again_in_the_backward() -> None:
+    plan = reference("causal").plan("cp=2", Options(recipe="fsdp_context(ring)")).planned.plan
+    assert {str(one.layout.on(0)) for one in plan.parameters.values()} == {"S(0)"}
+    assert {one.layout.axes_on(1) for one in plan.inputs.values()} == {(0,)}
+    gathered = [one for one in plan.collectives if one.kind == "all_gather"]
+    assert {one.what.partition(" ")[0] for one in gathered} == {"parameter"}
+    assert {"seed: fsdp_context(ring): gathered for use"} == {one.reason for one in gathered}
+    assert {one.backward or one.recomputed for one in gathered} == {False, True}
+    assert plan.count("reduce_scatter", backward=True) == len(plan.parameters)
 
 
 def test_heads_are_exchanged_for_positions_and_back() -> None:
@@ -181,7 +195,8 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
     ids=["length", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
-    assert refusal(case, GATHER) == f"recipe 'context(gather)' on axis 'cp': {why}{BY_HAND}"
+    for recipe in (GATHER, f"fsdp_{GATHER}"):
+        assert refusal(case, recipe) == f"recipe {recipe!r} on axis 'cp': {why}{BY_HAND}"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
 from passes.recipes.context_parallel.written_out import GATHER, Written, written_out
 from passes.recipes.recipe import Decision, Decisions, Recipe, Site
+from passes.recipes.storage import first_dim_that_divides
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
 from passes.rules.conv import is_convolution
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
@@ -40,10 +41,10 @@ from passes.rules.rule import call_of, row_giving, space_of
 _MASK = torch.ops.aten.where.ScalarOther
 
 
-def shard_sequences(site: Site, way: str | None = None) -> Decisions:
+def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "context") -> Decisions:
     """Decide the axis of `site`: the dims of inputs that become the positions of queries, and how attention runs.
 
-    Without `way`, each call runs in the one that is predicted to be the fastest.
+    Without `way`, each call runs in the one that is predicted to be the fastest. `recipe` is named in errors.
     """
     found, uses = dict[Node, Shard](), Uses()
     refused, ways = list[tuple[Node, str]](), list[tuple[Attention | Written, str]]()
@@ -55,7 +56,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
         else:
             ways.append((one, given or min((name for name in WAYS if not one.refusal(name)), key=one.seconds)))
     if way is None and not refused and {chosen for _, chosen in ways} == {EXCHANGE}:
-        return shard_sequences(site, EXCHANGE)  # no call needs a chunk of each half
+        return shard_sequences(site, EXCHANGE, recipe=recipe)  # no call needs a chunk of each half
     for one, chosen in ways:
         for value, reached in _inputs_of(one.before(chosen), site.size):
             found.setdefault(value, reached)
@@ -64,7 +65,7 @@ def shard_sequences(site: Site, way: str | None = None) -> Decisions:
         found.update(_inputs_of(_convolved(site), site.size))
     if not found:
         axis = site.mesh.names[site.axis]
-        name = "context" if way is None else f"context({way})"
+        name = recipe if way is None else f"{recipe}({way})"
         raise RecipeError(
             f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, refused)}, or shard inputs by hand, such as "
             f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
@@ -173,25 +174,27 @@ def _add_alike(site: Site, found: dict[Node, Shard]) -> None:
                 found[value] = placement
 
 
-CONTEXT = Recipe(
-    "context",
-    "sequences of inputs are split; attention runs in the fastest of the ways below",
-    carries_sequence=True,
-    decide=shard_sequences,
-    in_search=False,
-)
+_STORED = "; parameters are stored sharded, as in fsdp"
 _SUMMARIES = {
+    None: "sequences of inputs are split; attention runs in the fastest of the ways below",
     "gather": "sequences of inputs are split; attention gathers keys and values",
     "ring": "sequences of inputs are split; keys and values go around a ring of neighbours",
     "all_to_all": "sequences of inputs are split; attention exchanges positions for heads",
 }
-CONTEXT_WAYS = tuple(
-    Recipe(
-        f"context({way})",
-        _SUMMARIES[way],
+
+
+def _recipe(name: str, way: str | None, *, is_stored: bool) -> Recipe:
+    return Recipe(
+        name if way is None else f"{name}({way})",
+        _SUMMARIES[way] + (_STORED if is_stored else ""),
         carries_sequence=True,
-        decide=partial(shard_sequences, way=way),
+        decide=partial(shard_sequences, way=way, recipe=name),
+        store=first_dim_that_divides if is_stored else None,
+        frees_gathered=is_stored,
         in_search=False,
     )
-    for way in WAYS
-)
+
+
+CONTEXT = _recipe("context", None, is_stored=False)
+CONTEXT_WAYS = tuple(_recipe("context", way, is_stored=False) for way in WAYS)
+FSDP_CONTEXT = tuple(_recipe("fsdp_context", way, is_stored=True) for way in (None, *WAYS))
