@@ -58,9 +58,9 @@ def trace_directly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """
     call, functions = _Call.of(model, args, kwargs), Functions()
     with functions.watched():
-        ops, first = _rehearse(call, mode, None)
+        ops, first = _rehearse(call, mode, functions, watches_state=False)
     _check_functions(functions)
-    again, output = _rehearse(call, mode, functions)
+    again, output = _rehearse(call, mode, functions, watches_state=True)
     _check_same(again == ops and output.is_like(first.leaves, first.spec))
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -167,14 +167,14 @@ def _is_alike(one: Any, other: Any) -> bool:
     return type(one).__name__ == type(other).__name__
 
 
-def _rehearse(call: _Call, mode: Any, functions: Functions | None) -> tuple[list[Any], _Output]:
+def _rehearse(call: _Call, mode: Any, functions: Functions, *, watches_state: bool) -> tuple[list[Any], _Output]:
     """Run a call on tensors without data; return the ops that it calls, and its output.
 
-    With the `functions` that it runs, raises CaptureError if something that they, or the model, hold is changed.
+    With `watches_state`, raises CaptureError if something is changed that the model holds, or the `functions` that it runs.
     """
     inputs = call.fresh(mode)
     copied = call.copied(inputs)
-    held = Held(copied.model, (copied.args, copied.kwargs), functions) if functions is not None else None
+    held = Held(copied.model, (copied.args, copied.kwargs), functions) if watches_state else None
     watch = _Watch(inputs)
     with mode, WatchedOps(watch.before, watch.after):
         result = copied.output(watch.called)
@@ -187,6 +187,7 @@ def _rehearse(call: _Call, mode: Any, functions: Functions | None) -> tuple[list
         if one.grad is not None or one.requires_grad != own.requires_grad or one.shape != own.shape:
             raise CaptureError("it changes the shape, the gradient or requires_grad of a tensor that it is given")
     del held, result, copied, inputs
+    functions.forget_dead()
     watch.check_kept()
     return watch.ops, output
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import gc
 import logging
 import random
 import sys
 import sysconfig
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,6 +75,22 @@ class Functions:
             seeds = isinstance(owner, torch.Generator) and argument.__name__ in _SEEDING
             if seeds or isinstance(owner, random.Random):
                 self.draws = self.draws or argument.__name__
+
+    def forget_dead(self) -> None:
+        """Let go of what the run alone held: variables of functions that it made, which end with it."""
+        gc.collect()
+        while True:
+            held = Counter(id(value) for outside in self.outside.values() for value in outside.values())
+            dead = [
+                (outside, name)
+                for outside in self.outside.values()
+                for name in outside
+                if sys.getrefcount(outside[name]) <= held[id(outside[name])] + 1  # the call's own
+            ]
+            for outside, name in dead:
+                del outside[name]
+            if not dead:
+                return
 
     def stored(self) -> str:
         """Return a variable outside of a function that the function assigns, or ""."""

@@ -145,6 +145,19 @@ class HasItsOwnGradient(Model):
         return y, torch.autograd.grad(self.layer(x).square().sum(), self.layer.weight, create_graph=True)[0]
 
 
+class MakesFunctions(Model):
+    """Calls a function that it makes, which holds tensors of the call, as masks and caches of language models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, cache = self.layer(x), list[Tensor]()
+
+        def attend(value: Tensor) -> Tensor:
+            cache.append(hidden(y))
+            return value * cache[-1]
+
+        return attend(y)
+
+
 class KeepsProperty(Model):
     @functools.cached_property
     def factor(self) -> float:
@@ -154,7 +167,7 @@ class KeepsProperty(Model):
         return hidden(self.layer(x)) * self.factor
 
 
-RUN = (Hashes, Inspects, EntersContext, Overrides, Evaluates, Awaits, Norms, HasItsOwnGradient, KeepsProperty)
+RUN = (Hashes, Inspects, EntersContext, Overrides, Evaluates, Awaits, Norms, HasItsOwnGradient, MakesFunctions, KeepsProperty)
 
 
 @pytest.mark.parametrize("kind", RUN, ids=lambda kind: kind.__name__)
