@@ -133,6 +133,7 @@ def step(device: str) -> Iterator[str]:
     machine = replace(calibrate(_axes("dp"), device=device, is_quick=True).hardware, name="here")
     config = _config(device)
     for recipe in ("ddp", "fsdp"):
+        torch.manual_seed(0)
         with torch.device(device):
             model, tokens = Llama(config), torch.randint(config.vocab, (8, config.seq))
         options = Options(recipe=recipe, hardware=machine, optimizer=None, compile="inductor" if device == "cuda" else "eager")
@@ -140,7 +141,7 @@ def step(device: str) -> Iterator[str]:
         cost = trained.plan.cost
         assert cost is not None
         seconds, peak = _measured(trained, tokens, device)
-        memory = f"{format_bytes(peak)}, ratio {cost.peak_memory / peak:.3f}" if peak else "not measured on a CPU"
+        memory = f"{format_bytes(peak)}, ratio {cost.peak_memory / peak:.3f}" if peak else "nothing on a CPU"
         yield (
             f"{recipe}: step predicted {format_seconds(cost.step_time)}, measured {format_seconds(seconds)}, ratio "
             f"{cost.step_time / seconds:.3f}; memory predicted {format_bytes(cost.peak_memory)}, measured {memory}"
