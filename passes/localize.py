@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from passes._torch import OpOverload, fake_empty, fake_mode_of
 from passes.base import Pass, PassContext
+from passes.ir.call import Call, call_of
 from passes.ir.collectives import StepCall, is_step, kind_of_op, step_axes, step_kind
 from passes.ir.fake_calls import fake_call, is_viewable
 from passes.ir.graph import (
@@ -49,7 +50,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout, Placement, Shard, local_shape, replicated
 from passes.ir.mesh import Mesh
 from passes.rules.local_forms.masked import mirrored
-from passes.rules.rule import Call, LocalCall, Message, call_of, rule_of
+from passes.rules.rule import LocalCall, Message, rule_of
 
 aten = torch.ops.aten
 

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from autoshard import Mesh, Options, Overlap, ShardedModule, autoshard
 from autoshard.measure.calibrate import calibrate, format_calibration
 from examples.llama import TINY, Config, Llama
+from passes.ir.call import Call
+from passes.ir.call import Tensor as Described
 from passes.ir.layout import R, Shard
 from passes.ir.units import format_bytes, format_seconds
-from passes.rules.rule import Call, Row, rows, rule_of
-from passes.rules.rule import Tensor as Described
+from passes.rules.rule import Row, rows, rule_of
 
 aten = torch.ops.aten
 STEPS = 5  # of which the fastest counts

@@ -22,9 +22,9 @@ from autoshard.planner.request import PlanRequest
 from benchmarks.models.case import Case
 from passes._torch import OpOverload
 from passes.cost.kernel_time import kernel_flops
+from passes.ir.call import call_of
 from passes.ir.graph import origin_of, results_of
 from passes.ir.layout import Layout
-from passes.rules.rule import call_of
 
 MESH = Mesh("dp=2,tp=2")
 EVEN = 1 / MESH.size

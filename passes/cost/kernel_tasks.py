@@ -15,12 +15,12 @@ from passes.cost.kernel_time import kernel_flops, kernel_seconds, region_seconds
 from passes.cost.pipelined_matmul_time import pipelined
 from passes.cost.program import COMPUTE, Task
 from passes.hardware.hardware import Hardware
+from passes.ir.call import call_of
 from passes.ir.collectives import Kind, kind_of_op
 from passes.ir.graph import operands, origin_of, results_of, tensor_of, transfer_of
 from passes.ir.matmul_chunks.one_operator import OPERATORS
 from passes.ir.mesh import Mesh
 from passes.ir.text import DTYPE_NAMES
-from passes.rules.rule import call_of
 
 # Times the size of its weight that a convolution's backward holds in an order of its own, in a graph that Inductor
 # compiled: measured with oneDNN on CPU, tests/cost/test_memory.py.

@@ -33,8 +33,8 @@ from passes._torch import (
     OpOverload,
 )
 from passes.hardware.hardware import Hardware
+from passes.ir.call import Call, Tensor
 from passes.ir.text import DTYPE_NAMES
-from passes.rules.rule import Call, Tensor
 
 aten = torch.ops.aten
 

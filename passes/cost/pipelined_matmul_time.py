@@ -23,8 +23,8 @@ from passes._torch import ALL_GATHER_MATMUL
 from passes.cost.contention import Contention
 from passes.cost.kernel_time import Product, product_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Hardware
+from passes.ir.call import Call, Tensor
 from passes.ir.text import DTYPE_NAMES
-from passes.rules.rule import Call, Tensor
 
 # The part of a link's bandwidth that a copy of another device's memory reaches while others copy from this one: 672 of 900
 # GB/s on ND H100 v5, 423 of 600 on ND A100 v4, 1,530 of 1,800 on ND GB200 v6 (Azure/AI-benchmarking-guide, device to device).

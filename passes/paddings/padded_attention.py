@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
+from passes.ir.call import Call, Tensor
 from passes.ir.graph import operands, tensor_of
 from passes.ir.padding import Padding, in_factor
 from passes.normal_forms import At
@@ -20,7 +21,7 @@ from passes.paddings.padded_factors import Paddings
 from passes.paddings.padded_values import PaddedValues
 from passes.rules.attention import COLUMNS, KEYS, QUERIES, is_attention, is_attention_backward, operand_names
 from passes.rules.local_forms.attention_pieces import SEQUENCE, runs_in_blocks
-from passes.rules.rule import Call, Space, Tensor, rule_of
+from passes.rules.rule import Space, rule_of
 
 aten = torch.ops.aten
 _LENGTHS = {"max_q": "query", "max_k": "key"}  # arguments that are numbers of positions

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from passes._torch import OpOverload, fake_mode_of
+from passes.ir.call import Call, call_of
 from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     InputRole,
@@ -43,7 +44,7 @@ from passes.paddings.padded_attention import opened, set_lengths
 from passes.paddings.padded_factors import Paddings, fill_of, longer, makes_zeros, padded_factors, paddings_of
 from passes.paddings.padded_values import PaddedValues
 from passes.recipes.weights import weights_of
-from passes.rules.rule import Call, LocalCall, Message, Space, call_of, rule_of, space_of
+from passes.rules.rule import LocalCall, Message, Space, rule_of, space_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

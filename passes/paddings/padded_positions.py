@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
+from passes.ir.call import call_of
 from passes.ir.graph import InputRole, input_of, item_of, operands, placeholders, tensor_of
 from passes.ir.layout import Shard
 from passes.ir.padding import Digit, Padded, Padding, in_dims, in_factor, is_gain, padded_size
@@ -17,7 +18,7 @@ from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.written_out import written_out
 from passes.rules.attention import is_attention
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
-from passes.rules.rule import call_of, space_of
+from passes.rules.rule import space_of
 
 HALVES = 2  # of each of which a rank has a chunk
 

@@ -6,10 +6,11 @@ from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.cost.kernel_time import kernel_flops
+from passes.ir.call import call_of
 from passes.ir.graph import is_reshard, is_tensor, operands, results_of, tensor_of
 from passes.ir.layout import Partial, Placement, R, Shard
 from passes.propagation.axis import Axis
-from passes.rules.rule import call_of, row_giving, row_sharding
+from passes.rules.rule import row_giving, row_sharding
 
 LOOKAHEAD = 8  # ops to look ahead for a sharding of a partial value: from a row-parallel linear past a residual and a norm
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.ir.call import Call, Tensor
 from passes.rules import attention as attention
 from passes.rules import batched as batched
 from passes.rules import conv as conv
@@ -18,6 +19,6 @@ from passes.rules import random as random
 from passes.rules import reduction as reduction
 from passes.rules import scatter as scatter
 from passes.rules import view as view
-from passes.rules.rule import Call, Linear, Rule, Space, Tensor, register, rule, rule_of
+from passes.rules.rule import Linear, Rule, Space, register, rule, rule_of
 
 __all__ = ["Call", "Linear", "Rule", "Space", "Tensor", "register", "rule", "rule_of"]

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.rules.local_forms.attention_pieces import has_argument, is_masked, runs_in_blocks
 from passes.rules.local_forms.causal import causal_backward, causal_forward
 from passes.rules.local_forms.position_masks import masked_by_positions
 from passes.rules.local_forms.ring import ring_backward, ring_forward
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
+from passes.rules.rule import Dims, Linear, LocalCall, Space, register
 
 aten = torch.ops.aten
 

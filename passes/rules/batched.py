@@ -15,8 +15,9 @@ import torch
 from torch.fx import Node
 
 from passes._torch import CTC_LOSS
+from passes.ir.call import Call, Tensor
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, SpaceOf, Tensor, register
+from passes.rules.rule import Linear, LocalCall, Space, SpaceOf, register
 
 aten = torch.ops.aten
 

@@ -14,11 +14,12 @@ import torch
 from torch.fx import Node
 
 from passes._torch import ALIGNED_CONVOLUTION, ALIGNED_CONVOLUTION_INPUT, ALIGNED_CONVOLUTION_WEIGHT
+from passes.ir.call import Call, Tensor
 from passes.ir.collectives import SEND
 from passes.ir.graph import tensor_of
 from passes.rules.factors import Dim, Factors
 from passes.rules.local_forms.halo import Halo, extended, folded
-from passes.rules.rule import Call, Linear, LocalCall, Reach, Space, Tensor, register
+from passes.rules.rule import Linear, LocalCall, Reach, Space, register
 
 aten = torch.ops.aten
 

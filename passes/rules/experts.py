@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.graph import tensor_of
 from passes.rules.local_forms.masked import unchanged
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, register_named
+from passes.rules.rule import Dims, Linear, LocalCall, Space, register_named
 
 aten = torch.ops.aten
 prims = torch.ops.prims

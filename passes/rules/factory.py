@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.graph import tensor_of
 from passes.rules.factors import Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, register, remade
+from passes.rules.rule import Linear, LocalCall, Space, register, remade
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
 from passes.rules.local_forms.masked import (
     is_split,
@@ -27,7 +28,7 @@ from passes.rules.local_forms.masked import (
     wrapped,
     zero_where,
 )
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
+from passes.rules.rule import Dims, Linear, LocalCall, Space, register
 
 aten = torch.ops.aten
 

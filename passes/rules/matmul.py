@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from passes.rules.rule import Call, Dims, Linear, Space, SpaceOf, register, rule
+from passes.ir.call import Call
+from passes.rules.rule import Dims, Linear, Space, SpaceOf, register, rule
 
 aten = torch.ops.aten
 

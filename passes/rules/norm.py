@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, Tensor, register
+from passes.rules.rule import Linear, LocalCall, Space, register
 
 aten = torch.ops.aten
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.graph import tensor_of
 from passes.ir.padding import CUT_END, PAD_END
 from passes.rules.factors import Factors
-from passes.rules.rule import Call, LocalCall, Space, register
+from passes.rules.rule import LocalCall, Space, register
 from passes.rules.view import MOVES
 
 aten = torch.ops.aten

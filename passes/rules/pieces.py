@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.graph import tensor_of
 from passes.ir.layout import PARTIAL_OPS
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, register, remade
+from passes.rules.rule import Linear, LocalCall, Space, register, remade
 
 aten = torch.ops.aten
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from passes._torch import OpOverload
+from passes.ir.call import Call, Tensor
 from passes.ir.layout import PARTIAL_OPS
 from passes.rules.factors import Dim, Factors, keeps_sums
-from passes.rules.rule import Call, Linear, Space, Tensor, register, register_tag
+from passes.rules.rule import Linear, Space, register, register_tag
 
 aten = torch.ops.aten
 prims = torch.ops.prims

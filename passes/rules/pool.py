@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.rules.factors import Dim, Factors
-from passes.rules.rule import Call, Linear, LocalCall, Space, Tensor, register, register_named
+from passes.rules.rule import Linear, LocalCall, Space, register, register_named
 
 aten = torch.ops.aten
 

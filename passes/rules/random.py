@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
-from passes.rules.rule import Call, Dims, LocalCall, Space, Tensor, register, register_named
+from passes.rules.rule import Dims, LocalCall, Space, register, register_named
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

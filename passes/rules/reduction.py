@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 
 from passes._torch import REVERSED_CUMSUM
+from passes.ir.call import Call, Tensor
 from passes.ir.collectives import ALL_GATHER
 from passes.rules.factors import Dim, Factors, keeps_sums, whole_dims
 from passes.rules.local_forms.cumulative import scanned
-from passes.rules.rule import Call, Linear, Reach, Space, SpaceOf, Tensor, register
+from passes.rules.rule import Linear, Reach, Space, SpaceOf, register
 
 aten = torch.ops.aten
 

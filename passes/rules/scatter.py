@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
 from passes.rules.local_forms.masked import (
     is_split,
@@ -21,7 +22,7 @@ from passes.rules.local_forms.masked import (
     without_spare_slot,
     zero_where,
 )
-from passes.rules.rule import Call, Dims, Linear, LocalCall, Space, Tensor, register
+from passes.rules.rule import Dims, Linear, LocalCall, Space, register
 
 aten = torch.ops.aten
 

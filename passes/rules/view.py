@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.fake_calls import is_viewable
 from passes.ir.graph import tensor_of
 from passes.ir.layout import PARTIAL_OPS
 from passes.rules.factors import Dim, Factors, whole_dims
-from passes.rules.rule import Call, Linear, LocalCall, Space, SpaceOf, register, remade
+from passes.rules.rule import Linear, LocalCall, Space, SpaceOf, register, remade
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -23,7 +23,7 @@ from passes.cost.kernel_time import (
     region_seconds,
 )
 from passes.hardware.hardware import Hardware, hardware_named
-from passes.rules.rule import Call, Tensor
+from passes.ir.call import Call, Tensor
 
 aten = torch.ops.aten
 H100, H200, A100 = (replace(hardware_named(name), spread=0.0) for name in ("h100", "h200", "a100"))  # one typical device

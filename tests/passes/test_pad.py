@@ -16,10 +16,10 @@ from autoshard import Mesh, Options, ShardingPlan, plan
 from autoshard.debug import checking
 from examples.gpt import GPT, Config
 from passes.cost.kernel_time import kernel_flops
+from passes.ir.call import call_of
 from passes.ir.graph import results_of
 from passes.ir.text import parse_graph
 from passes.pad import Pad
-from passes.rules.rule import call_of
 from tests.passes.rewrite import assert_declines, assert_same_values
 
 VOCAB, DIM, HEADS, HEAD, WIDTH, BATCH, SEQ = 37, 8, 6, 4, 30, 2, 8

@@ -111,7 +111,7 @@ def test_an_order_that_is_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
     ctx = _run(gm)
     assert _names(gm) == best
     assert [str(remark) for remark in ctx.remarks] == [
-        "schedule_overlap: left in its order: predicted to take 0.00035 s, and 0.000377 s in the best found [%output]"
+        "schedule_overlap: left in its order: predicted to take 0.000358 s, and 0.000377 s in the best found [%output]"
     ]
 
 

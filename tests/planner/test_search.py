@@ -44,6 +44,7 @@ from passes.ir.graph import (
 from passes.manager import PassManager
 from passes.propagate import Propagate
 from passes.search.prepared import prepare
+from tests.calm import calm
 from tests.models import Case, build
 from tests.spmd.oracle import check_step, compare, run_on_ranks
 
@@ -319,7 +320,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
 def test_recipes_that_cannot_win_are_not_simulated_to_the_end() -> None:
     """Once a plan fits: neither what stores too much nor what is proven to be slower."""
     model, args = on_meta(4096, 1 << 12, layers=6)
-    mesh = Mesh("dp=2,tp=4", hardware="a100-pcie")
+    mesh = Mesh("dp=2,tp=4", hardware=calm("a100-pcie"))
     free = plan(model, mesh, args, options=Options())
     assert free.cost is not None
     found = plan(model, mesh, args, options=Options(memory_limit=free.cost.peak_memory))
@@ -479,7 +480,7 @@ def test_without_overlap_all_communication_is_exposed() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, device="meta") for _ in range(3)))
     args = (torch.empty(4096, 1024, device="meta"),)
     costs = [
-        plan(model, Mesh("dp=8", hardware="h100"), args, options=Options(recipe="fsdp", overlap=overlap)).cost
+        plan(model, Mesh("dp=8", hardware=calm("h100")), args, options=Options(recipe="fsdp", overlap=overlap)).cost
         for overlap in (True, False)
     ]
     assert costs[0] is not None and costs[1] is not None

@@ -58,19 +58,19 @@ all_reduces=0: there are 1 over tp
 def test_limits_come_with_what_is_over_them() -> None:
     assert_expected_inline(failure(exposed_ms=0.01, peak_gb=0.00001), """\
 the plan is not as expected:
-exposed_ms=0.01: it is 0.06185
+exposed_ms=0.01: it is 0.05929
   %all_reduce_1: all_reduce over tp, 4 B, forward, exposed 12.1 us
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
-  %all_reduce: all_reduce over dp, 4 B, forward, exposed 9.13 us
-    insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
-  %reduce_scatter_2: reduce_scatter over dp, 8.0 KiB, backward, exposed 8.73 us
-    insert_reshards: gradient needs {dp:S(0/2), tp:S(0)}      # test_assertions.py:25 up
   %all_gather: all_gather over dp, 8.0 KiB, forward, exposed 8.73 us
     seed: fsdp: gathered for use      # test_assertions.py:25 up
-  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us
-    insert_reshards: mm needs {dp:S(1), tp:R}      # test_assertions.py:25 down
+  %reduce_scatter_2: reduce_scatter over dp, 8.0 KiB, backward, exposed 8.73 us
+    insert_reshards: gradient needs {dp:S(0/2), tp:S(0)}      # test_assertions.py:25 up
   %reduce_scatter: reduce_scatter over tp, 512 B, forward, exposed 8.70 us
     seed: megatron: row-parallel output      # test_assertions.py:25 down
+  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us
+    insert_reshards: mm needs {dp:S(1), tp:R}      # test_assertions.py:25 down
+  %all_reduce: all_reduce over dp, 4 B, forward, exposed 7.85 us
+    insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
   and 2 more
 peak_gb=1e-05: it is 9.422e-05
   optimizer 32.0 KiB, temporary 18.0 KiB, parameters 16.0 KiB, gathered 16.0 KiB, gradients 8.0 KiB, inputs 2.0 KiB, outputs 4 B""")  # noqa: E501

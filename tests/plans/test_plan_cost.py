@@ -23,6 +23,7 @@ from examples.llama import LLAMA3_8B, TINY, Llama
 from passes.cost.build_program import program_of
 from passes.cost.simulate import Timeline, simulate
 from passes.hardware.hardware import hardware_named
+from tests.calm import calm
 
 GIB = 1 << 30
 SOLVED = Cost(1.312, 1.2, 0.9, 0.112, Memory(2 * GIB, 2 * GIB, 4 * GIB, 30 * GIB, 3 * GIB, temporary=GIB // 2))
@@ -151,7 +152,7 @@ def test_the_cost_of_a_plan_is_that_of_the_program_that_is_run(
     as it is fastest for them."""
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32)
     options = Options(recipe=recipe, mixed_precision=policy)
-    mesh, config = Mesh(axes, hardware="a100-pcie"), replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
+    mesh, config = Mesh(axes, hardware=calm("a100-pcie")), replace(TINY, layers=5, dim=1024, hidden=2816, vocab=32000, seq=1024)
     with torch.device("meta"):
         model, tokens = Llama(config), torch.zeros(8, config.seq, dtype=torch.long)
     made = plan(model, mesh, (tokens, tokens), options=options)
@@ -203,7 +204,7 @@ def blocks(layers: int = 8) -> tuple[nn.Module, tuple[torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("symmetric_memory", [False, True])
 def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bool) -> None:
-    (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
+    (model, args), mesh = blocks(), Mesh("tp=8", hardware=calm("h100"))
     options = Options(recipe="megatron", overlap=Overlap(symmetric_memory=symmetric_memory))
     made = plan(model, mesh, args, options=options)
     whole = plan(model, mesh, args, options=replace(options, overlap=Overlap(split_matmuls=False)))
@@ -223,7 +224,7 @@ def test_the_cost_of_a_plan_counts_the_chunks_that_are_sent(symmetric_memory: bo
     ("symmetric_memory", "ways"), [(False, {"in 2 chunks", "in 4 chunks"}), (True, {"in one operator with its product"})]
 )
 def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, ways: set[str]) -> None:
-    (model, args), mesh = blocks(), Mesh("tp=8", hardware="h100")
+    (model, args), mesh = blocks(), Mesh("tp=8", hardware=calm("h100"))
     made = plan(model, mesh, args, options=Options(recipe="megatron", overlap=Overlap(symmetric_memory=symmetric_memory)))
     changed = [one for one in made.collectives if one.way]
     assert {one.way for one in changed} == {f"{way} (decompose_matmuls)" for way in ways}
@@ -236,7 +237,7 @@ def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, ways
 
 @pytest.mark.slow
 def test_a_search_counts_the_chunks_of_what_it_chooses() -> None:
-    (model, args), mesh, options = blocks(), Mesh("tp=8", hardware="h100"), Options(inputs={"x": {"tp": "R"}})
+    (model, args), mesh, options = blocks(), Mesh("tp=8", hardware=calm("h100")), Options(inputs={"x": {"tp": "R"}})
     made, run = plan(model, mesh, args, options=options), _compiled(model, args, mesh, options)
     assert made.cost is not None and made.search is not None and any(one.chunks > 1 for one in made.collectives)
     assert made.cost == next(one.cost for one in made.search.candidates if one.name == made.search.chosen)

@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from passes.ir.call import Call, Tensor
 from passes.ir.collectives import kind_of_op
 from passes.ir.graph import set_value, value_of
 from passes.ir.layout import (
@@ -34,7 +35,7 @@ from passes.ir.layout import (
 )
 from passes.ir.mesh import Mesh
 from passes.ir.padding import PADS
-from passes.rules.rule import Call, LocalCall, Message, Row, Rule, Space, Tensor, factor_row, registered, rows, rule_of
+from passes.rules.rule import LocalCall, Message, Row, Rule, Space, factor_row, registered, rows, rule_of
 
 SIZES = (2, 3, 4)
 
@@ -356,7 +357,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _abstract(value: Any) -> Any:
-    """Return a value as `passes.rules.rule.call_of` has it: lists are tuples."""
+    """Return a value as `passes.ir.call.call_of` has it: lists are tuples."""
     if isinstance(value, torch.Tensor):
         return Tensor(tuple(value.shape), value.dtype)
     if isinstance(value, tuple | list):

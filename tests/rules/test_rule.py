@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.errors import UserError
+from passes.ir.call import call_of
 from passes.ir.layout import Partial, R, Replicate, Shard
 from passes.rules import Call, Rule, Space, Tensor, register, rule, rule_of
-from passes.rules.rule import Linear, call_of, factor_at, factor_row, row_giving, row_sharding, rows
+from passes.rules.rule import Linear, factor_at, factor_row, row_giving, row_sharding, rows
 from tests.rules.harness import Case, all_rows, call_on, check, check_case, floats
 
 aten = torch.ops.aten

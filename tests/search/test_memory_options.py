@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 
 from autoshard import MemoryLimitError, Mesh, ShardingPlan, plan
 from autoshard.planner.ties import TIE
-from passes.hardware.hardware import hardware_named
+from tests.calm import calm
 
 
 class Block(nn.Module):
@@ -40,8 +39,7 @@ class Blocks(nn.Module):
 def searched(dim: int, batch: int, mesh: str) -> ShardingPlan:
     with torch.device("meta"):
         model, x = Blocks(dim), torch.empty(batch, dim)
-    hardware = replace(hardware_named("h100"), name="calm", contention=0.2)  # messages hide well, as in larger models
-    return plan(model, Mesh(mesh, hardware=hardware), (x,))
+    return plan(model, Mesh(mesh, hardware=calm("h100")), (x,))
 
 
 def named_limit(found: ShardingPlan, limit: int) -> int:

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Options, RecipeError, autoshard
 from passes.cost.kernel_time import kernel_flops
+from passes.ir.call import call_of
 from passes.rules.attention import is_attention
-from passes.rules.rule import call_of
 from tests.models import Case
 from tests.spawn import run_on_ranks
 from tests.spmd.decoders import DECODERS, decoder

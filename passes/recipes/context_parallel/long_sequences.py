@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from passes.cost.kernel_time import kernel_flops
+from passes.ir.call import call_of
 from passes.ir.graph import results_of
 from passes.ir.layout import Shard
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.rules.attention import is_attention
-from passes.rules.rule import call_of
 
 # Positions from which a search considers to shard them, on every axis: twice the 8,192 of Llama 3's pretraining, which had no
 # context parallelism (Llama Team 2024, section 3.4.2). Shorter sequences do not pay for the longer search.

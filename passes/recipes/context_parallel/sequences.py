@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.errors import RecipeError
+from passes.ir.call import call_of
 from passes.ir.graph import (
     InputRole,
     input_of,
@@ -36,7 +37,7 @@ from passes.recipes.storage import first_dim_that_divides
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
 from passes.rules.conv import is_convolution
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
-from passes.rules.rule import call_of, row_giving, space_of
+from passes.rules.rule import row_giving, space_of
 
 _MASK = torch.ops.aten.where.ScalarOther
 

@@ -16,11 +16,11 @@ import torch
 from passes.cost.collective_time import collective_seconds
 from passes.cost.kernel_time import kernel_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Group, Hardware
+from passes.ir.call import Call, Tensor
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
 from passes.rules.attention import is_attention_backward
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
-from passes.rules.rule import Call, Tensor
 
 POSITIONS = 2  # the dim of positions in an attention's operands and results
 _QUERIES = ("query", "out", "grad_out", "grad_out_")

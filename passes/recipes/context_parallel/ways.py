@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from passes.ir.call import Call, call_of
 from passes.ir.graph import item_of, operands, results_of, tensor_of
 from passes.ir.layout import Placement, Shard
 from passes.recipes.context_parallel.way_costs import POSITIONS, SECONDS, Attending, resized
 from passes.recipes.recipe import Decision, Site
 from passes.rules.attention import operand_names
 from passes.rules.local_forms.attention_pieces import runs_in_blocks
-from passes.rules.rule import Call, Row, call_of, row_sharding, space_of
+from passes.rules.rule import Row, row_sharding, space_of
 
 WAYS = tuple(SECONDS)  # in the order in which equally fast ones are chosen
 EXCHANGE = "all_to_all"

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from passes.ir.call import Call
 from passes.ir.graph import tensor_of
 from passes.ir.layout import Layout, R, Shard
-from passes.rules.rule import Call, LocalCall
+from passes.rules.rule import LocalCall
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

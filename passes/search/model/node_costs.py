@@ -14,12 +14,13 @@ from passes.cost.collective_time import collective_seconds
 from passes.cost.fused_regions import is_alias
 from passes.cost.kernel_time import kernel_seconds
 from passes.cost.optimizer_step import passes_over
+from passes.ir.call import Call, Tensor, call_of
 from passes.ir.collectives import SEND
 from passes.ir.graph import is_reshard, operands, tensor_of
 from passes.ir.layout import Layout, R
 from passes.recipes.context_parallel import POSITIONS, sharded_seconds
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
-from passes.rules.rule import Call, Tensor, call_of, space_of
+from passes.rules.rule import space_of
 from passes.search.model.factor_graph import Floats
 from passes.search.model.local_sizes import LocalSizes
 from passes.search.model.node_bytes import NodeBytes

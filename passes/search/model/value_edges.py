@@ -117,13 +117,15 @@ def _is_widening(user: Node) -> bool:
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
     """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it.
 
-    So one layer's are exposed. Nothing is beside what comes before the first layer, or after the last in the backward.
+    So one layer's are exposed. All are in the step's first segment, and in what comes before the first layer or, in the backward,
+    after the last.
     """
     found = []
     for number, (name, is_forward) in enumerate(structure.names):
         layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
-        found.append(Segment(f"{name} {direction}", layers, 1.0 if name == edge else 1.0 / layers))
+        is_alone = name == edge or (name, is_forward) == structure.names[0]
+        found.append(Segment(f"{name} {direction}", layers, 1.0 if is_alone else 1.0 / layers))
     return tuple(found)
 
 
