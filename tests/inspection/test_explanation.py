@@ -195,7 +195,7 @@ value %mm_1
 collectives
   %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_reduce: all_reduce over tp, 6 B, forward, exposed 13.3 us
+  %all_reduce: all_reduce over tp, 6 B, forward, exposed 11.0 us
     insert_reshards: output needs {tp:R}      # test_explanation.py:39
   %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
