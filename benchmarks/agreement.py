@@ -1,7 +1,7 @@
-"""How near the solver's model is to the simulator: `python -m benchmarks.agreement [MODEL ...]`.
+"""Compare the solver's model of a step with the simulator: `python -m benchmarks.agreement [MODEL ...] [--case N]`.
 
-For each case of the grid: the objective of the solver's own plan and of each recipe as a part of the simulated step, and
-the solver's bound as a part of the fastest simulated step. A bound above 1 is none of the simulator.
+Print for each case of the grid the ratio of objective to simulated step, for the solver's own plan and for each recipe, and
+the ratio of the solver's bound to the fastest simulated step. A bound whose ratio is above 1 does not hold for the simulator.
 """
 
 from __future__ import annotations

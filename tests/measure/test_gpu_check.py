@@ -1,4 +1,4 @@
-"""What is to be tried on GPUs is tried on a CPU first."""
+"""Run the sections of `benchmarks.gpu_check` on a CPU."""
 
 from __future__ import annotations
 

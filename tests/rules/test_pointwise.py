@@ -238,7 +238,7 @@ def run_somehow(op: OpOverload) -> Case:
         args, kwargs = arguments(op, dtype)
         try:
             op(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):  # it takes no such dtype; one that takes neither fails below
+        except (RuntimeError, NotImplementedError):  # the op refuses this dtype; the test fails below if it refuses both
             continue
         return Case(op, args, kwargs)
     raise AssertionError(f"{op._schema} ran on neither floats nor integers; give it a case")
