@@ -41,31 +41,31 @@ class DecomposeMatmuls(Pass):
 
         mesh tp=2
         stage LOCAL
-        %x: bf16[2048, 4096] = input("x")
-        %w: bf16[4096, 1024] = parameter("w")
-        %gather: bf16[4096, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, "autoshard:tp=2:tp")
-        %whole: bf16[4096, 4096] = _c10d_functional.wait_tensor(%gather)
-        %mm: bf16[4096, 1024] = mm(%whole, %w)
+        %x: bf16[8192, 4096] = input("x")
+        %w: bf16[4096, 64] = parameter("w")
+        %gather: bf16[16384, 4096] = _c10d_functional.all_gather_into_tensor(%x, 2, "autoshard:tp=2:tp")
+        %whole: bf16[16384, 4096] = _c10d_functional.wait_tensor(%gather)
+        %mm: bf16[16384, 64] = mm(%whole, %w)
         return output("0") %mm
 
     After:
 
         mesh tp=2
         stage LOCAL
-        %x: bf16[2048, 4096] = input("x")
-        %w: bf16[4096, 1024] = parameter("w")
-        %slice_1: bf16[1024, 4096] = slice.Tensor(%x, 0, 0, 1024)
-        %slice_2: bf16[1024, 4096] = slice.Tensor(%x, 0, 1024, 2048)
-        %all_gather_into_tensor: bf16[2048, 4096] = _c10d_functional.all_gather_into_tensor(%slice_1, 2, "autoshard:tp=2:tp")      # | decompose_matmuls: part 1 of 2
-        %wait_tensor: bf16[2048, 4096] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
-        %all_gather_into_tensor_1: bf16[2048, 4096] = _c10d_functional.all_gather_into_tensor(%slice_2, 2, "autoshard:tp=2:tp")      # | decompose_matmuls: part 2 of 2
-        %wait_tensor_1: bf16[2048, 4096] = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)
-        %mm_1: bf16[2048, 1024] = mm(%wait_tensor, %w)
-        %mm_2: bf16[2048, 1024] = mm(%wait_tensor_1, %w)
-        %view: bf16[1, 2, 1024, 1024] = view(%mm_1, [1, 2, 1024, 1024])
-        %view_1: bf16[1, 2, 1024, 1024] = view(%mm_2, [1, 2, 1024, 1024])
-        %cat: bf16[1, 2, 2048, 1024] = cat([%view, %view_1], 2)
-        %view_2: bf16[4096, 1024] = view(%cat, [4096, 1024])
+        %x: bf16[8192, 4096] = input("x")
+        %w: bf16[4096, 64] = parameter("w")
+        %slice_1: bf16[4096, 4096] = slice.Tensor(%x, 0, 0, 4096)
+        %slice_2: bf16[4096, 4096] = slice.Tensor(%x, 0, 4096, 8192)
+        %all_gather_into_tensor: bf16[8192, 4096] = _c10d_functional.all_gather_into_tensor(%slice_1, 2, "autoshard:tp=2:tp")      # | decompose_matmuls: part 1 of 2
+        %wait_tensor: bf16[8192, 4096] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+        %all_gather_into_tensor_1: bf16[8192, 4096] = _c10d_functional.all_gather_into_tensor(%slice_2, 2, "autoshard:tp=2:tp")      # | decompose_matmuls: part 2 of 2
+        %wait_tensor_1: bf16[8192, 4096] = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)
+        %mm_1: bf16[8192, 64] = mm(%wait_tensor, %w)
+        %mm_2: bf16[8192, 64] = mm(%wait_tensor_1, %w)
+        %view: bf16[1, 2, 4096, 64] = view(%mm_1, [1, 2, 4096, 64])
+        %view_1: bf16[1, 2, 4096, 64] = view(%mm_2, [1, 2, 4096, 64])
+        %cat: bf16[1, 2, 8192, 64] = cat([%view, %view_1], 2)
+        %view_2: bf16[16384, 64] = view(%cat, [16384, 64])
         return output("0") %view_2
 
     Context: DecomposeMatmuls(), mesh=Mesh("tp=2", hardware="h100")

@@ -22,6 +22,7 @@ from passes.ir.matmul_chunks.sites import sites_in, split
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.matmul_ways.trials import WORTH
+from tests.calm import calm
 from tests.models import build
 from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
 from tests.spmd.oracle import plan_ranks
@@ -104,17 +105,17 @@ def _decided(text: str, mesh: Mesh = MESH, memory_limit: int = 1 << 40) -> tuple
 def test_what_is_split_and_what_is_left_whole_says_why() -> None:
     small = Mesh("tp=2")
     told = [
-        _decided(_linear(2048, 1024))[1],
+        _decided(_linear(8192, 1024))[1],
         _decided(_linear(2048, 64))[1],
         _decided(_linear(2048, 1024, beside=True))[1],
-        _decided(_linear(16384, 1024, kept=True), memory_limit=1)[1],
+        _decided(_linear(16384, 1024, kept=True), Mesh("tp=2", hardware=calm("h100")), memory_limit=1)[1],
         _decided(_linear(2047, 4096))[1],
         _decided(_linear(2048, 4096), small)[1],
     ]
     assert_expected_inline("\n".join(told), """\
-decompose_matmuls: split: 2 chunks save 5.92 us of 126 us around it [%gather]
+decompose_matmuls: split: 4 chunks save 40.8 us of 448 us around it [%gather]
 decompose_matmuls: left whole: 83.6 us by itself, 92.1 us in 2 chunks [%gather]
-decompose_matmuls: left whole: all but 0 s of 1.53 ms is hidden [%gather]
+decompose_matmuls: left whole: all but 0 s of 1.55 ms is hidden [%gather]
 decompose_matmuls: left whole: all that are worth it in parts take 784.0 MiB at the peak, over 584.0 MiB [%gather]
 decompose_matmuls: left whole: its 1 x 2047 rows are not divided by 2 [%gather]
 decompose_matmuls: left whole: the figures of this device are not known [%gather]""")
