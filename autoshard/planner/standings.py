@@ -14,7 +14,8 @@ from autoshard.planner.evaluation import Evaluation, Folded, evaluate
 from autoshard.planner.prediction import memory_of
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.ties import TIE, preferred
-from autoshard.plans.outcome import Candidate, Cost
+from autoshard.plans.outcome import Candidate
+from passes.cost.simulate import Timeline
 from passes.errors import RecipeError, UserError
 from passes.search.solution import Solution
 
@@ -119,12 +120,13 @@ class Standings:
     @property
     def best(self) -> str | None:
         """Return the name of the best candidate that fits: of those as fast as the fastest, by `preferred`."""
-        return preferred(self._fitting, [name for name in self._fitting if name != SOLVED])
+        fitting = self._fitting
+        return preferred(fitting, [name for name in fitting if name != SOLVED])
 
     @property
     def best_time(self) -> float:
         """Return the seconds of a step of the fastest candidate that fits."""
-        return min((cost.step_time for cost in self._fitting.values()), default=float("inf"))
+        return min((timeline.step_time for timeline in self._fitting.values()), default=float("inf"))
 
     @property
     def worst_time(self) -> float:
@@ -132,5 +134,5 @@ class Standings:
         return self.best_time * (1 + TIE)
 
     @property
-    def _fitting(self) -> dict[str, Cost]:
-        return {name: one.cost for name, one in self.evaluated.items() if self.task.fits(one)}
+    def _fitting(self) -> dict[str, Timeline]:
+        return {name: one.timeline for name, one in self.evaluated.items() if self.task.fits(one)}

@@ -30,6 +30,8 @@ from passes.cost.contention import Contention
 from passes.cost.liveness import bytes_by_kind, bytes_by_turn, lives
 from passes.cost.program import Buffer, Index, Program, Task
 
+SLOW_LINKS = 0.8  # part of the predicted rate that links give in the step that says how sturdy a plan is
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -102,6 +104,11 @@ class Timeline:
     def _communicating(self) -> list[tuple[float, float]]:
         spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
         return _union(sorted(task.span_of_link(start, end) for task, start, end in spans if task.is_sending))
+
+    @cached_property
+    def slowed_step_time(self) -> float:
+        """Return the seconds of the step when links give `SLOW_LINKS` of the rate that is predicted."""
+        return simulate(self.program, links=1 / SLOW_LINKS).step_time
 
     @cached_property
     def memory(self) -> tuple[int, ...]:

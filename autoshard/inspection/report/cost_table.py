@@ -6,13 +6,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoshard.plans.outcome import Candidate, Cost, Recomputation, Search
-from passes.cost.simulate import Timeline, simulate
+from passes.cost.simulate import SLOW_LINKS, Timeline
 from passes.hardware.hardware import Hardware
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 4  # kinds of kept values that are listed
 BUSY = 0.25  # part of a step: of links that are in use for less, a lower rate is not worth a line
-GIVEN = 0.8  # part of the predicted rate that links give in the line about them
 
 
 def cost_table(
@@ -46,9 +45,9 @@ def format_links(timeline: Timeline) -> str | None:
     step = timeline.step_time
     if timeline.communication < BUSY * step:
         return None
-    longer = simulate(timeline.program, links=1 / GIVEN).step_time / step - 1
+    longer = timeline.slowed_step_time / step - 1
     busy = 100 * timeline.communication / step
-    return f"in use for {busy:.0f} % of the step; at {100 * GIVEN:.0f} % of their rate it takes {100 * longer:.1f} % longer"
+    return f"in use for {busy:.0f} % of the step; at {100 * SLOW_LINKS:.0f} % of their rate it takes {100 * longer:.1f} % longer"
 
 
 def format_basis(hardware: Hardware) -> str:
@@ -74,7 +73,7 @@ def format_recomputation(recomputation: Recomputation) -> str:
 
 def _proof(search: Search) -> str:
     """Return what was chosen, and what is proven of all other plans: by the simulator, and by the solver's model."""
-    found = [f"chose {search.chosen} of {len(search.candidates)} candidates"]
+    found = [f"chose {search.chosen} of {len(search.candidates)} candidates{_nearly_equal(search)}"]
     if search.least is not None:
         found.append(f"no plan is simulated faster than {format_seconds(search.least)}, for its kernels alone")
     if search.gap is not None:
@@ -83,6 +82,16 @@ def _proof(search: Search) -> str:
     elif search.bound is not None:
         found.append(f"the solver's model proves nothing more, as it says {format_seconds(search.bound)} at least")
     return "; ".join(found)
+
+
+def _nearly_equal(search: Search) -> str:
+    """Return which candidate is faster than the chosen one, but by less than a prediction can tell; "" if none is."""
+    fitting = [(one.cost.step_time, one.name) for one in search.candidates if one.cost and one.fits]
+    fastest, name = min(fitting, default=(0.0, search.chosen))
+    if name == search.chosen or search.step_time is None or fastest >= search.step_time:
+        return ""
+    less = 100 * (1 - fastest / search.step_time)
+    return f" ({name} is {less:.2f} % faster, too little to tell: sturdiness, memory and simplicity decide)"
 
 
 def candidates_table(search: Search) -> Table:
