@@ -13,7 +13,8 @@ from passes.search.model.axis_groups import AxisGroups, coarse_groups
 from passes.search.optimize import assignments
 from passes.search.prepared import prepare
 from tests.planner.test_search import on_meta
-from tests.search.test_optimize import deep_graph, small_graph
+from tests.search.random_graphs import random_graph
+from tests.search.test_optimize import deep_graph
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def alike(layout: Layout, axes: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_strategies_use_the_axes_of_a_group_alike(seed: int) -> None:
-    gm, mesh = parse_graph(small_graph(seed, "dp=2,cp=2,tp=2"))
+    gm, mesh = parse_graph(random_graph(seed, "dp=2,cp=2,tp=2"))
     factor_graph = prepare(gm, mesh.on(Mesh("tp=2", hardware="h100").hardware), ((0, 1), (2,))).factor_graph
     strategies = [strategy for variable in factor_graph.variables for strategy in variable.strategies]
     assert all(alike(layout, (0, 1)) for strategy in strategies for layout in (*strategy.needs, *strategy.results))
@@ -58,8 +59,8 @@ def objective(text: str, axis_groups: AxisGroups | None) -> float:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_two_axes_as_one_are_priced_as_one(seed: int) -> None:
-    apart = objective(small_graph(seed, "dp=2,cp=8,tp=8"), ((0, 1), (2,)))
-    assert apart == pytest.approx(objective(small_graph(seed, "dp=16,tp=8"), None), rel=1e-4)
+    apart = objective(random_graph(seed, "dp=2,cp=8,tp=8"), ((0, 1), (2,)))
+    assert apart == pytest.approx(objective(random_graph(seed, "dp=16,tp=8"), None), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, r
 from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
 from passes.search.solvers.evaluate import evaluate
-from tests.search.test_optimize import problem_of, small_graph
+from tests.search.random_graphs import random_graph
+from tests.search.unpruned import problem_of
 
 
 def test_the_cheapest_bytes_are_freed_first() -> None:
@@ -44,7 +45,7 @@ def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.5), (0, 0.9), (1, 0.7), (2, 0.6), (2, 0.95)])
 def test_the_plan_is_the_best_of_all_with_what_they_recompute(seed: int, share: float) -> None:
-    lines = small_graph(seed, "tp=2").splitlines()
+    lines = random_graph(seed, "tp=2").splitlines()
     factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
     transitions = Transitions(factor_graph, unit_costs)
     ranges = (range(len(variable.strategies)) for variable in factor_graph.variables)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,53 +23,10 @@ from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.evaluate import evaluate
 from passes.search.solvers.mip import Formulation
 from tests.search.brute_force import least_step
+from tests.search.random_graphs import random_graph
+from tests.search.unpruned import EXACT, drawn, problem_of, steps
 
 assert passes.rules
-EXACT = Goal(gap=1e-6)
-CALLS, WEIGHTS = 8, ("w0", "w1", "w2", "w3")
-
-
-def small_graph(seed: int, mesh: str) -> str:
-    """Draw eight calls: products with parameters and of values, pointwise calls, sums over a dim and their users, views."""
-    draw = random.Random(seed)
-    rows, columns = draw.choice(((64, 64), (2048, 2048), (8192, 8192), (4096, 256), (256, 8192)))
-    square = f"f32[{columns}, {columns}]"
-    lines = [f"mesh {mesh}", "stage CAPTURED", *(f'%{w}: {square} = parameter("{w}")' for w in WEIGHTS)]
-    lines.append(f'%x: f32[{rows}, {columns}] = input("x")')
-    shapes = {"x": f"[{rows}, {columns}]"}
-    last = "x"
-    for number in range(CALLS):
-        name, shape = f"v{number}", shapes[last]
-        others = [value for value, one in shapes.items() if one == shape]
-        thin = [value for value, one in shapes.items() if one == f"[{rows}, 1]"]
-        calls = {
-            "relu": (f"relu(%{last})", shape),
-            "add": (f"add.Tensor(%{last}, %{draw.choice(others[-2:])})", shape),
-        }
-        if shape == f"[{rows}, {columns}]":
-            calls["mm"] = f"mm(%{last}, %{draw.choice(WEIGHTS)})", shape
-            calls["mm again"] = f"mm(%{last}, %{draw.choice(WEIGHTS)})", shape
-            calls["sum"] = f"sum.dim_IntList(%{last}, [1], True)", f"[{rows}, 1]"
-            calls["view"] = f"view(%{last}, [{rows // 4}, 4, {columns}])", f"[{rows // 4}, 4, {columns}]"
-            if thin:
-                calls["scale"] = f"mul.Tensor(%{last}, %{draw.choice(thin)})", shape
-        elif shape == f"[{rows}, 1]":
-            whole = [value for value, one in shapes.items() if one == f"[{rows}, {columns}]"]
-            calls["spread"] = f"mul.Tensor(%{draw.choice(whole)}, %{last})", f"[{rows}, {columns}]"
-        else:
-            calls["view back"] = f"view(%{last}, [{rows}, {columns}])", f"[{rows}, {columns}]"
-        call, shapes[name] = calls[draw.choice(sorted(calls))]
-        lines.append(f"%{name}: f32{shapes[name]} = {call}")
-        last = name
-    lines.append(f'return output("output") %{last}')
-    return "\n".join(lines) + "\n"
-
-
-def problem_of(text: str, hardware: str = "h100"):  # type: ignore[no-untyped-def]
-    gm, parsed = parse_graph(text)
-    mesh = Mesh(parsed.names, parsed.sizes, hardware=hardware)
-    prepared = prepare(gm, mesh)
-    return prepared.factor_graph, prepared.node_costs.unit_costs
 
 
 SMALL = [
@@ -84,18 +40,26 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "mesh", "hardware"), SMALL)
 def test_no_plan_is_better(seed: int, mesh: str, hardware: str) -> None:
-    factor_graph, unit_costs = problem_of(small_graph(seed, mesh), hardware)
-    assert sum(node.op == "call_function" for variable in factor_graph.variables for node in variable.nodes) == CALLS
+    factor_graph, unit_costs = problem_of(random_graph(seed, mesh), hardware)
+    assert sum(node.op == "call_function" for variable in factor_graph.variables for node in variable.nodes) == 8
     plan, bound = solve(factor_graph, unit_costs, EXACT)
     best = least_step(factor_graph, unit_costs, worst=plan.objective * (1 + 1e-5))
     assert plan.objective == pytest.approx(best, rel=1e-5)
     assert bound <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_pruning_loses_nothing(seed: int) -> None:
+    """Draw graphs of up to 60 calls; `python -m tests.search.unpruned` draws 300."""
+    found = steps(*drawn(seed))
+    assert found is not None and found.agrees
+    assert found.lost == 0.0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_least_step_is_that_of_the_best_of_all_plans(seed: int) -> None:
     """Draw graphs that are small enough to write all plans down."""
-    lines = small_graph(seed, "tp=2").splitlines()
+    lines = random_graph(seed, "tp=2").splitlines()
     factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
     assert math.prod(len(variable.strategies) for variable in factor_graph.variables) <= 60_000, "too many to enumerate"
     transitions = Transitions(factor_graph, unit_costs)

@@ -7,7 +7,8 @@ from passes.search.optimize import solve
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.probing import is_empty
 from passes.search.solvers.relaxation import Relaxation
-from tests.search.test_optimize import EXACT, problem_of, small_graph
+from tests.search.random_graphs import random_graph
+from tests.search.unpruned import EXACT, problem_of
 
 WEAK = 1  # sweeps of dual ascent: a bound well below the best assignment
 SEEDS = range(23, 31)
@@ -15,7 +16,7 @@ SEEDS = range(23, 31)
 
 def duals(seed: int):  # type: ignore[no-untyped-def]
     """Return a factor graph, its least step (test_optimize shows that it is that), and a dual whose bound is not there yet."""
-    factor_graph, unit_costs = problem_of(small_graph(seed, "dp=2,tp=2"))
+    factor_graph, unit_costs = problem_of(random_graph(seed, "dp=2,tp=2"))
     dual = Relaxation(Transitions(factor_graph, unit_costs)).dual
     dual.ascend(WEAK)
     return factor_graph, solve(factor_graph, unit_costs, EXACT)[0].objective, dual
