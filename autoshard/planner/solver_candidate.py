@@ -64,10 +64,8 @@ class Solved:
 
     @property
     def least(self) -> float | None:
-        """Return seconds that no plan is simulated faster than; None if not all plans were considered."""
-        if self.source is None or not _is_whole(self.source):
-            return None
-        return self.source.kernels_bound
+        """Return seconds that no plan is simulated faster than; None if no problem was stated."""
+        return None if self.source is None else self.source.kernels_bound
 
     @property
     def source(self) -> Prepared | None:

@@ -68,8 +68,8 @@ class Prepared:
 
     @cached_property
     def kernels_bound(self) -> float:
-        """Return a lower bound, in seconds, of the simulated step of every plan in the search space."""
-        return kernels_bound(self.skeleton, self.node_costs)
+        """Return a lower bound, in seconds, of the simulated step of every plan."""
+        return kernels_bound(self.structure, self.node_costs)
 
     @cached_property
     def recomputation(self) -> RecomputationCurve:

@@ -359,6 +359,23 @@ def test_no_plan_is_simulated_faster_than_its_kernels_alone(mesh: str) -> None:
     assert 0.5 * min(steps) < found.search.least <= min(steps)
 
 
+class OneHead(nn.Module):
+    """Causal attention of one head, on x [1, 1, positions, 64]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+
+
+def test_what_is_proven_of_kernels_holds_for_plans_that_the_search_leaves_out() -> None:
+    """It does not consider to shard positions of short sequences, where the axis has no name for them."""
+    mesh, args = Mesh("dp=4", hardware="h100"), (torch.empty(1, 1, 8192, 64, device="meta"),)
+    found = plan(OneHead(), mesh, args)
+    sharded = found.replan(recipe="context")
+    assert found.search is not None and found.search.least is not None
+    assert found.cost is not None and sharded.cost is not None
+    assert found.search.least <= sharded.cost.step_time < 0.9 * found.cost.step_time
+
+
 def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str | None) -> None:
     """Put a defect in what makes the programs of these recipes, or of all; None: of the solver's plan."""
 

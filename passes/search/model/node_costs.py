@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
@@ -74,9 +75,26 @@ class NodeCosts:
         if node in sizes.shares:
             launch = hardware.launch if sizes.shares[node].launches else 0.0
             return sizes.moved(node, strategy) / hardware.memory_bandwidth + launch
+        return self._kernel_seconds(self._call(node), strategy) + self._sending_seconds(node, strategy)
+
+    def seconds_alone(self, node: Node, strategy: Strategy) -> float:
+        """Return the seconds of a kernel or an update without what it sends, which may hide.
+
+        An attention whose positions are sharded takes its part of the time that it takes with whole ones, at least.
+        """
+        if node.op == "placeholder":
+            return self._seconds(node, strategy)
+        call, unit_costs, ranks = self._call(node), self.unit_costs, 1
+        if is_attention(call.op) or is_attention_backward(call.op):
+            queries = strategy.needs[operand_names(call).index("query")]
+            ranks = math.prod(unit_costs.mesh.sizes[axis] for axis in queries.axes_on(POSITIONS))
+            strategy = _with_whole_positions(strategy)
+        return kernel_seconds(local_call(call, strategy, unit_costs.sizes), unit_costs.hardware) / ranks
+
+    def _call(self, node: Node) -> Call:
         if node not in self._calls:
             self._calls[node] = call_of(node)
-        return self._kernel_seconds(self._calls[node], strategy) + self._sending_seconds(node, strategy)
+        return self._calls[node]
 
     def _sending_seconds(self, node: Node, strategy: Strategy) -> float:
         """Return the seconds of what a rank sends to read other parts of a sharded dim."""

@@ -66,13 +66,19 @@ class _AxisRow:
 
 
 class Strategies:
-    """The strategies of every node of a graph, enumerated on demand."""
+    """The strategies of every node of a graph, enumerated on demand.
 
-    def __init__(self, rows: RowTables, mesh: Mesh, axis_groups: AxisGroups) -> None:
+    With `splits_only`, they are those that split one factor on an axis, at one digit, by all rules: parts have no other sizes.
+    """
+
+    def __init__(self, rows: RowTables, mesh: Mesh, axis_groups: AxisGroups, *, splits_only: bool = False) -> None:
         self._mesh, self._axis_groups = mesh, axis_groups
         self._spaces = rows.spaces
         by_position = rows.is_long or any(name in CONTEXT_AXES for name in mesh.names)
-        self._tables = {size: rows.table(size, by_position=by_position) for size in dict.fromkeys(mesh.sizes)}
+        self._tables: dict[int, Mapping[Node, Sequence[_AxisRow]]] = {
+            size: rows.splits(size) if splits_only else rows.table(size, by_position=by_position)
+            for size in dict.fromkeys(mesh.sizes)
+        }
         self._found: dict[object, tuple[Strategy, ...]] = {}  # alike calls have the same
 
     def of(self, node: Node) -> tuple[Strategy, ...]:
@@ -197,6 +203,28 @@ class RowTables:
             self._tables[key] = made.table
         return self._tables[key]
 
+    def splits(self, size: int) -> Mapping[Node, Sequence[_AxisRow]]:
+        """Return a row for each factor of each node on an axis, beside the replicated one."""
+        return {node: [*_whole(node), *_splits(space, size)] for node, space in self.spaces.items()}
+
+
+def _splits(space: Space | None, size: int) -> Iterator[_AxisRow]:
+    if space is None:
+        return
+    for factor in space.sizes:
+        for digit in dict.fromkeys(((1, 0), _first_digit(space, factor, size))):
+            row = factor_row(space, factor, digit[0], size, mirror=digit[1])
+            if row is not None:
+                yield _AxisRow(row, factor, digit)
+
+
+def _first_digit(space: Space, factor: str, size: int) -> Digit:
+    """Return the digit that a search starts from: mirrored for the positions of causal attention, if they divide."""
+    if factor not in space.counted and space.rings.get(factor) not in space.counted:
+        return 1, 0
+    positions = causal_positions(space.sizes[factor], size)
+    return positions.outer, positions.mirror
+
 
 class _RowTable:
     """The rows on an axis of one size. `table` grows until no row implies another one at a neighbour."""
@@ -232,14 +260,7 @@ class _RowTable:
         """Yield factors with the digit that a search starts from."""
         space = self.spaces[node]
         if space is not None and item_of(node) is None:
-            yield from ((factor, self._first(space, factor)) for factor in space.sizes)
-
-    def _first(self, space: Space, factor: str) -> Digit:
-        """Return the digit that a search starts from: mirrored for the positions of causal attention, if they divide."""
-        if factor not in space.counted and space.rings.get(factor) not in space.counted:
-            return 1, 0
-        positions = causal_positions(space.sizes[factor], self.size)
-        return positions.outer, positions.mirror
+            yield from ((factor, _first_digit(space, factor, self.size)) for factor in space.sizes)
 
     def _add(self, node: Node, factor: str, digit: Digit) -> None:
         if (node, factor, digit) in self.added or (digit[1] and _is_stored(node)):
@@ -255,7 +276,7 @@ class _RowTable:
     def _is_considered(self, space: Space, factor: str, digit: Digit) -> bool:
         if factor not in space.counted and factor not in space.rings and factor not in space.reaches:
             return True
-        return self.by_position and digit == self._first(space, factor)
+        return self.by_position and digit == _first_digit(space, factor, self.size)
 
     def _put(self, node: Node, option: _AxisRow) -> None:
         options = self.table[node]
