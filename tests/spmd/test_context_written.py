@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -20,18 +21,26 @@ from tests.spmd.test_context import BY_HAND, EXCHANGE, GATHER, RING, TOLERANCE, 
 HAND = Options(recipe=None)
 
 
-class Both(nn.Module):
-    """A kernel of attention, and attention that is written out after it."""
+def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q * 0.5).tanh() @ k.transpose(-1, -2)).softmax(-1) @ v
 
-    def __init__(self) -> None:
+
+def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Before(nn.Module):
+    """Attention, and attention that is written out after it."""
+
+    def __init__(self, first: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(12, 36), nn.Linear(12, 36)
+        self.first, self.second, self.attend = nn.Linear(12, 36), nn.Linear(12, 36), first
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.first(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = self.attend(q, k, v).transpose(1, 2).flatten(2)
         q, k, v = self.second(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
-        return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).square().mean()
+        return written(q, k, v).square().mean()
 
 
 @cache
@@ -43,10 +52,10 @@ def case(name: str) -> Case:
         "masked dropout": lambda: attend((2, 8, 12), (2, 6, 12), mask=(2, 1, 8, 6), dropout=0.5),
         "einsum": lambda: DECODERS["einsum"](),
         "relative": lambda: DECODERS["relative"](),
-        "both": lambda: Case(Both().double(), (x,), {}),
+        "both": lambda: Case(Before(kernel).double(), (x,), {}),
+        "twice": lambda: Case(Before(written).double(), (x,), {}),
     }
     return made[name]()
-
 
 
 @pytest.mark.parametrize(
@@ -56,6 +65,7 @@ def case(name: str) -> Case:
         ("dropout", "cp=4", "context"),
         ("masked dropout", "cp=2", GATHER),
         ("both", "cp=2", RING),
+        ("twice", "cp=4", GATHER),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

@@ -96,8 +96,10 @@ class _Forward:
         for queries, keys in (factors, factors[::-1]):
             row, key_row = _free_row(node, queries), _free_row(node, keys)
             at = None if row is None else row.operands[queries]
-            weights = None if key_row is None else self._softmax_of(node, key_row.results[0])
-            if isinstance(at, Shard) and weights is not None:
+            if row is None or key_row is None or not isinstance(at, Shard):
+                continue
+            weights = self._softmax_of(node, key_row.results[0])
+            if weights is not None and self._reaches(node, row.results[0], weights):
                 length = tensor_of(operands(node)[queries]).shape[at.dim]
                 places = self._smallest(node, keys), self._smallest(weights[0], _other(*weights))
                 return Written(node, queries, cut(length, at.dim), length, *places, weights)
@@ -105,6 +107,19 @@ class _Forward:
 
     def _softmax_of(self, node: Node, placement: Placement) -> Taken | None:
         """Return the product that sums over an index of `node` after a softmax, and the number of its operand that has it."""
+        for user, number, result, is_softmax in self._carried(node, placement):
+            if is_softmax and number in _PRODUCTS.get(user.target, ()) and result == Partial():
+                return user, number
+        return None
+
+    def _reaches(self, node: Node, placement: Placement, taken: Taken) -> bool:
+        """Return whether an operand still has an index of `node`, so that its rows are those of queries."""
+        found = ((user, number) for user, number, result, _ in self._carried(node, placement) if isinstance(result, Shard))
+        return taken in found
+
+    def _carried(self, node: Node, placement: Placement) -> Iterator[tuple[Node, int, Placement, bool]]:
+        """Yield the calls that read an index of `node`: the call, the number of the operand, how the result has the index,
+        and whether a softmax is before it."""
         assert isinstance(placement, Shard)
         length, seen = tensor_of(node).shape[placement.dim], set[tuple[Node, bool]]()
         queue: list[tuple[Node, Placement, bool]] = [(node, placement, False)]
@@ -120,10 +135,8 @@ class _Forward:
                 row = row_sharding(space, number, at, length)
                 if row is None:
                     continue
-                if is_softmax and number in _PRODUCTS.get(user.target, ()) and row.results[0] == Partial():
-                    return user, number
+                yield user, number, row.results[0], is_softmax
                 queue.append((user, row.results[0], is_softmax or user.target is aten.exp.default))
-        return None
 
     def _smallest(self, user: Node, number: int) -> Taken:
         """Return where a value first has the fewest bytes on its way to an operand, through calls that only repeat or move
