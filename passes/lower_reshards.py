@@ -9,14 +9,21 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
+from passes.cost.fused_regions import source_of
+from passes.ir.collectives import TAKE_PART
 from passes.ir.graph import (
+    InputRole,
+    OutputRole,
     Stage,
     copy_facts,
+    input_of,
     is_recompute,
     is_reshard,
     layout_of,
     note_of,
     operands,
+    outputs_of,
+    placeholders,
     set_layouts,
     set_needs,
     set_note,
@@ -38,6 +45,8 @@ class LowerReshards(Pass):
     The sequence is the one that receives the fewest bytes, and among those has the fewest collectives. All layouts
     between source and target are tried (every axis at its source, its target or `R`). Consecutive gathers over several
     axes are joined in one collective, and so are reductions and scatters.
+
+    A rank's part of a buffer is marked to be taken again in the backward: the buffer is there anyway, if nothing writes to it.
 
     The steps stand before the first user if they grow the value, after its producer if they shrink it. Views and casts
     of a parameter stand before their first users too, so that nothing is gathered long before its use.
@@ -74,8 +83,9 @@ class LowerReshards(Pass):
         _sink(gm)
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         nodes = [node for node in gm.graph.nodes if is_reshard(node)]
+        held = _constant_buffers(gm)
         for node in nodes:
-            _lower(node, ctx.mesh, order)
+            _lower(node, ctx.mesh, order, held)
         return bool(nodes)
 
 
@@ -85,7 +95,17 @@ def _sink(gm: GraphModule) -> None:
             min(node.users).prepend(node)
 
 
-def _lower(node: Node, mesh: Mesh, order: dict[Node, int]) -> None:
+def _constant_buffers(gm: GraphModule) -> set[Node]:
+    """Return the buffers to which the program writes nothing, and their views."""
+    written = {output.name for output in outputs_of(gm.graph) if output.role is OutputRole.BUFFER}
+    found = {node for node in placeholders(gm.graph, InputRole.BUFFER) if input_of(node).name not in written}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and not is_reshard(node) and source_of(node) in found:
+            found.add(node)
+    return found
+
+
+def _lower(node: Node, mesh: Mesh, order: dict[Node, int], held: set[Node]) -> None:
     value = operands(node)[0]
     shape = tuple(tensor_of(node).shape)
     steps = plan_steps(layout_of(value), layout_of(node), shape, mesh)
@@ -102,7 +122,7 @@ def _lower(node: Node, mesh: Mesh, order: dict[Node, int]) -> None:
         set_layouts(new, step.layout)
         set_needs(new, (layout_of(current),))
         set_note(new, note_of(node))
-        set_recompute(new, is_recompute(node))
+        set_recompute(new, is_recompute(node) or (step.kind is TAKE_PART and current in held))
         current = new
     node.replace_all_uses_with(current)
     node.graph.erase_node(node)

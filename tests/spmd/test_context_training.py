@@ -54,7 +54,7 @@ def test_ten_steps_over_2048_positions_equal_one_device() -> None:
 
 @pytest.mark.slow
 def test_a_rank_keeps_its_part_of_the_activations() -> None:
-    """A run keeps them, and a plan says so. On one rank, attention's operands and result need no copy in another order."""
+    """A run keeps them, and a plan says so."""
     whole = Reference.of(small_llama(256))
     kept, predicted = dict[int, int](), dict[int, int]()
     for ranks in (1, 2, 4):
@@ -72,7 +72,7 @@ def test_a_rank_keeps_its_part_of_the_activations() -> None:
         assert one.planned.plan.cost is not None
         predicted[ranks] = one.planned.plan.cost.memory.activations
     for found in (kept, predicted):
-        assert found[4] <= 1.01 * found[2] / 2 and found[2] <= 1.2 * found[1] / 2, (kept, predicted)
+        assert found[2] <= 1.01 * found[1] / 2 and found[4] <= 1.01 * found[1] / 4, (kept, predicted)
 
 
 @pytest.mark.parametrize(

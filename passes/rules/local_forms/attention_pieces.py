@@ -152,8 +152,19 @@ class Pieces:
         length = tensor_of(value).shape[SEQUENCE] // of
         return self.span(value, number * length, (number + 1) * length)
 
-    def joined(self, values: list[Node]) -> Node:
-        return values[0] if len(values) == 1 else self.call.emit(aten.cat.default, values, SEQUENCE)
+    def joined(self, values: list[Node], like: Node | None = None) -> Node:
+        """Join positions. In memory, dims have the order of those of `like`, so that this needs no copy to be viewed as
+        that is.
+        """
+        if len(values) == 1:
+            return values[0]
+        strides = (0,) if like is None else tensor_of(like).stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if order == [*range(len(strides))]:
+            return self.call.emit(aten.cat.default, values, SEQUENCE)
+        back = [order.index(dim) for dim in range(len(strides))]
+        turned = [self.call.emit(aten.permute.default, value, order) for value in values]
+        return self.call.emit(aten.permute.default, self.call.emit(aten.cat.default, turned, order.index(SEQUENCE)), back)
 
     def turned(self, block: Node, digit: Digit, *, backwards: bool = False) -> tuple[Node, Node]:
         """Return this rank's piece of a block, and the others in the order of the ranks after it, as a larger batch.

@@ -91,7 +91,7 @@ class CausalForward(Pieces):
             else:
                 found.append(self._piece(queries, held, self.of_block(digit, number), tuple(rest), earlier))
         outs, logsumexps = zip(*found, strict=True)
-        return self.joined(list(outs)), self.joined(list(logsumexps))
+        return self.joined(list(outs), like=query), self.joined(list(logsumexps))
 
     def _earlier(self, queries: Node, keys: Pair, number: int, spans: int) -> Pair:
         end = number * tensor_of(keys[0]).shape[SEQUENCE] // spans
@@ -177,7 +177,7 @@ class CausalBackward(Pieces):
             for blocks, one in zip(of_keys, own, strict=True):
                 blocks.append(one)
             of_queries.append(self._with_earlier(grad, queries, keys, of_keys, number, digit.spans))
-        return self.joined(of_queries), *(self.joined(blocks) for blocks in of_keys)
+        return self.joined(of_queries, like=side["query"]), *(self.joined(blocks) for blocks in of_keys)
 
     def _with_earlier(
         self, grad: Node, queries: Side, keys: Pair, of_keys: tuple[list[Node], ...], number: int, spans: int

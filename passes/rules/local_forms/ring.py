@@ -234,7 +234,7 @@ class _RingForward(_Round):
                 message = self.awaited(following)
                 held = self.unpacked(message, keys)
         outs, logsumexps = zip(*found.values(), strict=True)
-        out, logsumexp = self.joined(list(outs)), self.joined(list(logsumexps))
+        out, logsumexp = self.joined(list(outs), like=query), self.joined(list(logsumexps))
         return out, self._with(logsumexp, self._unseen(logsumexp), 0.0)
 
     def _results(self, query: Node, held: Pair, step: int) -> list[tuple[int, Pair]]:
@@ -320,7 +320,7 @@ class _RingBackward(_Round):
         assert own is not None and passing is not None
         home = self.unpacked(self.awaited(passing), own)
         of_keys = tuple(self.sum(*pair) for pair in zip(own, home, strict=True))
-        return self.joined(list(of_queries.values())), *of_keys
+        return self.joined(list(of_queries.values()), like=side["query"]), *of_keys
 
     def _step(self, side: Side, held: Pair, step: int, of_queries: dict[int, Node]) -> Pair:
         """Return the gradients of the held keys and values; add those of the queries, by chunk."""
