@@ -49,6 +49,19 @@ def test_the_window_bounds_what_is_gathered_ahead(window: int, most: int) -> Non
     assert simulate(prefetch(_layers(8, compute=6, link=1), window)).peak_memory <= 10 * (most + 1) + 16
 
 
+def test_a_message_of_a_ring_is_no_later_than_in_the_given_order() -> None:
+    given = program(
+        gather("s0", 3, "w", prefetchable=True),
+        kernel("h0", 4),
+        gather("s1", 3, "s0", prefetchable=True),
+        kernel("h1", 4, "h0", "s0"),
+        kernel("h2", 4, "h1", "s1"),
+        sizes={"s0": 10, "s1": 10},
+    )
+    found = list_schedule(MovableTasks.of(given), 0, fill=False, held_seconds=0, memory_budget=None)
+    assert _names(found.program) == _names(given)
+
+
 def test_what_makes_the_operand_of_a_gather_goes_with_it() -> None:
     given = program(
         kernel("h0", 5),

@@ -76,10 +76,10 @@ def test_a_rank_keeps_its_part_of_the_activations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "bandwidth", "is_hidden"), [pytest.param(16, 450e9, True, marks=pytest.mark.slow), (4, 1e9, False)]
+    ("ranks", "bandwidth", "is_hidden"),
+    [pytest.param(16, 450e9, True, marks=pytest.mark.slow), (4, 450e9, True), (4, 1e9, False)],
 )
 def test_a_ring_hides_its_messages_where_a_step_computes_for_longer(ranks: int, bandwidth: float, is_hidden: bool) -> None:
-    """All but the last of a layer: gradients that come home when there is no step left."""
     h100 = hardware_named("h100")
     hardware = replace(h100, inside=replace(h100.inside, bandwidth=bandwidth))
     with torch.device("meta"):

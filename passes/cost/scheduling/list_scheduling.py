@@ -4,7 +4,7 @@ The scheduler runs the machine of `simulate` and issues, at each time, what a tu
 
 1. A gather of parameters, or in the backward of what was kept, is issued early, in the order of use, while the bytes
    gathered ahead of their use fit the window and its link will be free before the next kernel ends: no queue builds up
-   that others wait for.
+   that others wait for. It is issued no later than in the given order.
 2. A reduction of gradients is issued as soon as it can start without delaying a kernel and its link is free.
 3. Any other collective is on the critical path: it is issued as soon as its operand is computed.
 4. Kernels keep their order, but one that would wait lets others run first: a ready kernel at most `LOOKAHEAD` kernels
@@ -138,12 +138,12 @@ class Scheduler:
                 return False
         waiting = self.queues.next_turn
         waiting = len(self.tasks) if waiting is None else waiting
-        if prefetch.use <= waiting:
+        if prefetch.latest <= waiting:
             return True
         if not self.window.admits(prefetch.nbytes) or self.clocks[prefetch.stream] > until:
             return False
         free, ahead = self.window.free, self.window.ahead + prefetch.nbytes
-        return free is None or not (self.reductions[prefetch.stream] or ahead > free.least(waiting, prefetch.use - 1))
+        return free is None or not (self.reductions[prefetch.stream] or ahead > free.least(waiting, prefetch.latest - 1))
 
     def _wait(self) -> bool:
         """Advance the clock to the next time at which something can start; return False if there is none."""

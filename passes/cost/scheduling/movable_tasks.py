@@ -22,7 +22,7 @@ class Prefetch:
 
     tasks: tuple[int, ...]
     reads: tuple[int, ...]  # buffers that tasks outside of it write
-    use: int  # the first task in program order that needs it, or a later gather
+    latest: int  # its place in program order, or that of a later gather: it starts there, if no earlier
     nbytes: int  # of the gathered result
     stream: int
 
@@ -109,10 +109,9 @@ def _prefetches(program: Program) -> list[Prefetch]:
         made = {buffer for n in kernels for buffer in index.outputs[n]}
         reads = [b for n in (*kernels, number) for b in index.inputs[n] if index.makers[b] >= 0 and b not in made]
         nbytes = sum(program.buffers[buffer].nbytes for buffer in index.outputs[number])
-        use = min(uses[n] for n in (*kernels, number))
-        found.append(Prefetch((*kernels, number), tuple(reads), use, nbytes, index.streams[number]))
-    dues = list(accumulate((one.use for one in reversed(found)), min))
-    return [replace(one, use=due) for one, due in zip(found, reversed(dues), strict=True)]
+        found.append(Prefetch((*kernels, number), tuple(reads), number, nbytes, index.streams[number]))
+    dues = list(accumulate((one.latest for one in reversed(found)), min))
+    return [replace(one, latest=due) for one, due in zip(found, reversed(dues), strict=True)]
 
 
 def _dependencies(program: Program, numbers: list[int]) -> set[int]:
