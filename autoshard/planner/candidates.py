@@ -108,7 +108,7 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
             best,
             (*candidates, *standings.declined),
             limit,
-            None if solution is None else solution.objective,
+            solved.objective,
             solved.bound,
             solved.least,
             time.perf_counter() - task.started,

@@ -73,9 +73,9 @@ def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:
     """Return whether the simulator agrees with the solver's plan, and finds it best."""
-    if standings.best != SOLVED or solved.answer is None:
+    if standings.best != SOLVED or solved.objective is None:
         return False
-    return standings.best_time <= solved.answer.solution.objective * (1 + OFF)
+    return standings.best_time <= solved.objective * (1 + OFF)
 
 
 def _promising(

@@ -45,12 +45,19 @@ class Solved:
     """The state of the solver's search.
 
     `proven` is the proven lower bound of a step in seconds, by the solver's model (None: not all plans were covered);
-    `prepared` is the last problem that was stated (None: there was no time for it).
+    `prepared` is the last problem that was stated (None: there was no time for it). Every plan takes `again` seconds more, for
+    what is computed again whatever fits.
     """
 
     answer: Answer | None = None
     proven: float | None = None
     prepared: Prepared | None = None
+    again: float = 0.0
+
+    @property
+    def objective(self) -> float | None:
+        """Return the seconds of the solution's step, by the solver's model."""
+        return None if self.answer is None else self.answer.solution.objective + self.again
 
     @property
     def bound(self) -> float | None:
@@ -60,7 +67,7 @@ class Solved:
         """
         if self.proven is None or self.answer is None or self.answer.solution.objective < self.proven:
             return None
-        return self.proven
+        return self.proven + self.again
 
     @property
     def least(self) -> float | None:
@@ -113,7 +120,7 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
     found = _solve_whole(task, standings, prepared)
     is_good = found.answer is not None and task.fits(found.answer.evaluation)
     step = found.answer.evaluation.cost.step_time if found.answer is not None and is_good else float("inf")
-    if found.proven is None or step > found.proven * (1 + OFF):
+    if found.proven is None or step > (found.proven + found.again) * (1 + OFF):
         return _solve_grouped(task, standings, found, grouped)
     return found
 
@@ -125,7 +132,8 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
     """
     curve = memory_budget_of(task.problem, prepared).recomputation
     if task.problem.options.recompute == "block":
-        return _taken(Solved(), ask(task, standings, prepared, curve), prepared)
+        again = sum(step.nbytes * step.seconds for step in prepared.recomputation) if task.problem.training else 0.0
+        return replace(_taken(Solved(), ask(task, standings, prepared, curve), prepared), again=again)
     found = _taken(Solved(), ask(task, standings, prepared, ()), prepared)
     held = None if found.answer is None else found.answer.evaluation
     if curve and (held is None or not task.fits(held) or held.recomputation is not None):
@@ -158,7 +166,7 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
     """Return `before` with the answer to `prepared`, if there is one, and its proven bound."""
     if answer is None:
         return replace(before, prepared=prepared)
-    return Solved(answer, answer.solution.bound if _is_whole(prepared) else before.proven, prepared)
+    return Solved(answer, answer.solution.bound if _is_whole(prepared) else before.proven, prepared, before.again)
 
 
 def _is_whole(prepared: Prepared) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -33,10 +33,22 @@ def is_fusible(op: Any) -> bool:
 
 
 def is_generated(node: Node) -> bool:
-    """Return whether Inductor generates the kernel of a call: of a fusible op whose values are not complex."""
-    if not is_fusible(node.target):
+    """Return whether Inductor generates the kernel of a call: of a fusible op, or a scatter of one number into a constant,
+    whose values are not complex.
+    """
+    if not is_fusible(node.target) and not _is_one_hot(node):
         return False
     return not any(value.is_complex() for value in (*results_of(node), *map(tensor_of, operands(node))))
+
+
+def _is_one_hot(node: Node) -> bool:
+    """Return whether a call puts a number in one place per row of a constant, which Inductor writes as a comparison."""
+    if node.target is not torch.ops.aten.scatter.value:
+        return False
+    base, dim, index, _ = node.args
+    assert isinstance(base, Node) and isinstance(dim, int) and isinstance(index, Node)
+    shape = tensor_of(index).shape
+    return source_of(base).target is torch.ops.aten.full.default and len(shape) > 0 and shape[dim] == 1
 
 
 @cache
@@ -50,9 +62,12 @@ def _packet(op: OpOverload) -> str:
     return op._schema.name.rpartition("::")[2]
 
 
-def regions(graph: Graph) -> tuple[tuple[Node, ...], ...]:
-    """Return the kernels of a graph with values, in an order in which they can run, close to that of the graph."""
-    return _Fusion(graph).regions()
+def regions(graph: Graph, forward: Collection[Node] | None = None) -> tuple[tuple[Node, ...], ...]:
+    """Return the kernels of a graph with values, in an order in which they can run, close to that of the graph.
+
+    Nodes of the `forward` are in no kernel with others, if they are given; else what the partitioner noted of nodes counts.
+    """
+    return _Fusion(graph, forward).regions()
 
 
 def source_of(node: Node) -> Node:
@@ -127,7 +142,8 @@ class _Region:
 class _Fusion:
     """Walk over the graph once: each node joins the region of an operand, or opens its own."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, forward: Collection[Node] | None) -> None:
+        self._forward = forward
         self._of: dict[Node, _Region] = {}
         self._all: list[_Region] = []
         self._inputs: dict[Node, list[Node]] = {}  # per node, whose values it reads
@@ -182,7 +198,7 @@ class _Fusion:
                 first=index,
                 rank=1 + max((region.rank for region in read), default=0),
                 is_open=is_open,
-                phase=node.meta.get("partitioner_tag"),
+                phase=self._phase(node),
                 elements=elements,
             )
             self._all.append(joined)
@@ -190,6 +206,11 @@ class _Fusion:
         for region in read:
             if region is not joined and not self._merge(region, joined, read):
                 region.is_read = True
+
+    def _phase(self, node: Node) -> Any:
+        if self._forward is None:
+            return node.meta.get("partitioner_tag")
+        return "is_forward" if node in self._forward else "is_backward"
 
     def _join(self, node: Node, region: _Region, read: list[_Region], elements: int) -> bool:
         """Prepare `region` for `node`; return whether the node can join it."""
@@ -202,7 +223,7 @@ class _Fusion:
         return True
 
     def _fits(self, node: Node, region: _Region, elements: int) -> bool:
-        if _are_apart(node.meta.get("partitioner_tag"), region.phase) or not _nests(elements, region.elements):
+        if _are_apart(self._phase(node), region.phase) or not _nests(elements, region.elements):
             return False
         if region.late and any(source_of(operand) in region.late for operand in operands(node)):
             return False
@@ -213,7 +234,7 @@ class _Fusion:
 
     def _put(self, node: Node, region: _Region, elements: int) -> None:
         region.nodes.append(node)
-        region.phase = region.phase or node.meta.get("partitioner_tag")
+        region.phase = region.phase or self._phase(node)
         region.elements = max(region.elements, elements)
         self._of[node] = region
         if is_reduction(node.target):

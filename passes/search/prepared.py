@@ -176,8 +176,8 @@ def prepare(
 
     Raises ConstraintError for pins that no layout meets, TimeoutError past `deadline` (by `time.perf_counter`).
     """
-    node_costs = NodeCosts(gm.graph, UnitCosts.of(mesh, hiding), optimizer)
     structure = StepStructure(gm)
+    node_costs = NodeCosts(structure, UnitCosts.of(mesh, hiding), optimizer)
     skeleton = make_skeleton(structure, mesh, axis_groups or single_axes(mesh), deadline=deadline)
     return Prepared.of(structure, skeleton, node_costs, deadline)
 

@@ -70,7 +70,7 @@ def test_a_group_has_fewer_strategies_and_no_better_assignment() -> None:
 
 
 def searched(mesh: str) -> ShardingPlan:
-    model, args = on_meta(2048, 1 << 14)
+    model, args = on_meta(8192, 1 << 17)
     return plan(model, Mesh(mesh, hardware="h100"), args, options=Options())
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, Overlap, plan
+from passes.hardware.hardware import hardware_named
 
 DIM, HIDDEN = 1024, 4096
 MESH = Mesh("dp=4", hardware="h100")
@@ -48,25 +51,60 @@ def test_a_frozen_parameter_costs_no_update() -> None:
     assert searched(model)[0] < 0.8 * whole
 
 
-def deep(mesh: str, batch: int, overlap: Overlap | bool) -> tuple[float, float, float]:
+def deep(mesh: Mesh, batch: int, **options: Any) -> tuple[float, float, float]:
     """Return objective, bound and simulated step of eight equal layers."""
     with torch.device("meta"):
-        model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(8)))))
-    args = (torch.empty(batch, DIM, device="meta"),)
-    found = plan(model, Mesh(mesh, hardware="h100"), args, options=Options(overlap=overlap))
+        model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(8)))))
+    found = plan(model, mesh, (torch.empty(batch, DIM, device="meta"),), options=Options(**options))
     assert found.search is not None and found.cost is not None
     assert found.search.objective is not None and found.search.bound is not None
     return found.search.objective, found.search.bound, found.cost.step_time
 
 
+class Layer(nn.Module):
+    """Two products with a pointwise kernel between them, whose operand the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
 def test_objective_and_bound_follow_the_overlap() -> None:
     """Without it, all communication is exposed: what hid beside kernels comes on top."""
-    hidden, exposed = (deep("dp=4", 1 << 15, overlap) for overlap in (True, False))
+    hidden, exposed = (deep(MESH, 1 << 15, overlap=overlap) for overlap in (True, False))
     assert exposed[0] == pytest.approx(exposed[2], rel=0.05) and hidden[0] == pytest.approx(hidden[2], rel=0.05)
     assert exposed[0] > 1.03 * hidden[0] and exposed[1] > 1.03 * hidden[1]
 
 
 def test_objective_and_bound_follow_the_buckets() -> None:
     """On a network each message costs its latency, so one for each parameter takes longer."""
-    joined, apart = (deep("dp=32", 1 << 12, Overlap(bucket_bytes=nbytes)) for nbytes in (400 << 20, 0))
+    network = Mesh("dp=32", hardware="h100")
+    joined, apart = (deep(network, 1 << 12, overlap=Overlap(bucket_bytes=nbytes)) for nbytes in (400 << 20, 0))
     assert apart[0] > 1.2 * joined[0] and apart[1] > 1.2 * joined[1]
+
+
+def test_objective_and_bound_follow_the_contention() -> None:
+    """What hides beside kernels slows them down."""
+    free, slowed = (
+        deep(Mesh("dp=4", hardware=replace(hardware_named("h100"), contention=part)), 1 << 15) for part in (0.0, 0.7)
+    )
+    assert free[0] == pytest.approx(free[2], rel=0.05) and slowed[0] == pytest.approx(slowed[2], rel=0.05)
+    assert slowed[0] > 1.005 * free[0] and slowed[1] > 1.005 * free[1]
+
+
+def test_objective_and_bound_follow_mixed_precision() -> None:
+    """Products in bfloat16 are faster, and move half the bytes."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    whole, half = (deep(MESH, 1 << 15, mixed_precision=one) for one in (None, policy))
+    assert half[0] == pytest.approx(half[2], rel=0.1)
+    assert half[0] < 0.7 * whole[0] and half[1] < 0.7 * whole[1]
+
+
+def test_objective_and_bound_follow_recomputation() -> None:
+    """With `"block"`, each layer's forward runs once more."""
+    kept, again = (deep(MESH, 1 << 15, recompute=one) for one in ("none", "block"))
+    assert again[0] == pytest.approx(again[2], rel=0.05)
+    assert again[0] > 1.1 * kept[0] and again[1] > 1.1 * kept[1]

@@ -72,6 +72,7 @@ class Segment:
     name: str
     layers: int  # how many it stands for
     exposed: float  # the part of its hiding communication that has no compute to hide beside
+    exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, regions, source_of
+from passes.cost.fused_regions import bytes_read, is_alias, is_generated, node_nbytes, regions, source_of, tensor_nbytes
 from passes.cost.optimizer_step import copies_of
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of, trained_parameters
 from passes.search.model.local_sizes import LocalSizes
+from passes.search.model.step_structure import StepStructure
 from passes.search.model.strategies import Strategy
 
 
@@ -38,10 +39,11 @@ class NodeBytes:
     shares: Mapping[Node, Share]
 
     @staticmethod
-    def of(graph: Graph, sizes: LocalSizes, optimizer: str | None) -> NodeBytes:
+    def of(structure: StepStructure, sizes: LocalSizes, optimizer: str | None) -> NodeBytes:
         """Find the fused calls and the trained parameters of a graph."""
-        fused = [region for region in regions(graph) if is_fusible(region[0].target)]
-        shares = {node: share for region in fused for node, share in _shares(region).items()}
+        graph = structure.gm.graph
+        fused = [region for region in regions(graph, structure.forward) if is_generated(region[0])]
+        shares = {node: share for region in fused for node, share in _shares(region, structure).items()}
         return NodeBytes(sizes, optimizer, frozenset(trained_parameters(graph)), shares)
 
     def stored(self, node: Node, strategy: Strategy) -> float:
@@ -94,19 +96,49 @@ def _is_filled(node: Node) -> bool:
     return node.op == "call_function" and not operands(node)
 
 
-def _shares(region: tuple[Node, ...]) -> dict[Node, Share]:
+def _shares(region: tuple[Node, ...], structure: StepStructure) -> dict[Node, Share]:
+    """Return the shares of a region's calls: the backward reads what is saved, not what it makes again from that."""
     inside, seen = set(region), set[Node]()
+    is_backward = _is_backward(region[0], structure)
     found = {}
     for number, node in enumerate(region):
         reads = []
         for operand in operands(node):
-            source = source_of(operand)
-            reads.append(0 if source in inside or source in seen else bytes_read(node, operand))
+            source, nbytes = source_of(operand), 0
+            if is_backward and source in structure.remade and source not in inside:
+                saved = sum(map(node_nbytes, _saved_for(source, structure.remade, inside, seen)))
+                nbytes = min(saved, node_nbytes(source))  # it is saved itself, if it is smaller
+            elif source not in inside and source not in seen:
+                nbytes = bytes_read(node, operand)
+            reads.append(nbytes)
             seen.add(source)
-        writes = tuple(t.numel() * t.element_size() if _is_read_outside(node, inside) else 0 for t in results_of(node))
+        is_written = _is_written(node, inside, structure)
+        writes = tuple(tensor_nbytes(t) if is_written else 0 for t in results_of(node))
         found[node] = Share(tuple(reads), writes, number == 0)
     return found
 
 
-def _is_read_outside(node: Node, inside: set[Node]) -> bool:
-    return any(_is_read_outside(user, inside) if is_alias(user) else user not in inside for user in node.users)
+def _is_written(node: Node, inside: Collection[Node], structure: StepStructure) -> bool:
+    """Return whether a call outside of a region reads a result from memory, perhaps through views."""
+    return any(
+        _is_written(user, inside, structure)
+        if is_alias(user)
+        else user not in inside and not (source_of(node) in structure.remade and _is_backward(user, structure))
+        for user in node.users
+    )
+
+
+def _is_backward(node: Node, structure: StepStructure) -> bool:
+    return node.op == "call_function" and node not in structure.forward
+
+
+def _saved_for(node: Node, remade: Collection[Node], inside: Collection[Node], seen: set[Node]) -> Iterator[Node]:
+    """Yield the values that a call is made again from, but those that were `seen`, which they become."""
+    if node in inside or node in seen:
+        return
+    seen.add(node)
+    if node not in remade:
+        yield node
+        return
+    for operand in operands(node):
+        yield from _saved_for(source_of(operand), remade, inside, seen)

@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any
 
 import numpy as np
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.cost.collective_time import collective_seconds
@@ -25,6 +25,7 @@ from passes.rules.rule import space_of
 from passes.search.model.factor_graph import Floats
 from passes.search.model.local_sizes import LocalSizes
 from passes.search.model.node_bytes import NodeBytes
+from passes.search.model.step_structure import StepStructure
 from passes.search.model.strategies import Strategy
 from passes.search.model.unit_costs import UnitCosts
 
@@ -32,9 +33,9 @@ from passes.search.model.unit_costs import UnitCosts
 class NodeCosts:
     """The costs of the nodes of one graph. A parameter costs its update by `optimizer` if it is trained."""
 
-    def __init__(self, graph: Graph, unit_costs: UnitCosts, optimizer: str | None) -> None:
+    def __init__(self, structure: StepStructure, unit_costs: UnitCosts, optimizer: str | None) -> None:
         self.unit_costs = unit_costs
-        self._bytes = NodeBytes.of(graph, unit_costs.sizes, optimizer)
+        self._bytes = NodeBytes.of(structure, unit_costs.sizes, optimizer)
         self._calls: dict[Node, Call] = {}
         self._keys: dict[Node, object] = {}  # equal for nodes that cost the same
         self._times: dict[object, Floats] = {}

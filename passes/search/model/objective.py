@@ -46,13 +46,13 @@ def transition_terms(
     graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
 ) -> TransitionTerms:
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
-    hiding = unit_costs.hiding
-    bucket = hiding.bucket if value.hides else 0
+    bucket = unit_costs.hiding.bucket if value.hides else 0
     costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, bucket)
     same = _same(sources, targets)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
-    exposed = graph.segments[value.segment].exposed if value.hides and hiding.overlaps else 1.0
-    exposed_again = graph.segments[value.repeat_segment].exposed if hiding.overlaps else 1.0
+    segment = graph.segments[value.segment]
+    exposed = unit_costs.compute_per_link(segment.exposed if value.hides else segment.exposed_between)
+    exposed_again = unit_costs.compute_per_link(graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count

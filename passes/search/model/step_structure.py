@@ -31,7 +31,7 @@ class StepStructure:
         self.weights = weights_of(gm.graph)
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
-        saved, self.read = _saved(self.nodes, self.forward)
+        saved, self.read, self.remade = _saved(self.nodes, self.forward)
         self.saved = {self.ties.leader[node] for node in saved}
         self.names: list[tuple[str, bool]] = []  # of segments; whether of the forward
         self.segment = self._segments()
@@ -46,12 +46,13 @@ class StepStructure:
         neighbours; calls outside of all layers come before the first layer or after the last."""
         found: dict[Node, int] = {}
         seen: dict[bool, str] = {True: "start", False: "start"}
+        last = max(node for node in self.nodes if node in self.forward)
         for node in self.nodes:
             if node.op != "call_function":
                 continue
             is_forward = node in self.forward
             layer = self.ties.layer[self.ties.leader[node]]
-            if layer and node not in self.weights:
+            if layer and node not in self.weights and (is_forward or node > last):  # not what a forward computes for the backward
                 seen[is_forward] = "end"
             name = f"{layer.rpartition('.')[0]}.*" if layer else seen[is_forward], is_forward
             if name not in self.names:
@@ -78,15 +79,14 @@ def _forward(gm: GraphModule) -> set[Node]:
     return found
 
 
-def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node]]:
-    """Return forward calls whose results are saved for the backward, and all values that the backward reads.
+def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[Node], set[Node]]:
+    """Return forward calls whose results are saved for the backward, all values that the backward reads, and the calls that it
+    makes again.
 
     Fusible calls are recomputed from these, unless a call that cannot be fused reads their result: it would be written
     to memory for that call anyway. The partitioner decides alike.
     """
-    found: set[Node] = set()
-    read: set[Node] = set()
-    seen: set[Node] = set()
+    found, read, remade, seen = set[Node](), set[Node](), set[Node](), set[Node]()
     queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
     written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
     while queue:
@@ -97,10 +97,11 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
             continue
         seen.add(node)
         if node not in written and (is_fusible(node.target) or is_reshard(node)):
+            remade.add(node)
             queue.extend(operands(node))
         else:
             found.add(node)
-    return found, read
+    return found, read, remade
 
 
 def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:

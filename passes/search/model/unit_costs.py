@@ -72,6 +72,16 @@ class UnitCosts:
         """Return the sizes of one rank's parts."""
         return self.routes.sizes
 
+    def compute_per_link(self, exposed: float) -> float:
+        """Return the seconds that one of a message that may hide adds to those of kernels, if `exposed` of it cannot.
+
+        A kernel beside it does less of its work per second.
+        """
+        if not self.hiding.overlaps:
+            return 1.0
+        kernels, links = self.hardware.contention, self.hardware.link_contention
+        return exposed + (1 - exposed) * kernels * (1 + links) / (1 + kernels)
+
     def transition_costs(
         self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], bucket: int = 0
     ) -> TransitionCosts:

@@ -117,16 +117,23 @@ def _is_widening(user: Node) -> bool:
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
     """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it.
 
-    So one layer's are exposed. All are in the step's first segment, and in what comes before the first layer or, in the backward,
-    after the last.
+    So one layer's are exposed, and all before the first layer of the forward and after the last of the backward. What is
+    between the layers of both hides beside them. Messages between the kernels of a backward hide, but for one layer's, beside the
+    products that make gradients of parameters, which nothing waits for.
     """
-    found = []
+    trained = {structure.segment[node] for node in structure.gradients if node in structure.segment}
+    found, has_layers = [], any(_is_of_layers(name) for name, _ in structure.names)
     for number, (name, is_forward) in enumerate(structure.names):
         layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
-        is_alone = name == edge or (name, is_forward) == structure.names[0]
-        found.append(Segment(f"{name} {direction}", layers, 1.0 if is_alone else 1.0 / layers))
+        is_exposed = _is_of_layers(name) or name == edge or not has_layers
+        between = 1.0 / layers if _is_of_layers(name) and number in trained else 1.0
+        found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between))
     return tuple(found)
+
+
+def _is_of_layers(name: str) -> bool:
+    return name not in ("start", "end")
 
 
 def _layers(structure: StepStructure, number: int) -> int:

@@ -1,0 +1,74 @@
+"""The search's model prices the step that is simulated: fused kernels, what is computed again, contention, tensor parallelism."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+from autoshard import Mesh, Options
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import fold, in_chunks
+from autoshard.planner.problem import captured_problem
+from autoshard.planner.recipe_candidates import Experts
+from autoshard.planner.request import PlanRequest
+from autoshard.planner.solver_candidate import stated
+from autoshard.planner.standings import SearchTask
+from passes.search.model.axis_groups import single_axes
+from passes.search.prepared import Prepared
+
+VOCAB, DIM = 32_000, 2048
+
+
+class Block(nn.Module):
+    """A residual layer whose backward needs the values of a norm and a GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Six layers between an embedding and a cross-entropy; forward(tokens, labels), each [batch, positions]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@cache
+def prepared() -> tuple[SearchTask, Prepared]:
+    with torch.device("meta"):
+        model, tokens = Decoder(), torch.empty(32, 2048, dtype=torch.int64)
+    options = Options(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
+    request = PlanRequest(model, (tokens, tokens), {}, Mesh("dp=8", hardware="h100"), options)
+    problem = captured_problem(request.checked())
+    task = SearchTask(problem, fold(problem), FULL)
+    found = stated(task, single_axes(problem.mesh))
+    assert found is not None
+    return task, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "ddp", "megatron"])
+def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
+    task, found = prepared()
+    experts = Experts(task.problem, task.folded)
+    recipes = dict(experts)[name]
+    objective, _ = experts.estimate(recipes, found)
+    step = in_chunks(task.problem, task.evaluate(recipes)).cost.step_time
+    assert objective == pytest.approx(step, rel=0.05)
