@@ -143,31 +143,54 @@ class Given:
     value: torch.Tensor
 
 
-def check_equal_values(groups: MeshGroups, given: Sequence[Given]) -> None:
+@dataclass(frozen=True)
+class Compared:
+    """Tensors that all ranks gave, and the digest of each on each rank, in the order of `mesh.ranks`."""
+
+    mesh: Mesh
+    given: tuple[Given, ...]
+    digests: tuple[tuple[str, ...], ...]  # by tensor, by rank
+
+    def differences(self) -> dict[int, str]:
+        """Return a message per number in `given` for tensors that are replicated but differ."""
+        found: dict[int, str] = {}
+        for number, (item, digests) in enumerate(zip(self.given, self.digests, strict=True)):
+            for axis, name in enumerate(self.mesh.names):
+                if not isinstance(item.layout.on(axis), Shard):
+                    problem = _difference(self.mesh, name, item, digests)
+                    if problem is not None:
+                        found.setdefault(number, problem)
+        return found
+
+    def repeated_axes(self) -> tuple[str, ...]:
+        """Return the axes along which all ranks gave the same part of every tensor that is split there.
+
+        A tensor of equal elements, such as a mask of ones, tells nothing.
+        """
+        return tuple(name for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1 and self._repeats(axis))
+
+    def _repeats(self, axis: int) -> bool:
+        split = [number for number, item in enumerate(self.given) if isinstance(item.layout.on(axis), Shard)]
+        groups = self.mesh.groups((self.mesh.names[axis],))
+        return all(len({self.digests[number][place] for place in group}) == 1 for number in split for group in groups) and any(
+            _is_varied(self.given[number].value) for number in split
+        )
+
+
+def compare(groups: MeshGroups, given: Sequence[Given]) -> Compared:
+    """Exchange digests of tensors. Raises DistributedError if ranks do not give the same tensors, by name."""
+    described = exchange(groups, [(item.what, digest(item.value)) for item in given] if groups.mesh.size > 1 else [])
+    _check_equal(groups, [str([what for what, _ in of_rank]) for of_rank in described], "parameters or inputs", _ONE_SETUP)
+    by_tensor = zip(*([value for _, value in of_rank] for of_rank in described), strict=True)
+    return Compared(groups.mesh, tuple(given) if groups.mesh.size > 1 else (), tuple(by_tensor))
+
+
+def check_equal_values(groups: MeshGroups, given: Sequence[Given]) -> Compared:
     """Raise InputError if ranks have different values of a tensor that is replicated between them."""
-    if problems := differences(groups, given):
+    compared = compare(groups, given)
+    if problems := compared.differences():
         raise InputError(problems[min(problems)])
-
-
-def differences(groups: MeshGroups, given: Sequence[Given]) -> dict[int, str]:
-    """Return a message per number in `given` for tensors that are replicated but differ; equal on all ranks."""
-    if groups.mesh.size == 1:
-        return {}
-    described = exchange(groups, [(item.what, digest(item.value)) for item in given])
-    _check_equal(
-        groups, [str([what for what, _ in of_rank]) for of_rank in described], "parameters or inputs", _ONE_SETUP
-    )
-    digests = [[value for _, value in of_rank] for of_rank in described]
-    found: dict[int, str] = {}
-    for number, item in enumerate(given):
-        for axis, name in enumerate(groups.mesh.names):
-            of_ranks = [of_rank[number] for of_rank in digests]
-            problem = (
-                None if isinstance(item.layout.on(axis), Shard) else _difference(groups.mesh, name, item, of_ranks)
-            )
-            if problem is not None:
-                found.setdefault(number, problem)
-    return found
+    return compared
 
 
 def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> str | None:
@@ -179,6 +202,10 @@ def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> s
                 f"gave different values; {item.advice}"
             )
     return None
+
+
+def _is_varied(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and not bool((tensor == tensor.reshape(-1)[0]).all())
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.runtime.agreement import Given, differences, exchange, together
+from autoshard.runtime.agreement import Given, compare, exchange, together
 from autoshard.runtime.calls.alone import allow_alone, refuse_alone
 from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.calls.global_batch import parts_of
@@ -258,7 +258,7 @@ def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple
     """
     named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     whole = replicated(groups.mesh)
-    problems = differences(groups, [Given(f"parameter {name!r}", ONE_MODEL, whole, p) for name, p in named])
+    problems = compare(groups, [Given(f"parameter {name!r}", ONE_MODEL, whole, p) for name, p in named]).differences()
     made = {name: copied.get_parameter(name) for name, _ in named}
     return tuple(
         Suspect(name, made[name], made[name]._version, problems[number])

@@ -66,6 +66,36 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     }
 
 
+def _give(rank: int) -> dict[str, list[str]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autoshard.programs").addHandler(handler)
+    batch, found = torch.arange(12.0).reshape(4, 3), {}
+    for how in ("whole", "constant", "own", "shard"):
+        model: Any = autoshard(torch.nn.Linear(3, 3), mesh, options=Options(recipe="ddp", compile="eager"))
+        twice = torch.cat([batch, batch])
+        given = {"whole": batch, "constant": torch.ones(4, 3), "own": batch + rank, "shard": model.shard(twice[:7])[0]}
+        model(given[how])
+        found[how] = list(told)
+        told.clear()
+    return found
+
+
+def test_a_whole_batch_that_every_rank_gives_as_its_part_is_told_once() -> None:
+    first, second = run_on_ranks(_give, 2)
+    assert first == {
+        **{"constant": [], "own": [], "shard": []},
+        "whole": [
+            "the ranks of axis 'dp' gave equal inputs, but each rank is to give its own part of the batch: the same samples are "
+            "taken more than once. Cut a whole batch with model.shard(...), or let each rank load other samples with "
+            "model.sampler(...)"
+        ],
+    }
+    assert not any(second.values())
+
+
 class Generator(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -396,11 +396,20 @@ def _check_first(state: RuntimeState, execution: Execution, call: Call) -> None:
 
 
 def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> None:
-    """Check that inputs are equal where they are replicated."""
+    """Check that inputs are equal where they are replicated, and say where parts of a batch are equal, too."""
     taken = execution.take_inputs(call)
     advice = "give ranks that differ only on this axis the same batch, as model.sampler(...) does"
     given = [
         Given(f"input {item.spec.path!r}", advice, item.layout, tensor)
         for item, tensor in zip(execution.inputs, taken, strict=True)
     ]
-    check_equal_values(state.groups, given)
+    compared = check_equal_values(state.groups, given)
+    is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_of(call.leaves).values())
+    axes = compared.repeated_axes() if is_plain else ()
+    if axes and state.groups.rank == state.groups.mesh.ranks[0]:
+        _log.warning(
+            "the ranks of axis %s gave equal inputs, but each rank is to give its own part of the batch: the same samples "
+            "are taken more than once. Cut a whole batch with model.shard(...), or let each rank load other samples with "
+            "model.sampler(...)",
+            ", ".join(map(repr, axes)),
+        )
