@@ -9,11 +9,11 @@ from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
 from passes.ir.graph import Stage, input_of, note_of, tensor_of
-from passes.ir.padding import Padded
+from passes.ir.padding import Padded, padded_size
 from passes.paddings.padded_calls import PaddedCalls
 from passes.paddings.padded_inputs import padded_inputs
 from passes.paddings.padded_parameters import padded_parameters
-from passes.paddings.padded_positions import padded_positions
+from passes.paddings.padded_positions import HALVES, padded_positions
 from passes.paddings.padded_values import NOTE, Cut
 from passes.recipes.megatron.linears import forward_nodes
 
@@ -83,7 +83,7 @@ class Pad(Pass):
         if batch:
             ctx.remark(self, batch[0].value, _inputs_text("a batch of", batch[0], self.batch_parts))
         if positions:
-            ctx.remark(self, positions[0].value, _inputs_text("a sequence of", positions[0], self.sequence_parts))
+            ctx.remark(self, positions[0].value, _inputs_text("a sequence of", positions[0], self._multiple(positions[0])))
         calls = PaddedCalls(gm, ctx.mesh)
         calls.run([(one.value, one.padding, one.user) for one in (*found, *batch, *positions)])
         forward = set(forward_nodes(gm))
@@ -93,10 +93,16 @@ class Pad(Pass):
                 ctx.remark(self, user, _cut_text(cut, user))
         return True
 
+    def _multiple(self, one: Padded) -> int:
+        """Return what divides padded positions: twice the ranks, if that is why they are so many."""
+        parts = self.sequence_parts
+        return parts if one.padding.padded == padded_size(one.padding.digit.size, parts) else HALVES * parts
+
 
 def _cut_text(cut: Cut, user: Node) -> str:
     op, padding = str(user.target).split(".")[1], cut.padding
-    return f"{op} takes no padding: {padding.padded} parts are cut to {padding.digit.size}, and ranks repeat its work"
+    cut_to = f"{padding.padded} parts are cut to {padding.digit.size}"
+    return f"{op} takes no padding: {cut_to}; ranks that shared them repeat its work"
 
 
 def _inputs_text(what: str, one: Padded, parts: int) -> str:

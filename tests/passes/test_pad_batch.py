@@ -176,7 +176,7 @@ def test_what_sees_all_of_a_batch_does_not_see_its_padding() -> None:
     plan, found = checked(Along(), (batch(IN).requires_grad_(),), "dp=2", "ddp")
     assert found and not found.not_compared, str(found)
     told = [remark.text for remark in plan.remarks if remark.pass_name == "pad"]
-    assert "cumsum takes no padding: 8 parts are cut to 7, and ranks repeat its work" in told
+    assert "cumsum takes no padding: 8 parts are cut to 7; ranks that shared them repeat its work" in told
 
 
 def test_padding_that_is_not_a_number_reaches_no_gradient() -> None:

@@ -181,7 +181,7 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        (attend((2, 1, 12)), "attention cannot be sharded: 1 positions do not divide by 2; pad them to a multiple of 2"),
+        (attend((2, 1, 12)), "attention cannot be sharded: a length of 1 does not divide by 2; pad it to a multiple of 2"),
         (
             Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
             "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "

@@ -110,7 +110,7 @@ def _backwards(gm: GraphModule) -> dict[Node, Node]:
 def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
     """Return why a call runs in no way, or not in the one that is given; empty if it does."""
     if one.length % size:
-        return f"{one.length} positions do not divide by {size}; pad them to a multiple of {size}"
+        return f"a length of {one.length} does not divide by {size}; pad it to a multiple of {size}"
     refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
     return refusals[0] if all(refusals) else ""
 
