@@ -20,6 +20,7 @@ from autoshard.plans.names import fold_names, fold_text
 from autoshard.plans.record import PlanRecord
 from passes.base import PassContext, Remark
 from passes.cost.fused_regions import is_fusible
+from passes.ir.collectives import SEND
 from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, repeats_of, tensor_of
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -276,13 +277,15 @@ def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
     for same in groups.values():
         first = same[0]
         exposed = sum(one.exposed or 0.0 for one in same)
-        time = f", exposed {format_seconds(exposed)}" if first.exposed is not None else ""
+        seconds = sum(one.seconds or 0.0 for one in same)
+        time = f", exposed {format_seconds(exposed)} of {format_seconds(seconds)}" if first.exposed is not None else ""
         count = f"{len(same)} x " if len(same) > 1 else ""
         names = fold_names(dict.fromkeys(one.origin.fqn for one in same)) if first.origin.fqn else ""
         place = f"{str(first.origin).partition(' ')[0]} {names}".strip()
         way = "backward" if first.backward else "forward and again in the backward" if first.recomputed else "forward"
         how = ", ".join((format_bytes(first.bytes), way, *([first.way] if first.way else [])))
-        yield f"  {count}%{first.id}: {first.kind} over {', '.join(first.axes)}, {how}{time}"
+        kind = f"{first.kind} of {first.what}" if first.kind == SEND.name else first.kind
+        yield f"  {count}%{first.id}: {kind} over {', '.join(first.axes)}, {how}{time}"
         yield f"    {first.reason}      # {place}"
 
 

@@ -32,6 +32,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
+from passes.ir.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Collective:
     def way(self) -> str:
         """Return how it is sent, and by which pass, if not in one message of its own."""
         if self.kind == SEND.name:
-            return f"in {self.chunks} message{'s' if self.chunks != 1 else ''}"
+            size = format_bytes(self.bytes // self.chunks)
+            return "in 1 message" if self.chunks == 1 else f"in {self.chunks} messages of {size} on average"
         if self.chunks != 1:
             way = f"in {self.chunks} chunks" if self.chunks else "in one operator with its product"
             return f"{way} (decompose_matmuls)"

@@ -86,9 +86,9 @@ down.weight: f32[1024, 4096] {tp:S(1)}
     {tp:S(0)}  831 us  +3.5 %    +3.5 %   751 us        80.2 us   76.0 MiB
     {tp:R}     883 us  +9.9 %    +9.9 %   781 us         102 us  120.0 MiB
 collectives
-  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us of 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us of 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
   seed changed %down_weight: f32[1024, 4096] pinned(tp:S(1) "megatron: row-parallel") = ...
@@ -122,9 +122,9 @@ down.weight: f32[1024, 4096] {tp:S(1)}
     {tp:P(sum)}   938 us  +16.8 %   +15.0 %   777 us         161 us   90.0 MiB
     {tp:R}       1.14 ms  +42.5 %   +36.3 %  1.04 ms         102 us  120.0 MiB
 collectives
-  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us of 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us of 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
   seed changed 1 nodes, added 1 nodes
@@ -193,11 +193,11 @@ value %mm_1
   on tp: %mm_1 P(sum): follows its operands <- %permute S(1): follows its operands <- %up_weight
       S(0): megatron: column-parallel
 collectives
-  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us
+  %reduce_scatter: reduce_scatter over tp, 6.0 MiB, forward, exposed 35.3 us of 35.3 us
     seed: megatron: row-parallel output      # test_explanation.py:39 down
-  %all_reduce: all_reduce over tp, 6 B, forward, exposed 11.0 us
+  %all_reduce: all_reduce over tp, 6 B, forward, exposed 11.0 us of 18.9 us
     insert_reshards: output needs {tp:R}      # test_explanation.py:39
-  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us
+  %all_gather: all_gather over tp, 6.0 MiB, backward, exposed 35.3 us of 35.3 us
     insert_reshards: mm needs {tp:R}      # test_explanation.py:39 down
 passes
   until PLACED changed %mm_1: f32[2048, 1024] {tp:P(sum)} = mm(%relu, %permute_1)

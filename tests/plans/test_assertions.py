@@ -48,10 +48,10 @@ def test_counts_come_with_the_collectives() -> None:
     assert_expected_inline(failure(all_gathers=2, axis="tp", all_reduces=0, fallbacks=0), """\
 the plan is not as expected:
 all_gathers=2: there are 1 over tp
-  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us
+  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us of 8.70 us
     insert_reshards: mm needs {dp:S(1), tp:R}      # test_assertions.py:25 down
 all_reduces=0: there are 1 over tp
-  %all_reduce_1: all_reduce over tp, 4 B, forward, exposed 12.1 us
+  %all_reduce_1: all_reduce over tp, 4 B, forward, exposed 12.1 us of 12.1 us
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25""")
 
 
@@ -59,17 +59,17 @@ def test_limits_come_with_what_is_over_them() -> None:
     assert_expected_inline(failure(exposed_ms=0.01, peak_gb=0.00001), """\
 the plan is not as expected:
 exposed_ms=0.01: it is 0.05929
-  %all_reduce_1: all_reduce over tp, 4 B, forward, exposed 12.1 us
+  %all_reduce_1: all_reduce over tp, 4 B, forward, exposed 12.1 us of 12.1 us
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
-  %all_gather: all_gather over dp, 8.0 KiB, forward, exposed 8.73 us
+  %all_gather: all_gather over dp, 8.0 KiB, forward, exposed 8.73 us of 8.73 us
     seed: fsdp: gathered for use      # test_assertions.py:25 up
-  %reduce_scatter_2: reduce_scatter over dp, 8.0 KiB, backward, exposed 8.73 us
+  %reduce_scatter_2: reduce_scatter over dp, 8.0 KiB, backward, exposed 8.73 us of 8.73 us
     insert_reshards: gradient needs {dp:S(0/2), tp:S(0)}      # test_assertions.py:25 up
-  %reduce_scatter: reduce_scatter over tp, 512 B, forward, exposed 8.70 us
+  %reduce_scatter: reduce_scatter over tp, 512 B, forward, exposed 8.70 us of 8.70 us
     seed: megatron: row-parallel output      # test_assertions.py:25 down
-  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us
+  %all_gather_2: all_gather over tp, 512 B, backward, exposed 8.70 us of 8.70 us
     insert_reshards: mm needs {dp:S(1), tp:R}      # test_assertions.py:25 down
-  %all_reduce: all_reduce over dp, 4 B, forward, exposed 7.85 us
+  %all_reduce: all_reduce over dp, 4 B, forward, exposed 7.85 us of 12.1 us
     insert_reshards: output needs {dp:R, tp:R}      # test_assertions.py:25
   and 2 more
 peak_gb=1e-05: it is 9.422e-05

@@ -89,5 +89,8 @@ def test_a_ring_hides_its_messages_where_a_step_computes_for_longer(ranks: int, 
     found = plan(model, Mesh(f"cp={ranks}", hardware=hardware), args, options=options)
     sends = [one for one in found.collectives if one.kind == "send"]
     assert {one.backward for one in sends} == {False, True}
+    steps = ranks - 1
+    assert [one.way.partition(" of ")[0] for one in sends] == [f"in {steps} messages", f"in {2 * steps} messages"]
+    assert f", {3 * steps} messages\n" in str(found)
     exposed, total = sum(one.exposed or 0.0 for one in sends), sum(one.seconds or 0.0 for one in sends)
     assert exposed <= 0.05 * total if is_hidden else exposed > 0.05 * total

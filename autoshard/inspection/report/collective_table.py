@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.plans.collectives import Collective
+from passes.ir.collectives import SEND
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 12  # groups; the rest is one row
@@ -68,7 +69,11 @@ def _row(group: Group, *, is_timed: bool) -> tuple[str, ...]:
 
 
 def _ways(group: Group) -> Iterator[str]:
-    """Yield how members are sent, with a count where that is not all: `in 4 chunks`, `3 in a bucket`."""
+    """Yield how members are sent, with a count where that is not all: `in 4 chunks`, `3 in a bucket`. Of sends, yield how
+    many messages they are."""
+    if group.members[0].kind == SEND.name:
+        yield f"{sum(one.chunks for one in group.members)} messages"
+        return
     ways = Counter(one.way.partition(" (")[0] for one in group.members if one.way)
     for way, count in ways.items():
         yield way if count == len(group.members) else f"{count} {way}"
