@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.config.topology import mesh_of
 from autoshard.measure.clocks import CPU, CUDA, QUICK, world_size
 from autoshard.measure.device_figures import measure_device
 from autoshard.measure.fit_hardware import ProductTime, TransferTime, fit_links
@@ -41,10 +42,11 @@ class Calibration:
     transfers: tuple[TransferTime, ...]
 
 
-def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: bool = False) -> Calibration:
+def calibrate(mesh: str | DeviceMesh | None = None, *, device: str | None = None, is_quick: bool = False) -> Calibration:
     """Measure the device of this process, and in a world of several the links over each axis of `mesh`.
 
-    `mesh` is as `"dp=2,tp=4"`, by default one axis of all ranks; `device` is "cuda" if there is one, else "cpu".
+    `mesh` is as `"dp=2,tp=4"`, or a DeviceMesh, whose groups are then measured; by default one axis of all ranks. `device` is
+    "cuda" if there is one, else "cpu".
     Every rank of a world has to call it, and gets the same figures: those of the slowest rank while all ranks do the same,
     as in training. Raises UserError for a mesh that does not have the world's size.
     """
@@ -55,7 +57,7 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
         raise UserError("device='cuda': this process sees no CUDA device; choose cpu")
     effort = QUICK if is_quick else CUDA if device == "cuda" else CPU
     with _world(device) as size:
-        axes = Mesh(mesh or f"all={size}")
+        axes = mesh_of(mesh or f"all={size}", hardware=None)
         if axes.size != size:
             raise UserError(
                 f"mesh {axes} has {axes.size} ranks but the world has {size}; start as many processes "
@@ -64,7 +66,7 @@ def calibrate(mesh: str | None = None, *, device: str | None = None, is_quick: b
         machine, products = _agreed(measure_device(device, effort))
         transfers: tuple[TransferTime, ...] = ()
         if size > 1:
-            devices = init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
+            devices = mesh if isinstance(mesh, DeviceMesh) else init_device_mesh(device, axes.sizes, mesh_dim_names=axes.names)
             transfers = measure_links(machine, axes, devices, effort)
             contention, link_contention = measure_contention(axes, devices, effort)
             machine = replace(machine, contention=contention, link_contention=link_contention)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Mesh, UserError
 from autoshard.measure.calibrate import Calibration, calibrate, format_calibration
@@ -63,8 +64,9 @@ def test_contention_that_makes_hiding_cost_more_than_waiting_stays_below_that() 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_two_ranks_measure_their_link() -> None:
-    first, second = run_on_ranks(_calibrated, 2)
+@pytest.mark.parametrize("has_groups", (False, True))
+def test_two_ranks_measure_their_link(has_groups: bool) -> None:
+    first, second = run_on_ranks(_calibrated_groups if has_groups else _calibrated, 2)
     assert first == second, "all ranks get the same figures"
     machine = first.hardware
     asked = [(kind.name, ("dp",), nbytes) for kind in timed_kinds() for nbytes in QUICK.sent]
@@ -83,3 +85,7 @@ def test_two_ranks_measure_their_link() -> None:
 
 def _calibrated(rank: int) -> Calibration:
     return calibrate("dp=2,tp=1", device="cpu", is_quick=True)
+
+
+def _calibrated_groups(rank: int) -> Calibration:
+    return calibrate(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), device="cpu", is_quick=True)
