@@ -87,7 +87,7 @@ def test_objective_and_bound_follow_the_buckets() -> None:
 
 
 def test_objective_and_bound_follow_the_contention() -> None:
-    """What hides beside kernels slows them down."""
+    """Kernels are slower beside messages that hide behind them."""
     free, slowed = (
         deep(Mesh("dp=4", hardware=replace(hardware_named("h100"), contention=part)), 1 << 15) for part in (0.0, 0.7)
     )
@@ -104,7 +104,7 @@ def test_objective_and_bound_follow_mixed_precision() -> None:
 
 
 def test_objective_and_bound_follow_recomputation() -> None:
-    """With `"block"`, each layer's forward runs once more."""
+    """Each layer runs its forward once more under `"block"`."""
     kept, again = (deep(MESH, 1 << 15, recompute=one) for one in ("none", "block"))
     assert again[0] == pytest.approx(again[2], rel=0.05)
     assert again[0] > 1.1 * kept[0] and again[1] > 1.1 * kept[1]
