@@ -139,8 +139,8 @@ def test_the_plan_says_what_is_sent() -> None:
     plan = reference("symmetric").plan("cp=4", by_hand("symmetric", "h100")).planned.plan
     position = 2 * 8 * 8  # bytes: f64[2, 8, 1]
     sent = [(one.what, one.bytes, one.way) for one in plan.collectives if one.kind == "send"]
-    forward = ("boundary positions", 4 * position, "in 2 messages")
-    backward = ("gradients of boundary positions", 4 * position, "in 2 messages")
+    forward = ("boundary positions", 4 * position, "in 2 messages of 256 B on average")
+    backward = ("gradients of boundary positions", 4 * position, "in 2 messages of 256 B on average")
     assert sent == [forward, forward, backward, backward]
     assert all(one.seconds for one in plan.collectives if one.kind == "send")
 
