@@ -24,7 +24,7 @@ from passes.search.solvers.evaluate import evaluate
 from passes.search.solvers.mip import Formulation
 from tests.search.brute_force import least_step
 from tests.search.random_graphs import random_graph
-from tests.search.unpruned import EXACT, drawn, problem_of, steps
+from tests.search.unpruned import EXACT, SAME, drawn, problem_of, steps
 
 assert passes.rules
 
@@ -53,7 +53,7 @@ def test_pruning_loses_nothing(seed: int) -> None:
     """Draw graphs of up to 60 calls; `python -m tests.search.unpruned` draws 300."""
     found = steps(*drawn(seed))
     assert found is not None and found.agrees
-    assert found.lost == 0.0
+    assert found.lost <= SAME
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -22,7 +22,7 @@ class Prefetch:
 
     tasks: tuple[int, ...]
     reads: tuple[int, ...]  # buffers that tasks outside of it write
-    latest: int  # its place in program order, or that of a later gather: it starts there, if no earlier
+    latest: int  # the turn at which it is issued, if not before: its own in program order, or that of a gather needed later
     nbytes: int  # of the gathered result
     stream: int
 
