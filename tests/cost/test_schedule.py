@@ -73,6 +73,17 @@ def test_what_makes_the_operand_of_a_gather_goes_with_it() -> None:
     assert _names(prefetch(given, 10)) == ["cast", "g", "h0", "h1"]
 
 
+def test_what_a_kernel_reads_besides_a_gather_is_made_in_its_turn() -> None:
+    count = LOOKAHEAD + 1
+    gathers = [gather(f"g{n}", 3, f"w{n}", prefetchable=True) for n in range(count)]
+    kernels = [kernel(f"h{n + 1}", 4, f"h{n}", f"g{n}") for n in range(count)]
+    last = gather("last", 3, "cast", prefetchable=True)
+    given = program(
+        kernel("cast", 1, "w"), kernel("h0", 4, "cast"), *gathers, *kernels, last, kernel("end", 4, "last"), sizes={"g0": 10}
+    )
+    assert set(_names(prefetch(given, 10))) == set(_names(given))
+
+
 def test_a_reduction_starts_when_its_gradient_is_made_and_holds_nothing_up() -> None:
     reduce = replace(gather("r", 4, "dw"), deferrable=True, backward=True)
     given = program(

@@ -22,7 +22,7 @@ class Prefetch:
 
     tasks: tuple[int, ...]
     reads: tuple[int, ...]  # buffers that tasks outside of it write
-    latest: int  # the turn at which it is issued, if not before: its own in program order, or that of a gather needed later
+    latest: int  # the turn at which it is issued, if not before: its own, or an earlier one of another that needs it issued
     nbytes: int  # of the gathered result
     stream: int
 
@@ -109,7 +109,8 @@ def _prefetches(program: Program) -> list[Prefetch]:
         made = {buffer for n in kernels for buffer in index.outputs[n]}
         reads = [b for n in (*kernels, number) for b in index.inputs[n] if index.makers[b] >= 0 and b not in made]
         nbytes = sum(program.buffers[buffer].nbytes for buffer in index.outputs[number])
-        found.append(Prefetch((*kernels, number), tuple(reads), number, nbytes, index.streams[number]))
+        latest = min([number, *(uses[n] for n in kernels)])
+        found.append(Prefetch((*kernels, number), tuple(reads), latest, nbytes, index.streams[number]))
     dues = list(accumulate((one.latest for one in reversed(found)), min))
     return [replace(one, latest=due) for one, due in zip(found, reversed(dues), strict=True)]
 
