@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.config.options import Options, options_given
 from autoshard.config.progress import say
-from autoshard.config.progress import shown as shown_on_terminal
+from autoshard.config.progress import shown as shown_progress
 from autoshard.config.settings import options_of, settings_of
 from autoshard.config.topology import mesh_of
 from autoshard.config.validation import check_call, shown
@@ -55,7 +55,7 @@ def plan(
     options, training = options_given(options), torch.is_grad_enabled()
     request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
     title = f"planning {type(model).__name__} on {request.mesh}: capture, search, simulate"
-    with shown_on_terminal(title, enabled=options.progress) as progress:
+    with shown_progress(title, enabled=options.progress) as progress:
         return ShardingPlan.of(*plan_ahead(request, progress=progress))
 
 
@@ -174,10 +174,11 @@ def _distribute_together(
     check_devices(options, device_mesh.device_type)
     planner = ProgramPlanner(device_mesh.device_type, place.mesh, options, given)
     shows = options.progress and groups.rank == groups.mesh.ranks[0]
-    settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows)
+    logged = place.mesh.size > 1
+    settings = CallSettings(options.compile, options.max_programs, options.buckets or {}, shows, logged)
     if args is None and kwargs is None:
         later = "captured, planned and compiled at its first call; with args=..., now"
-        say(f"{type(model).__name__} on {place.mesh}: {later}", enabled=shows)
+        say(f"{type(model).__name__} on {place.mesh}: {later}", enabled=shows, logged=logged)
         return shard_module(model, place, groups, planner, settings)
 
     def attempt(followed: Decided | None) -> LocalProgram:
@@ -185,7 +186,7 @@ def _distribute_together(
         return planner.plan(*call, batch_axes=axes, followed=followed, progress=progress)
 
     gradients, title = torch.is_grad_enabled(), f"sharding {type(model).__name__} on {place.mesh}: capture, plan, compile"
-    with shown_on_terminal(title, enabled=shows) as progress:
+    with shown_progress(title, enabled=shows, logged=f"{type(model).__name__}: program 1" if logged else "") as progress:
         planned = plan_together(groups, attempt)
         progress("compile")
         return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)

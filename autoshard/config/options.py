@@ -213,8 +213,8 @@ class Options:
     """
 
     progress: bool = True
-    """Show on a terminal, on the first rank, what is being planned, made and compiled, and for how long. Logs and notebooks
-    stay quiet.
+    """Show on a terminal, on the first rank, what is being planned, made and compiled, and for how long. The log of a job of
+    several ranks gets a line before and after each program; pipes and notebooks of one process stay quiet.
     """
 
     dump: str | PathLike[str] | Dump | Literal[False] | None = None

@@ -1,8 +1,9 @@
-"""Planning, a first call and a new shape say on a terminal what they do, and nothing anywhere else."""
+"""Planning, a first call and a new shape say on a terminal what they do; a job's log gets a line before and after each."""
 
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import Mesh, Options, autoshard, plan
+from autoshard.config.progress import shown
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +35,18 @@ def test_the_option_turns_it_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     on_terminal(monkeypatch)
     planned(progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_job_s_log_says_what_a_program_is_and_what_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "perf_counter", iter([1.0, 3.0, 3.05, 10.0]).__next__)
+        with shown("Linear: program 2, for training", enabled=True, logged="Linear: program 2") as progress:
+            for phase in ("capture", "fold", "compile"):
+                progress(phase)
+    said = capsys.readouterr().err
+    assert said == "Linear: program 2, for training\nLinear: program 2 took 9.00 s: capture 2.00 s, compile 6.95 s\n"
 
 
 def test_planning_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,7 @@ class CallSettings:
     max_programs: int
     buckets: Mapping[str, Bucket]
     shows_progress: bool = False
+    logs_progress: bool = False  # where there is no terminal, too
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,7 @@ def _made(
     started = time.perf_counter()
     _check_number(state, described)
     args, kwargs = call.with_leaves(call.leaves)
+    name = f"{state.kind.__name__}: program {len(state.programs) + 1}"
 
     def plan(followed: Decided | None) -> LocalProgram:
         layouts = state.layouts(model)
@@ -296,18 +298,21 @@ def _made(
     with (
         torch.inference_mode(mode=False),
         torch.set_grad_enabled(bool(mode[0])),  # what is made outlives the mode
-        shown(_title(state, described), enabled=state.settings.shows_progress) as progress,
+        shown(
+            f"{name}, for {described}: capture, plan, compile{_last(state)}",
+            enabled=state.settings.shows_progress,
+            logged=name if state.settings.logs_progress else "",
+        ) as progress,
     ):
         local = plan_together(state.groups, plan)
         progress("compile")
         return install(model, state, mode, local, described, started=started)
 
 
-def _title(state: RuntimeState, described: str) -> str:
-    """Return what is said while a program is made."""
-    number, last = len(state.programs) + 1, state.programs[-1:]
-    took = "".join(f"; program {number - 1} took {format_seconds(one.seconds)}" for one in last)
-    return f"{state.kind.__name__}: program {number}, for {described}: capture, plan, compile{took}"
+def _last(state: RuntimeState) -> str:
+    """Return what is said of the last program while another is made."""
+    number, last = len(state.programs), state.programs[-1:]
+    return "".join(f"; program {number} took {format_seconds(one.seconds)}" for one in last)
 
 
 def install(
