@@ -12,6 +12,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -200,6 +201,33 @@ def test_ranks_compute_what_one_device_does(recipe: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Norms(), Last()).double()
     found = check_on_ranks(model, "dp=2,tp=2", (torch.randn(8, 4, dtype=torch.float64),), options=Options(recipe=recipe))
+    assert found and not found.not_compared, str(found)
+
+
+@dataclass
+class Score:
+    loss: Tensor
+
+
+class Scored(nn.Sequential):
+    """Returns a loss by that name, to which AdaLoRA adds one of its own."""
+
+    def forward(self, x: Tensor) -> Score:
+        return Score(super().forward(x).square().mean())
+
+
+@pytest.mark.parametrize("name", ["DoRA", "AdaLoRA"])
+def test_adapters_of_peft(name: str) -> None:
+    peft = pytest.importorskip("peft", reason="the extra [models] has it")
+    torch.manual_seed(0)
+    kinds = {"DoRA": peft.LoraConfig(r=4, use_dora=True, target_modules=["0", "2"])}
+    kinds["AdaLoRA"] = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["0", "2"])
+    model = peft.get_peft_model(Scored(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), kinds[name]).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)  # adapters start at zero
+    x = torch.randn(8, 8, dtype=torch.float64)
+    check(model, x)
+    found = check_on_ranks(model, "dp=2,tp=2", (x,), options=Options(recipe="fsdp+megatron"))
     assert found and not found.not_compared, str(found)
 
 
