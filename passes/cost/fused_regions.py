@@ -22,6 +22,7 @@ from passes.cost.kernel_time import LOOKUPS, is_view
 from passes.ir.graph import is_random, operands, results_of, tensor_of
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
+FEW = 64  # numbers that each kernel computes again: one for each rank of an axis, as masks of attention on it have
 
 
 @cache
@@ -190,7 +191,7 @@ class _Fusion:
     def _add(self, index: int, node: Node) -> None:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
-        elements, is_open = _elements(node), is_generated(node) and not _is_shared_number(node)
+        elements, is_open = _elements(node), is_generated(node) and not _are_shared_numbers(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
@@ -267,17 +268,26 @@ class _Fusion:
         return True
 
 
-def _is_shared_number(node: Node) -> bool:
-    """Return whether a node computes one number that several generated kernels read.
+def _are_shared_numbers(node: Node) -> bool:
+    """Return whether a node computes few numbers, of places alone, that several generated kernels read.
 
-    Each of them computes it again. In a kernel with one of them it would make kernels of the others, which may belong to
+    Each of them computes these again. In a kernel with one of them they would make kernels of the others, which may belong to
     distant layers.
     """
-    is_number = all(tensor.numel() == 1 for tensor in results_of(node))
-    if not is_number or is_reduction(node.target) or is_random(node):
+    if not _are_few_numbers(node) or is_reduction(node.target) or is_random(node):
         return False
     readers = list(_readers(node))
     return len(readers) > 1 and all(reader.op != "output" and is_generated(reader) for reader in readers)
+
+
+def _are_few_numbers(node: Node) -> bool:
+    """Return whether a value is one number, or at most `FEW` that are computed from such: coordinates of ranks and indices."""
+    source = source_of(node)
+    if any(tensor.numel() > FEW for tensor in results_of(node)):
+        return False
+    if all(tensor.numel() == 1 for tensor in results_of(node)):
+        return True
+    return source.op == "call_function" and is_generated(source) and all(map(_are_few_numbers, operands(source)))
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -56,9 +56,10 @@ def test_a_solution_whose_layers_become_unlike_is_planned_for_all_layers(monkeyp
 
 
 @pytest.mark.slow
-def test_layers_whose_ring_is_recomputed_are_planned_as_one() -> None:
-    """Their masks read one number, the place in the ring, which joins no kernels of two layers."""
+@pytest.mark.parametrize("way", ["gather", "ring"])
+def test_layers_whose_way_is_recomputed_are_planned_as_one(way: str) -> None:
+    """Their masks are of few numbers, the places of the rank and of its chunks, which join no kernels of two layers."""
     case = decoder(layers=7, seq=32)
-    options = Options(recipe="context(ring)", recompute="block")
+    options = Options(recipe=f"context({way})", recompute="block")
     found = plan(case.model, Mesh("cp=4", hardware="h100"), case.args, options=options)
     assert [one.text for one in found.remarks if one.pass_name == "fold"] == ["blocks.2 for blocks.3 to blocks.3"]
