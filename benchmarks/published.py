@@ -36,7 +36,7 @@ from examples import gpt, llama
 from passes.base import PassContext
 from passes.cost.program import COMPUTE, Program, Task
 from passes.cost.simulate import Timeline
-from passes.hardware.hardware import hardware_named
+from passes.hardware.hardware import Hardware, hardware_named
 from passes.ir.graph import copy_graph
 from passes.ir.layout import R
 from passes.ir.matmul_chunks.one_operator import make_one, why_not_one
@@ -47,16 +47,19 @@ from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named, regi
 TP = "tp"  # the axis of tensor parallelism
 MEGATRON_2019 = "megatron_2019"  # tensor parallelism without sequence parallelism
 
+Build = Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]  # of a batch, to a model and its arguments
+
 
 @dataclass(frozen=True)
 class Stack:
     """The ways in which a published stack runs a step differently from autoshard."""
 
     options: Options
-    hardware: str
+    hardware: Hardware
     source: str
     selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
     pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
+    awaits_tensor: bool = True  # messages of tensor parallelism are awaited where they are sent
     # Bytes that it reads and writes beyond what autoshard's program does:
     copied: int = 0  # per parameter that a rank computes with, to join parameters or gradients in messages
     updated: int = 0  # per parameter that a rank updates
@@ -71,7 +74,7 @@ class Row:
     kind: str
     published: float
     unit: str
-    model: Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]] = field(repr=False)
+    model: Build = field(repr=False)
     mesh: str
     batch: int
     stack: Stack = field(repr=False)
@@ -124,13 +127,13 @@ UNSCALE = 8
 MEGATRON_LOSS = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
-def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stack:
+def titan_stack(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stack:
     """Return the stack of torchtitan: of December 2024, and with tensor parallelism of June 2025."""
     recompute = "block" if block else "auto"
-    is_older = recipe == "fsdp"
+    is_older = "megatron" not in recipe
     return Stack(
         Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
-        "h100-500w",
+        hardware_named("h100-500w"),
         "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md",
         () if block else SELECTIVE,
         pipelines,
@@ -142,7 +145,7 @@ def _titan(recipe: str, *, block: bool = False, pipelines: bool = False) -> Stac
 
 MEGATRON = Stack(
     Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
-    "a100",
+    hardware_named("a100"),
     "Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
     copied=DDP_COPIES,
     updated=UNSCALE + CLIP,
@@ -153,7 +156,7 @@ MEGATRON = Stack(
 # Rows --------------------------------------------------------------------------------------------------------------------
 
 
-def _llama(config: llama.Config, seq: int) -> Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]:
+def _llama(config: llama.Config, seq: int) -> Build:
     return lambda batch: titan(config, batch, seq)
 
 
@@ -161,7 +164,7 @@ def _tokens_per_device(seq: int) -> Callable[[Row, float], float]:
     return lambda row, seconds: row.micro_batches * row.batch * seq / Mesh(row.mesh).size / seconds
 
 
-def _gpt(config: gpt.Config) -> Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]:
+def _gpt(config: gpt.Config) -> Build:
     return lambda batch: megatron(config, batch)
 
 
@@ -189,18 +192,18 @@ def _gpt_config(layers: int, dim: int, heads: int) -> gpt.Config:
 
 
 FSDP, TENSOR, ASYNC = "fsdp", "fsdp + tp", "fsdp + async tp"
-FULL = _titan("fsdp+megatron", block=True)
+FULL = titan_stack("fsdp+megatron", block=True)
 ROWS = (
-    _llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, _titan("fsdp")),
-    _llama_row("Llama 3 8B, 128 GPUs, FSDP", FSDP, 6514, llama.LLAMA3_8B, "dp=128", 256, _titan("fsdp")),
+    _llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, titan_stack("fsdp")),
+    _llama_row("Llama 3 8B, 128 GPUs, FSDP", FSDP, 6514, llama.LLAMA3_8B, "dp=128", 256, titan_stack("fsdp")),
     _llama_row("Llama 3 70B, 256 GPUs, TP", TENSOR, 597.3, llama.LLAMA3_70B, "dp=32,tp=8", 512, FULL),
     _llama_row(
         "Llama 3 70B, 256 GPUs, async TP", ASYNC, 652.4, llama.LLAMA3_70B, "dp=32,tp=8", 512, replace(FULL, pipelines=True)
     ),
-    _llama_row("Llama 3 8B, 64 GPUs, TP", TENSOR, 4378, llama.LLAMA3_8B, "dp=8,tp=8", 96, _titan("fsdp+megatron")),
+    _llama_row("Llama 3 8B, 64 GPUs, TP", TENSOR, 4378, llama.LLAMA3_8B, "dp=8,tp=8", 96, titan_stack("fsdp+megatron")),
     _llama_row(
         "Llama 3 8B, 64 GPUs, async TP", ASYNC, 4809, llama.LLAMA3_8B, "dp=8,tp=8", 96,
-        _titan("fsdp+megatron", pipelines=True),
+        titan_stack("fsdp+megatron", pipelines=True),
     ),
     _gpt_row("GPT 1.7B, 32 GPUs, DP", "ddp", 137, _gpt_config(24, 2304, 24), "dp=32", 512),
     _gpt_row("GPT 3.6B, 64 GPUs, TP", "ddp + tp", 138, _gpt_config(30, 3072, 32), "dp=32,tp=2", 512),
@@ -217,17 +220,17 @@ def predict(row: Row) -> float:
     the others.
     """
     register_recipe(_WITHOUT_SEQUENCE)
-    seconds = _step(row, row.mesh, row.batch, row.stack).step_time + _beside(row)
+    seconds = step(row.model, row.mesh, row.batch, row.stack).step_time + seconds_beside(row)
     if row.micro_batches > 1:
         inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
         ranks = Mesh(row.mesh).size // Mesh(inner).size
         options = replace(row.stack.options, recipe=MEGATRON_2019, optimizer=None)
-        alone = _step(row, inner, row.batch // ranks, replace(row.stack, options=options))
+        alone = step(row.model, inner, row.batch // ranks, replace(row.stack, options=options))
         seconds += (row.micro_batches - 1) * alone.step_time
     return seconds
 
 
-def _beside(row: Row) -> float:
+def seconds_beside(row: Row) -> float:
     """Return the seconds of what the stack reads and writes beyond the program: once a step, but for logits."""
     with torch.device("meta"):
         model, (tokens, *_) = row.model(row.batch)
@@ -238,19 +241,19 @@ def _beside(row: Row) -> float:
     config: Any = model.config
     logits = row.micro_batches * tokens.numel() * int(config.vocab) / mesh.size
     moved = stack.copied * count / parts + stack.updated * count / owners + stack.scored * logits
-    return moved / hardware_named(stack.hardware).memory_bandwidth
+    return moved / stack.hardware.memory_bandwidth
 
 
-def _step(row: Row, mesh: str, batch: int, stack: Stack) -> Timeline:
+def step(build: Build, mesh: str, batch: int, stack: Stack) -> Timeline:
     """Return the step of one micro-batch, with the orders and buckets that autoshard would choose."""
     with torch.device("meta"):
-        model, args = row.model(batch)
+        model, args = build(batch)
     request = PlanRequest(model, args, {}, Mesh(mesh, hardware=stack.hardware), stack.options).checked()
     problem = captured_problem(request)
     folded = fold(problem)
     trial = _trial(problem, folded, stack)
     program = _pipelined(problem, folded, trial) if stack.pipelines else trial.program
-    return run_step(_awaited(program), stack.options)
+    return run_step(_awaited(program) if stack.awaits_tensor else program, stack.options)
 
 
 def _trial(problem: Problem, folded: Folded, stack: Stack) -> Trial:
@@ -316,8 +319,8 @@ def _summarize(rows: Sequence[Row], found: Sequence[dict[str, object]]) -> None:
     for kind in dict.fromkeys(row["kind"] for row in found):
         own = [float(str(row["ratio"])) for row in found if row["kind"] == kind]
         print(f"  {kind:16} {statistics.median(own):.3f}")
-    for name in dict.fromkeys(row.stack.hardware for row in rows):
-        print(f"{name}: published figures, but for {', '.join(hardware_named(name).assumed)}, which are assumed")
+    for machine in dict.fromkeys(row.stack.hardware for row in rows):
+        print(f"{machine.name}: published figures, but for {', '.join(machine.assumed)}, which are assumed")
 
 
 if __name__ == "__main__":

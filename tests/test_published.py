@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published import ROWS, Row, _awaited, _gpt_config, _gpt_rate, _llama_row, _titan, predict
+from benchmarks.published import ROWS, Row, _awaited, _gpt_config, _gpt_rate, _llama_row, predict, titan_stack
 from examples import llama
 from passes.cost.simulate import simulate
 from passes.recipes import registry
@@ -28,7 +28,7 @@ def test_the_rate_of_a_gpt_is_the_paper_s() -> None:
 
 
 def tiny(*, pipelines: bool = False, block: bool = False) -> Row:
-    stack = _titan("fsdp+megatron", block=block, pipelines=pipelines)
+    stack = titan_stack("fsdp+megatron", block=block, pipelines=pipelines)
     return _llama_row("tiny", "fsdp + tp", 1.0, llama.TINY, "dp=2,tp=2", 4, stack, seq=32)
 
 
