@@ -279,13 +279,14 @@ def folded_collectives(collectives: Iterable[Collective]) -> Iterator[str]:
         exposed = sum(one.exposed or 0.0 for one in same)
         seconds = sum(one.seconds or 0.0 for one in same)
         time = f", exposed {format_seconds(exposed)} of {format_seconds(seconds)}" if first.exposed is not None else ""
+        behind = f", behind {', '.join(first.behind)}" if first.behind else ""
         count = f"{len(same)} x " if len(same) > 1 else ""
         names = fold_names(dict.fromkeys(one.origin.fqn for one in same)) if first.origin.fqn else ""
         place = f"{str(first.origin).partition(' ')[0]} {names}".strip()
         way = "backward" if first.backward else "forward and again in the backward" if first.recomputed else "forward"
         how = ", ".join((format_bytes(first.bytes), way, *([first.way] if first.way else [])))
         kind = f"{first.kind} of {first.what}" if first.kind == SEND.name else first.kind
-        yield f"  {count}%{first.id}: {kind} over {', '.join(first.axes)}, {how}{time}"
+        yield f"  {count}%{first.id}: {kind} over {', '.join(first.axes)}, {how}{time}{behind}"
         yield f"    {first.reason}      # {place}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,10 +23,13 @@ from passes.cost.scheduling.best_schedule import bucketed
 from passes.cost.scheduling.bucketing import sizes
 from passes.cost.simulate import Timeline, simulate
 from passes.errors import UserError
+from passes.ir.collectives import SEND
 from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole, input_of, layout_of, placeholders, tensor_of, trained_parameters
 from passes.ir.layout import local_shape
 from passes.ir.mesh import Mesh
+
+SMALL = 0.1  # part of the seconds that are hidden: kernels that hide less of them are not named
 
 
 def run_step(
@@ -110,7 +114,30 @@ def timed(collectives: Sequence[Collective], timeline: Timeline) -> tuple[Collec
                 seconds=before.seconds + share * task.seconds,
                 exposed=before.exposed + share * exposed,
             )
-    return tuple(found.values())
+    hiding = _hiding(timeline, known)
+    return tuple(replace(one, behind=hiding.get(name, ())) for name, one in found.items())
+
+
+def _hiding(timeline: Timeline, known: Mapping[str, Collective]) -> dict[str, tuple[str, ...]]:
+    """Return, per collective that is sent to neighbours, the names of the kernels that compute meanwhile, but for those that
+    hide a small part of it.
+    """
+    seconds = dict[str, dict[str, float]]()
+    for task, start, end in zip(timeline.program.tasks, timeline.starts, timeline.ends, strict=True):
+        for step in task.steps:
+            if task.is_collective and _of_layer(step, known).kind == SEND.name:
+                own = seconds.setdefault(step, {})
+                for kernel, beside in timeline.kernels_beside(start, end):
+                    own[_name_of(kernel)] = own.get(_name_of(kernel), 0.0) + beside
+    return {
+        step: tuple(name for name in sorted(own, key=own.__getitem__, reverse=True) if own[name] >= SMALL * sum(own.values()))
+        for step, own in seconds.items()
+    }
+
+
+def _name_of(kernel: Task) -> str:
+    """Return `"mm"` for a kernel whose last node is `mm_3`."""
+    return re.sub(r"(_\d+)?(@.*)?$", "", kernel.nodes[-1] if kernel.nodes else kernel.name)
 
 
 def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> tuple[Collective, ...]:
@@ -125,7 +152,8 @@ def timed_as(collectives: Sequence[Collective], known: Sequence[Collective]) -> 
     for one in collectives:
         same = times.get(_likeness(one))
         like = same.pop(0) if same else one
-        found.append(replace(one, seconds=like.seconds, exposed=like.exposed, bucket=like.bucket, chunks=like.chunks))
+        one = replace(one, seconds=like.seconds, exposed=like.exposed, behind=like.behind)
+        found.append(replace(one, bucket=like.bucket, chunks=like.chunks))
     return tuple(found)
 
 
@@ -133,7 +161,7 @@ def _likeness(one: Collective) -> object:
     return one.kind, one.axes, one.bytes, one.backward, one.recomputed, one.origin, one.reason
 
 
-def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collective, float]]:
+def _shares(task: Task, known: Mapping[str, Collective]) -> Iterator[tuple[Collective, float]]:
     """Yield the plan's collectives that a task runs, and the part of its bytes that each has."""
     run = [_of_layer(step, known) for step in task.steps]
     total = sum(one.bytes for one in run)
@@ -141,7 +169,7 @@ def _shares(task: Task, known: dict[str, Collective]) -> Iterator[tuple[Collecti
         yield one, one.bytes / total if total else 1 / len(run)
 
 
-def _of_layer(step: str, known: dict[str, Collective]) -> Collective:
+def _of_layer(step: str, known: Mapping[str, Collective]) -> Collective:
     name, _, layer = step.partition("@")
     one = known[name]
     if not layer:

@@ -51,6 +51,7 @@ class Collective:
     bucket: str | None = None  # the bucket that it is sent in (in the backward, if in both); None: sent by itself
     seconds: float | None = None  # predicted duration; for one in a bucket, its part by bytes. None: unknown hardware
     exposed: float | None = None  # of those, seconds during which the device computes nothing
+    behind: tuple[str, ...] = ()  # of sends: the kernels that hide them, by name, those that hide most first
     chunks: int = 1  # messages that it is sent in, one after another; 0: sent by an operator that computes as well
 
     @property

@@ -21,7 +21,7 @@ The model is that of CUDA streams, NCCL, and a host that runs ahead of the devic
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -83,6 +83,21 @@ class Timeline:
         return tuple(
             (task, self._idle.within(*task.span_of_link(start, end))) for task, start, end in spans if task.is_sending
         )
+
+    def kernels_beside(self, start: float, end: float) -> Iterator[tuple[Task, float]]:
+        """Yield the kernels that compute between `start` and `end`, with the seconds of it in which each does."""
+        spans, begins = self._computing
+        for number in range(max(0, bisect_right(begins, start) - 1), bisect_left(begins, end)):
+            task, begin, finish = spans[number]
+            if (seconds := min(end, finish) - max(start, begin)) > 0:
+                yield task, seconds
+
+    @cached_property
+    def _computing(self) -> tuple[list[tuple[Task, float, float]], list[float]]:
+        """Return the kernels with the times between which each computes, in order, and their starts."""
+        spans = zip(self.program.tasks, self.starts, self.ends, strict=True)
+        found = [(task, *task.span_of_compute(start, end)) for task, start, end in spans if not task.is_collective]
+        return found, [begin for _, begin, _ in found]
 
     @cached_property
     def exposed_spans(self) -> tuple[tuple[int, float, float], ...]:

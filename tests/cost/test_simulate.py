@@ -92,6 +92,7 @@ def test_exposed_time_is_communication_without_compute() -> None:
     assert (timeline.step_time, timeline.compute, timeline.communication) == (4, 2, 3)
     assert (timeline.exposed, timeline.hidden) == (2, 1)
     assert {task.name: seconds for task, seconds in timeline.exposed_by_task} == {"g": 2, "h": 1}
+    assert [(task.name, seconds) for task, seconds in timeline.kernels_beside(0.25, 3.5)] == [("a", 0.75), ("b", 0.5)]
 
 
 def test_a_value_is_live_from_its_making_to_its_last_use() -> None:

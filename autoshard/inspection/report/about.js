@@ -91,7 +91,7 @@ function aboutCollective(id) {
         time(one.seconds * 1e6)
       ],
       ["exposed", one.exposed === null ? "" : el("span", { class: one.exposed > 5e-9 ? "exposed" : "" }, time(one
-        .exposed * 1e6))],
+        .exposed * 1e6))], ["hidden behind", one.behind.join(", ")],
       ["runs in",
         `${one.backward ? "backward" : "forward"}${one.recomputed ? ", and again in the backward" : ""}`], [
         "because", one.reason
