@@ -101,7 +101,7 @@ def _titan_stack(recipe: str, *, pipelines: bool = False) -> Stack:
 
 
 def _titan_8b() -> Curve:
-    """One sequence a rank of `dp`; parameters are sharded over all ranks. Keys and values are gathered, torch's default."""
+    """Return the runs of 8B: a sequence for each rank of `dp`, parameters over all ranks, keys and values gathered, as by default."""
 
     def point(seq: int, speed: float, mesh: str, recipe: str) -> Point:
         batch = Mesh(mesh).sizes[0] if mesh.startswith("dp") else 1
@@ -120,7 +120,7 @@ def _titan_8b() -> Curve:
 
 
 def _titan_405b() -> Curve:
-    """A stage of 16 of the 126 layers, beside embedding and head; parameters are gathered once for eight micro-batches."""
+    """Return those of 405B, as a stage of 16 of its 126 layers, whose parameters are gathered once for eight micro-batches."""
     stage = replace(llama.LLAMA3_405B, layers=16)
 
     def point(seq: int, speed: float, mesh: str, recipe: str) -> Point:
