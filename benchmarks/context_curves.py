@@ -101,7 +101,7 @@ def _titan_stack(recipe: str, *, pipelines: bool = False) -> Stack:
 
 
 def _titan_8b() -> Curve:
-    """Return the runs of 8B: a sequence for each rank of `dp`, parameters over all ranks, keys and values gathered, as by default."""
+    """Return the runs of 8B: a sequence for each rank of `dp`, parameters over all ranks, keys and values gathered."""
 
     def point(seq: int, speed: float, mesh: str, recipe: str) -> Point:
         batch = Mesh(mesh).sizes[0] if mesh.startswith("dp") else 1
