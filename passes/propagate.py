@@ -143,7 +143,7 @@ def _place_call(axis: Axis, node: Node, wanted: Placement | None) -> None:
 def _remark_attention(axis: Axis, call: Call, row: Row) -> None:
     """Say that ranks repeat the work of an attention whose operands they hold parts of."""
     if is_attention(call.node.target) and all(p == R for p in row.operands) and any(p != R for p in call.have):
-        axis.remark(call.node, repeated_work(call.node, axis.size))
+        axis.remark(call.node, repeated_work(call.node, axis.size, axis.ctx.mesh.hardware))
 
 
 def _reduce(axis: Axis, node: Node) -> None:

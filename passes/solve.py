@@ -89,7 +89,8 @@ class Solve(Pass):
             ctx.remark(self, node, f"{why}: runs replicated")
         for node in filter(_is_attention, gm.graph.nodes):
             for axis in _repeating_axes(gm, node):
-                ctx.remark(self, node, f"on {ctx.mesh.names[axis]}: {repeated_work(node, ctx.mesh.sizes[axis])}")
+                cost = repeated_work(node, ctx.mesh.sizes[axis], ctx.mesh.hardware)
+                ctx.remark(self, node, f"on {ctx.mesh.names[axis]}: {cost}")
         _gather(gm, solution)
         return True
 

@@ -231,8 +231,31 @@ def test_a_remark_says_that_attention_runs_whole() -> None:
     ranks = plan_ranks(Case(OfHeads(), (torch.randn(2, 3, 8, 6),), {}), "cp=2", options)
     found = [remark.text for remark in ranks.planned.plan.remarks if "runs whole" in remark.text]
     assert found == [
-        "on cp: attention runs whole on all 2 ranks: each computes 9.22e+03 FLOP, and as a part 4.61e+03"
+        "on cp: attention runs whole on all 2 ranks: each computes 9.22e+03 FLOP in 6.71 us, and as a part 4.61e+03"
     ]
+
+
+class Pooled(nn.Module):
+    """Attention of all positions, and one of a learned query to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.randn(1, 1, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = F.scaled_dot_product_attention(x, x, x)
+        return F.scaled_dot_product_attention(self.probe.expand(len(x), x.shape[1], 1, 6), seen, seen).square().mean()
+
+
+def test_a_recipe_says_which_attention_runs_whole_why_and_what_that_costs() -> None:
+    whole = Reference.of(Case(Pooled().double(), (torch.randn(2, 3, 8, 6, dtype=torch.float64),), {}))
+    ranks = whole.plan("cp=2", Options(recipe="context"))
+    found = [remark.text for remark in ranks.planned.plan.remarks if "runs whole" in remark.text]
+    assert found == [
+        "on cp: attention runs whole on all 2 ranks: a length of 1 does not divide by 2; pad it to a multiple of 2",
+        "on cp: attention runs whole on all 2 ranks: each computes 1.15e+03 FLOP in 4.92 us, and as a part 576",
+    ]
+    compare(ranks.run().step, whole.step, TOLERANCE)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_searched_plan_says_that_attention_runs_whole() -> None:
     plan = plan_ranks(case, mesh, Options(inputs={"x": {"tp": "S(2)"}})).planned.plan
     found = [(one.pass_name, one.text) for one in plan.remarks if "runs whole" in one.text]
     assert found == [
-        ("solve", "on tp: attention runs whole on all 4 ranks: each computes 3.46e+03 FLOP, and as a part 864")
+        ("solve", "on tp: attention runs whole on all 4 ranks: each computes 3.46e+03 FLOP in 36.1 ms, and as a part 864")
     ]
 
 

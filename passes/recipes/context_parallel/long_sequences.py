@@ -6,10 +6,12 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from passes.cost.kernel_time import kernel_flops
+from passes.cost.kernel_time import kernel_flops, kernel_seconds
+from passes.hardware.hardware import Hardware
 from passes.ir.call import call_of
 from passes.ir.graph import results_of
 from passes.ir.layout import Shard
+from passes.ir.units import format_seconds
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.rules.attention import is_attention
 
@@ -30,8 +32,9 @@ def is_long(nodes: Iterable[Node]) -> bool:
     return any(is_attention(node.target) and results_of(node)[0].shape[POSITIONS] >= LONG for node in nodes)
 
 
-def repeated_work(node: Node, ranks: int) -> str:
+def repeated_work(node: Node, ranks: int, hardware: Hardware | None) -> str:
     """Say what it costs that all ranks compute the whole of an attention."""
-    flops = kernel_flops(call_of(node))
-    each = f"each computes {flops:.3g} FLOP, and as a part {flops / ranks:.3g}"
-    return f"attention runs whole on all {ranks} ranks: {each}"
+    call = call_of(node)
+    flops = kernel_flops(call)
+    taken = "" if hardware is None else f" in {format_seconds(kernel_seconds(call, hardware))}"
+    return f"attention runs whole on all {ranks} ranks: each computes {flops:.3g} FLOP{taken}, and as a part {flops / ranks:.3g}"
