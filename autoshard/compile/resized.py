@@ -110,6 +110,7 @@ class _Sizes:
         self.mode = fake_mode_of([value for value in values if isinstance(value, torch.Tensor)])
         self.number = _numbers(pairs.values())
         self.sources: dict[Node, Node | None] = {}  # the node of the earlier graph that one of a half is; None: added
+        self.present: set[Node] = set()  # the nodes of the earlier graph that the halves have
 
     def half(self, gm: GraphModule, ends: Sequence[Any], saved: Sequence[tuple[Node, Any]] = ()) -> GraphModule:
         """Return a half with new sizes.
@@ -122,7 +123,8 @@ class _Sizes:
             new = copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op == "placeholder":
                 kept, value = next(inputs, (None, None))
-                self.sources[node] = source = self.named[node.name] if kept is None else self.sources[kept]
+                source = self.named[node.name] if kept is None else self.sources[kept]
+                self._note(node, source)
                 set_value(new, value if source is None else value_of(self.pairs[source]))
             elif node.op == "call_function":
                 self._resize(node, new, copies)
@@ -143,12 +145,17 @@ class _Sizes:
             args = self._argument(node.args, source.args, now.args)
             kwargs = self._argument(node.kwargs, source.kwargs, now.kwargs)
         except _Unlike:  # its name may also be that of a call that is not in this half
-            self.sources[node] = None
+            self._note(node, None)
             set_value(new, self._moved(node, new))
             return
-        self.sources[node] = source
+        self._note(node, source)
         new.args, new.kwargs = map_arg(args, copies.__getitem__), map_arg(kwargs, copies.__getitem__)
         set_value(new, value_of(now))
+
+    def _note(self, node: Node, source: Node | None) -> None:
+        self.sources[node] = source
+        if source is not None:
+            self.present.add(source)
 
     def _moved(self, node: Node, new: Node) -> Any:
         """Return the value of an added call."""
@@ -188,9 +195,8 @@ class _Sizes:
         now = self.pairs[node]
         if _type(value_of(node)) != _type(value_of(now)) or _constants(node) != _constants(now):
             raise _Unlike
-        present = self.sources.values()
         for source in node.all_input_nodes:
-            if source not in present or _type(value_of(source)) != _type(value_of(self.pairs[source])):
+            if source not in self.present or _type(value_of(source)) != _type(value_of(self.pairs[source])):
                 self._check_stays(source)
 
 
