@@ -42,12 +42,23 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
+ALBERT = SMALL | {"embedding_size": 32}
+DISTILBERT = {
+    "vocab_size": VOCABULARY,
+    "dim": 64,
+    "hidden_dim": 128,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_position_embeddings": 64,
+}
 BART = ENCODER_DECODER | {"max_position_embeddings": 64}
 
 CASES = (
     Case("BERT", lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)), _masked, is_fast=True),
     Case("BERT classifier", lambda: hf.BertForSequenceClassification(hf.BertConfig(**SMALL, num_labels=3)), _classified),
     Case("RoBERTa", lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL)), _masked),
+    Case("ALBERT", lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**ALBERT)), _masked),
+    Case("DistilBERT", lambda: hf.DistilBertForMaskedLM(hf.DistilBertConfig(**DISTILBERT)), _masked),
     Case("DeBERTa v2", lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**DEBERTA)), _masked, is_fast=True),
     Case("T5", lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)), _translated, is_fast=True),
     Case("BART", lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BART)), _translated),

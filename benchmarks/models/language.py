@@ -52,6 +52,7 @@ CASES = (
     _case("Mistral", hf.MistralForCausalLM, hf.MistralConfig, GROUPED | {"sliding_window": 8}),
     _case("Gemma", hf.GemmaForCausalLM, hf.GemmaConfig, GROUPED | HEADS_OF_16),
     _case("Gemma 3", hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, GROUPED | HEADS_OF_16 | {"sliding_window": 8}, is_fast=True),
+    _case("Granite", hf.GraniteForCausalLM, hf.GraniteConfig, GROUPED),
     _case("Phi", hf.PhiForCausalLM, hf.PhiConfig, SMALL),
     _case("Phi-3", hf.Phi3ForCausalLM, hf.Phi3Config, GROUPED),
     _case("OPT", hf.OPTForCausalLM, hf.OPTConfig, SMALL | {"ffn_dim": 128, "word_embed_proj_dim": 64}, is_fast=True),
