@@ -29,6 +29,10 @@ def _labelled(batch: int, length: int) -> dict[str, Any]:
     return {"pixel_values": _image(batch), "labels": torch.randint(10, (batch,))}
 
 
+def _segmented(batch: int, length: int) -> dict[str, Any]:
+    return {"pixel_values": _image(batch), "labels": torch.randint(10, (batch, PIXELS, PIXELS))}
+
+
 def _captioned(batch: int, length: int) -> dict[str, Any]:
     text = tokens(batch, length)
     text[:, -1] = VOCABULARY - 1  # the end of text, where CLIP reads its summary
@@ -69,6 +73,19 @@ def _llava() -> hf.LlavaForConditionalGeneration:
 
 
 SWIN = IMAGES | CLASSES | {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2}
+DINOV2 = IMAGES | CLASSES | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2}
+SEGFORMER = CLASSES | {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [32, 64],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [2, 4],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 64,
+}
+CONVNEXT = CLASSES | {"patch_size": 4, "num_stages": 2, "hidden_sizes": [32, 64], "depths": [1, 1]}
 WHISPER = ENCODER_DECODER | {
     "num_mel_bins": 16,
     "max_source_positions": FRAMES // 2,
@@ -96,6 +113,14 @@ DETERMINISTIC = "apply_spec_augment=False, layerdrop=0"  # else Python draws whi
 CASES = (
     Case("ViT", lambda: hf.ViTForImageClassification(hf.ViTConfig(**ENCODER, **IMAGES, **CLASSES)), _labelled, is_fast=True),
     Case("Swin", lambda: hf.SwinForImageClassification(hf.SwinConfig(**SWIN)), _labelled, is_fast=True),
+    Case("DINOv2", lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(**DINOV2)), _labelled),
+    Case("SegFormer", lambda: hf.SegformerForSemanticSegmentation(hf.SegformerConfig(**SEGFORMER)), _segmented),
+    Case(
+        "ConvNeXt",
+        lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**CONVNEXT)),
+        _labelled,
+        is_transformer=False,
+    ),
     Case("CLIP", _clip, _captioned, is_fast=True),
     Case("LLaVA", _llava, _asked),
     Case("Whisper", lambda: hf.WhisperForConditionalGeneration(hf.WhisperConfig(**WHISPER)), _spoken, is_fast=True),
