@@ -1,8 +1,9 @@
 """Predict the seconds of a layer's attention on a sharded sequence, for each way to run it.
 
-The calls of each way are those that its local form makes, on per-device shapes, and its messages those that it sends. What
-hides: a send of a ring behind the calls of its step. Gathers and exchanges stand before attention, which needs them, and
-after it, so that nothing in the layer hides them. A search prices these as reshards, and the calls by `sharded_seconds`.
+The calls of each way are those that its local form makes, on per-device shapes, its messages those that it sends, and its
+copies those that put chunks, or heads, in order. What hides: a send of a ring behind the calls of its step. Gathers and
+exchanges stand before attention, which needs them, and after it, so that nothing in the layer hides them. A search prices
+these as reshards, and the calls by `sharded_seconds`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,19 @@ class Attending:
     def sent(self, kind: str, nbytes: float) -> float:
         return collective_seconds(kind, nbytes, self.group, self.hardware)
 
+    @property
+    def queries(self) -> float:
+        """Return the bytes of a rank's queries, which are those of its results."""
+        return tensor_bytes(self.tensor("query")) / self.ranks
+
+    def sides(self, call: Call) -> int:
+        """Return how many operands have the positions of queries: in the backward, results and their gradient too."""
+        return 3 if is_attention_backward(call.op) else 1
+
+    def copied(self, nbytes: float) -> float:
+        """Return the seconds of copies that read and write so many bytes."""
+        return region_seconds(0.0, nbytes, self.hardware)
+
     def kernel(self, call: Call, queries: int, keys: int, **changes: Any) -> float:
         """Return the seconds of a call with other numbers of positions."""
         return kernel_seconds(resized(call, queries=queries, keys=keys, **changes), self.hardware)
@@ -66,6 +80,10 @@ def gather_seconds(one: Attending) -> float:
     total = 0.0
     for call in one.calls:
         total += _gathered_calls(one, call) + moved + (scattered if is_attention_backward(call.op) else 0.0)
+        if one.is_causal and one.is_paired:
+            # Keys are put in order, queries repeated for each chunk of them; two chunks are merged of n + 1 and n results.
+            queries = one.sides(call) * (1 + one.ranks) * one.queries + (one.ranks + 1.5) * one.queries
+            total += one.copied(2 * sum(keys) * (2 if is_attention_backward(call.op) else 1) + queries)
     return total
 
 
@@ -83,7 +101,13 @@ def _gathered_calls(one: Attending, call: Call) -> float:
 
 def ring_seconds(one: Attending) -> float:
     """Return the seconds where keys and values, and then their gradients, go around a ring."""
-    return sum(_ring_calls(one, call) for call in one.calls)
+    total = sum(_ring_calls(one, call) for call in one.calls)
+    if one.is_causal and one.is_paired:
+        held = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
+        for call in one.calls:  # chunks are joined in the first step, and chosen in each of the others
+            chosen = one.sides(call) * one.queries + 2 * held
+            total += one.copied(2 * one.sides(call) * one.queries + (one.ranks - 1) * chosen)
+    return total
 
 
 def _ring_calls(one: Attending, call: Call) -> float:
@@ -133,7 +157,13 @@ def exchange_seconds(one: Attending) -> float:
     names = ("query", "key", "value", "query")  # the result is as large as the queries
     moved = sum(one.sent("all_to_all", tensor_bytes(one.tensor(name)) / one.ranks) for name in names)
     queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
-    return sum(one.kernel(call, queries, keys, parts=one.ranks) + moved for call in one.calls)
+    held = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
+    total = 0.0
+    for call in one.calls:  # what is exchanged is put in order: queries and results, in the backward their gradients too
+        is_backward = is_attention_backward(call.op)
+        ordered = one.copied(2 * ((3 if is_backward else 2) * one.queries + (2 if is_backward else 1) * held))
+        total += one.kernel(call, queries, keys, parts=one.ranks) + moved + ordered
+    return total
 
 
 def resized(
