@@ -163,9 +163,12 @@ class Problem:
 
     @property
     def hiding(self) -> Hiding:
-        """Return how messages are hidden, as the search counts them: in the small buckets that are tried."""
+        """Return how messages are hidden, as the search counts them."""
         overlap = self.options.hiding
-        return Hiding(0, overlaps=False) if overlap is None else Hiding(sizes(overlap.bucket_bytes)[1])
+        if overlap is None:
+            return Hiding(0, 0, overlaps=False, in_chunks=False)
+        _, least, most = sizes(overlap.bucket_bytes)
+        return Hiding(least, most, in_chunks=overlap.split_matmuls)
 
     def undivided(self, recipes: Recipes) -> str | None:
         """Return a text if the axes that `recipes` split the batch over do not divide it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from autoshard import Mesh, Options
+from autoshard import Mesh, Options, Overlap
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import fold, in_chunks
 from autoshard.planner.problem import captured_problem
@@ -72,3 +73,16 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
     objective, _ = experts.estimate(recipes, found)
     step = in_chunks(task.problem, task.evaluate(recipes)).cost.step_time
     assert objective == pytest.approx(step, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_model_hears_that_messages_next_to_products_are_sent_in_chunks() -> None:
+    """In the forward, where nothing else hides them."""
+    task, found = prepared()
+    whole = replace(task.problem, options=replace(task.problem.options, overlap=Overlap(split_matmuls=False)))
+    other = stated(replace(task, problem=whole), single_axes(whole.mesh))
+    assert other is not None
+    experts = Experts(task.problem, task.folded)
+    recipes = dict(experts)
+    in_chunks, apart = ([experts.estimate(recipes[name], one)[0] for name in ("megatron", "zero2")] for one in (found, other))
+    assert in_chunks[0] < 0.99 * apart[0] and in_chunks[1] == pytest.approx(apart[1])

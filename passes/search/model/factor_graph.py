@@ -8,7 +8,9 @@ layout. A segment is a part of the step within which compute can hide communicat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +64,8 @@ class Value:
     is_counted: bool = False  # `state` of the maker has its bytes already, unless it is partial
     repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result
     stays_partial: bool = False  # a gradient before its cast to the dtype that it is reduced in is not reduced yet
+    is_product: bool = False  # the result of a matrix product, whose reduction can be sent in chunks
+    products: tuple[int, ...] = ()  # variables of matrix products that read its rows, whose gather can be sent in chunks
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,25 @@ class FactorGraph:
         if len(self._listed) != len(self.layouts):
             self._listed[:] = list(self.layouts)
         return self._listed[number]
+
+    def joins(self, value: Value) -> float:
+        """Return how many times as large the messages of a layer are, together, as that of a parameter or gradient."""
+        return self._joined[value.segment, value.is_parameter] / self._elements(value) if value.hides else 0.0
+
+    @cached_property
+    def _joined(self) -> dict[tuple[int, bool], float]:
+        """Return the elements that one layer of a segment gathers, or reduces; of a value and its cast, one is sent."""
+        makers = {value.maker.variable for value in self.values if value.is_parameter}
+        found: dict[tuple[int, bool], float] = {}
+        for value in self.values:
+            is_cast = value.stays_partial or (value.is_parameter and any(user.variable in makers for user in value.users))
+            if value.hides:
+                key, sent = (value.segment, value.is_parameter), 0.0 if is_cast else self._elements(value)
+                found[key] = found.get(key, 0.0) + sent
+        return found
+
+    def _elements(self, value: Value) -> float:
+        return max(1, math.prod(value.shape)) * value.count / self.segments[value.segment].layers
 
     def _number(self, layout: Layout) -> int:
         return self.layouts.setdefault(layout, len(self.layouts))

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch.fx import Node
 
-from passes.ir.layout import Layout
+from passes.cost.fused_regions import is_alias, node_nbytes
+from passes.ir.layout import Layout, Shard
 from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.unit_costs import UnitCosts
@@ -46,18 +48,19 @@ def transition_terms(
     graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
 ) -> TransitionTerms:
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
-    bucket = unit_costs.hiding.bucket if value.hides else 0
-    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, bucket)
+    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.joins(value))
     same = _same(sources, targets)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     segment = graph.segments[value.segment]
-    exposed = unit_costs.compute_per_link(segment.exposed if value.hides else segment.exposed_between)
+    exposed = unit_costs.compute_per_link(segment.exposed if value.hides else segment.exposed_between) * links
+    if unit_costs.hiding.in_chunks:
+        exposed = np.minimum(exposed, _in_chunks(graph, value, sources, targets, links, unit_costs))
     exposed_again = unit_costs.compute_per_link(graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
-        np.stack([(costs.local + exposed * links) * value.count, *on_links]),
+        np.stack([(costs.local + exposed) * value.count, *on_links]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
         np.stack([exposed_again * links * value.count, *on_links]) if can_repeat else _nothing(3, *same.shape),
         (links + costs.local) * value.count,
@@ -68,6 +71,36 @@ def transition_terms(
         same,
         costs.impossible,
     )
+
+
+def _in_chunks(
+    graph: FactorGraph,
+    value: Value,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    links: Floats,
+    unit_costs: UnitCosts,
+) -> Floats:
+    """Return the seconds that gathers of rows for products, and reductions of products, add to those of kernels in chunks; all
+    of `links` for others. How the products are split is not known here: the fastest way counts."""
+    partial = np.array([source.has_partial for source in sources])[:, None]
+    have, need = (np.array([_shards(layout) for layout in side]) for side in (sources, targets))
+    is_gather = ~partial & (have[:, None] > need[None, :])
+    reading, making = (
+        sum(float(graph.variables[number].seconds.min()) for number in numbers) / value.count
+        for numbers in (value.products, (value.maker.variable,) if value.is_product else ())
+    )
+    nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
+    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, reading, nbytes), links)
+    return np.where(partial & (making > 0), unit_costs.in_chunks(links, making), found)
+
+
+def _made_by_products(nodes: Sequence[Node]) -> int:
+    return sum(node_nbytes(node) for node in nodes if not is_alias(node))
+
+
+def _shards(layout: Layout) -> int:
+    return sum(isinstance(placement, Shard) for placement in layout.placements)
 
 
 def _same(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:

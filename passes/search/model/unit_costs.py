@@ -24,10 +24,16 @@ _Seconds = tuple[float, float, float]  # inside a node, across, and of local ste
 
 @dataclass(frozen=True)
 class Hiding:
-    """Settings for gathers of parameters and reductions of gradients: joined to `bucket` bytes, and beside kernels or not."""
+    """Settings for messages: joined to `bucket` bytes at least and a layer's bytes, up to `most`; beside kernels or not; those
+    next to matrix products `in_chunks` or whole.
+
+    Only gathers of parameters and reductions of gradients are joined.
+    """
 
     bucket: int = BUCKET
+    most: int = 16 * BUCKET
     overlaps: bool = True
+    in_chunks: bool = True
 
 
 USUAL = Hiding()
@@ -53,7 +59,7 @@ class UnitCosts:
     routes: ReshardRoutes
     hiding: Hiding = USUAL
     _costs: dict[object, TransitionCosts] = field(default_factory=dict)
-    _times: dict[tuple[float, int], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and bucket
+    _times: dict[tuple[float, float], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and `joins`
 
     @staticmethod
     def of(mesh: Mesh, hiding: Hiding = USUAL) -> UnitCosts:
@@ -82,17 +88,26 @@ class UnitCosts:
         kernels, links = self.hardware.contention, self.hardware.link_contention
         return exposed + (1 - exposed) * kernels * (1 + links) / (1 + kernels)
 
+    def in_chunks(self, links: Floats, product: float, nbytes: float = 0.0) -> Floats:
+        """Return the seconds that messages add to those of kernels next to a `product`, at least: of two chunks, one hides
+        beside half of the product, each has a product of its own, and results of `nbytes` are concatenated."""
+        hidden = np.minimum(links, product) / 2
+        copied = 2 * nbytes / self.mesh.size / self.hardware.memory_bandwidth + self.hardware.launch
+        found: Floats = links - hidden * (1 - self.compute_per_link(0.0)) + copied
+        return found
+
     def transition_costs(
-        self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], bucket: int = 0
+        self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], joins: float = 0.0
     ) -> TransitionCosts:
         """Cost reshards from each source to each target as `lower_reshards` emits them, equal ones once.
 
-        With `bucket` bytes, a smaller collective is part of one of that size, and so is its time.
+        With `joins`, collectives are joined: those of a layer are that many times as large, and a collective takes its part
+        of the time of one.
         """
-        key = shape, itemsize, bucket, tuple(sources), tuple(targets)
+        key = shape, itemsize, joins, tuple(sources), tuple(targets)
         if key not in self._costs:
             routes = self.routes.routes(shape, sources, targets)
-            times = np.array(self._taken(float(math.prod(shape) * itemsize), bucket))
+            times = np.array(self._taken(float(math.prod(shape) * itemsize), joins))
             seconds = np.zeros((len(routes.legs), 3))
             for leg in routes.legs.T:
                 seconds += times[leg]
@@ -100,13 +115,13 @@ class UnitCosts:
             self._costs[key] = TransitionCosts(inside, across, local, routes.impossible[routes.numbers])
         return self._costs[key]
 
-    def _taken(self, nbytes: float, bucket: int) -> list[_Seconds]:
+    def _taken(self, nbytes: float, joins: float) -> list[_Seconds]:
         """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
-        times = self._times.setdefault((nbytes, bucket), [])
-        times += [self._leg(leg, nbytes, bucket) for leg in list(self.routes.legs)[len(times) :]]
+        times = self._times.setdefault((nbytes, joins), [])
+        times += [self._leg(leg, nbytes, joins) for leg in list(self.routes.legs)[len(times) :]]
         return [*times, (0.0, 0.0, 0.0)]
 
-    def _leg(self, leg: Leg, whole: float, bucket: int) -> _Seconds:
+    def _leg(self, leg: Leg, whole: float, joins: float) -> _Seconds:
         """Return seconds inside a node, across, and of local steps."""
         if leg.kind is TAKE_PART:
             return 0.0, 0.0, 0.0  # a view
@@ -114,7 +129,7 @@ class UnitCosts:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
-        message = max(nbytes, bucket)
+        message = max(nbytes, self.hiding.bucket, min(nbytes * joins, self.hiding.most)) if joins else nbytes
         seconds = collective_seconds(leg.kind.name, message, group, self.hardware)
         taken = seconds * nbytes / message if message else 0.0
         return (taken, 0.0, 0.0) if link_of(group) == "inside" else (0.0, taken, 0.0)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch.fx import Node
 
-from passes.cost.fused_regions import source_of
+from passes.cost.fused_regions import is_alias, source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
 from passes.search.model.factor_graph import Port, Segment, Value
 from passes.search.model.skeleton import Owner
 from passes.search.model.step_structure import StepStructure
+
+aten = torch.ops.aten
+PRODUCTS: Mapping[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}  # the operand whose rows are cut into chunks
 
 Ends = Mapping[Node, list[Port]]  # operands that return a value
 
@@ -62,6 +66,8 @@ def values_of(
             is_counted=structure.ties.leader[source_of(node)] in structure.saved,
             repeat_segment=_repeat_segment(node, structure),
             stays_partial=node in structure.gradients and any(_is_widening(user) for user in node.users),
+            is_product=source_of(node).target in PRODUCTS,
+            products=tuple(dict.fromkeys(owners[structure.ties.leader[one]].variable for one in _products_of(node))),
         )
 
 
@@ -105,6 +111,15 @@ def _repeat_segment(node: Node, structure: StepStructure) -> int:
         return -1
     users = (user for user in node.users if user.op != "output" and user not in structure.forward)
     return min((structure.segment[user] for user in users if user in structure.segment), default=-1)
+
+
+def _products_of(value: Node) -> Iterator[Node]:
+    """Yield the products that read the rows of a value, perhaps through views."""
+    for user in value.users:
+        if is_alias(user):
+            yield from _products_of(user)
+        elif user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is value:
+            yield user
 
 
 def _is_widening(user: Node) -> bool:

@@ -1,0 +1,276 @@
+"""Switch each heuristic of the search and of planning off alone: `python -m benchmarks.ablation [NAME ...] [--case NAME]`.
+
+Each case is planned with everything on, then with one heuristic replaced by the simplest that works. Print, over all cases:
+the simulated step of the chosen plan as a part of that with everything on (the worst, and the mean), by how much the
+solver's proven gap grows (the mean, in points), the processor seconds as a part, and the lines that the heuristic takes.
+`--each` prints the same for each case. A heuristic that moves nothing can go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoshard import MemoryLimitError, Mesh, Options
+from autoshard.config.progress import silent
+from autoshard.planner import candidates, decision, recipe_candidates, recomputation, solver_candidate, ties
+from autoshard.planner.decision import decide
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import Folded, fold, in_chunks
+from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.request import PlanRequest
+from autoshard.planner.standings import SearchTask
+from benchmarks.grid_models import wide_mlp
+from examples import llama
+from passes.search import optimize, prepared, recipe_costs, recomputation_savings, search_state, tune_multipliers
+from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
+from passes.search.solvers import cutting_planes, mip, mip_columns, multipliers, probing
+from passes.search.solvers.dual_ascent import Dual
+from passes.search.solvers.transition_factors import TransitionFactor
+
+Build = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a mesh, in `memory` of the bytes that its plan takes without a limit; None: in those of the device."""
+
+    build: Build
+    mesh: str
+    hardware: str
+    sizes: dict[str, int]
+    memory: float | None = None
+
+
+def small_llama(batch: int, seq: int) -> llama.Case:
+    """Return a decoder of four layers whose kernels take about as long as their launches."""
+    return llama.step_of(llama.Config(layers=4, dim=512, heads=8, kv_heads=4, hidden=1408, vocab=4096), batch, seq)
+
+
+CASES = {
+    "tiny": Case(small_llama, "dp=2,tp=2", "h100", {"batch": 8, "seq": 256}),
+    "wide": Case(small_llama, "dp=16,tp=8", "h100", {"batch": 256, "seq": 1024}),
+    "small memory": Case(small_llama, "dp=4,tp=2", "a100", {"batch": 64, "seq": 1024}, 0.6),
+    "wide mlp": Case(wide_mlp, "dp=4,tp=8", "h100", {"batch": 1024}),
+    "slow links": Case(wide_mlp, "dp=2,tp=2", "a100-pcie", {"batch": 4096, "hidden": 8192}),
+    "three axes": Case(wide_mlp, "dp=8,cp=2,tp=8", "h100", {"batch": 16384, "hidden": 8192}),
+}
+
+
+@dataclass(frozen=True)
+class Heuristic:
+    """What is replaced to switch it off, and the code that would go. A patch is (owner, attribute, instead)."""
+
+    patches: tuple[tuple[Any, str, Any], ...]
+    code: tuple[Any, ...] = ()
+
+    @property
+    def lines(self) -> int:
+        """Return the lines of its code; a constant has one."""
+        return sum(len(inspect.getsource(one).splitlines()) for one in self.code) or len(self.patches)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Switch it off."""
+        with ExitStack() as stack:
+            for owner, name, instead in self.patches:
+                stack.enter_context(patch.object(owner, name, instead))
+            yield
+
+
+class _Apart:
+    """Groups of one call each."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def of(self, calls: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(call,) for call in calls]
+
+
+def _untied(gm: Any) -> tied_layers.TiedLayers:
+    found = _tied_layers(gm)
+    return replace(found, leader={node: node for node in found.leader})
+
+
+def _with_recomputation(task: SearchTask, standings: Any, stated: Any) -> Any:
+    curve = recomputation.memory_budget_of(task.problem, stated).recomputation
+    asked = solver_candidate.ask(task, standings, stated, curve)
+    return solver_candidate._taken(solver_candidate.Solved(), asked, stated)
+
+
+def _once(asked: float, attempt: Any, **_: object) -> Any:
+    tried = attempt(asked)
+    return None if tried is None else tried.found
+
+
+def _best_in_chunks(task: SearchTask, standings: Any) -> str:
+    best: str = standings.best
+    standings.evaluated[best] = in_chunks(task.problem, standings.evaluated[best])
+    return best
+
+
+def _padded_only(problem: Problem, folded: Folded, *rest: Any) -> Any:
+    return candidates.search(problem, folded, *rest), True, folded
+
+
+_tied_layers, _evaluate = tied_layers.tied_layers, SearchTask.evaluate
+
+HEURISTICS = {
+    "equal layers tied": Heuristic(((step_structure, "tied_layers", _untied),), (tied_layers,)),
+    "calls of a kernel as one variable": Heuristic(((variables, "Grouping", _Apart),), (grouping,)),
+    "rows: 12 a node and axis": Heuristic(((strategies, "ROWS", 1 << 30),)),
+    "rows: partial sums reduced first": Heuristic(
+        ((strategies._RowTable, "_never_pays", lambda *_: False),),
+        (strategies._RowTable._never_pays, strategies._RowTable._takes),
+    ),
+    "rows: implied by neighbours": Heuristic(
+        ((strategies, "SWEEPS", 0),), (strategies._RowTable._from_operands, strategies._RowTable._to_operands)
+    ),
+    "transitions repeated in the backward": Heuristic(
+        ((value_edges, "_repeat_segment", lambda *_: -1),),
+        (value_edges._repeat_segment, mip_columns._add_repeat),
+    ),
+    "recomputation in the objective": Heuristic(
+        ((prepared, "recomputation_savings", lambda *_: ()),), (recomputation_savings,)
+    ),
+    "price of bytes by cutting planes": Heuristic(
+        ((optimize, "fit_memory", lambda *_: True),), (cutting_planes, tune_multipliers.fit_memory)
+    ),
+    "multipliers by linear programs": Heuristic(((tune_multipliers, "ROUNDS", 0),), (mip.Formulation.multipliers,)),
+    "multipliers averaged": Heuristic(
+        ((multipliers.Multipliers, "between", lambda self, _: self),),
+        (multipliers.Multipliers.between, multipliers._shared),
+    ),
+    "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", 0.0),)),
+    "program of bytes alone": Heuristic(
+        ((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)
+    ),
+    "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
+    "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),
+    "probing and branching": Heuristic(((optimize, "_probe", lambda *_: None),), (probing, optimize._probe)),
+    "users share a transition's cost": Heuristic(
+        ((TransitionFactor, "share", lambda _: None),), (TransitionFactor.share,)
+    ),
+    "transitions pruned": Heuristic(((Dual, "_prune_transitions", lambda *_: None),), (Dual._prune_transitions,)),
+    "pruning sweeps": Heuristic(((search_state, "PRUNING_SWEEPS", 1), (tune_multipliers, "PRUNING_SWEEPS", 1))),
+    "less communication if equal": Heuristic(((mip_columns, "TIE", 0.0), (mip, "TIE", 0.0))),
+    "recipes' layouts by descent": Heuristic(
+        ((recipe_costs, "_descend", lambda *_: None),), (recipe_costs._descend, recipe_costs._Edge, recipe_costs._around)
+    ),
+    "axes in groups": Heuristic(
+        ((solver_candidate, "coarse_groups", lambda _: ()),),
+        (axis_groups, solver_candidate._solve_grouped, solver_candidate._first_step),
+    ),
+    "solved first without recomputation": Heuristic(
+        ((solver_candidate, "_solve_whole", _with_recomputation),), (solver_candidate._solve_whole,)
+    ),
+    "longer search simulated": Heuristic(
+        ((solver_candidate, "_improved", lambda _, __, answer, ___: answer),), (solver_candidate._improved,)
+    ),
+    "asked again for less memory": Heuristic(((solver_candidate, "shrink", _once),)),
+    "recipes": Heuristic(((candidates, "try_recipes", lambda *_: None),), (recipe_candidates,)),
+    "recipes in order of promise": Heuristic(
+        ((recipe_candidates.Experts, "estimate", lambda *_: (0.0, True)),), (recipe_costs, recipe_candidates.Experts.estimate)
+    ),
+    "recipes pruned by bounds": Heuristic(
+        ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()
+    ),
+    "chunks of all that could win": Heuristic(((candidates, "_cut", _best_in_chunks),), (candidates._cut,)),
+    "padded or not": Heuristic(
+        ((decision, "_best_of_variants", _padded_only),), (decision._best_of_variants, candidates.compared)
+    ),
+    "ties: the sturdier": Heuristic(((ties, "_slowed", lambda _: 0.0),), (ties._slowed,)),
+    "ties: the smaller": Heuristic(((ties, "_bytes", lambda _: 0.0),), (ties._bytes,)),
+    "ties: the simpler": Heuristic(((ties, "TIE", 0.0),)),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan's simulated step in seconds, the solver's objective and its gap, and the processor seconds of planning."""
+
+    step: float
+    objective: float
+    gap: float
+    seconds: float
+    peak: int = 0
+
+    def over(self, usual: Result) -> Result:
+        """Return step, objective and seconds as parts of the usual ones, and what is added to the gap."""
+        parts = self.step / usual.step, self.objective / usual.objective, self.gap - usual.gap, self.seconds / usual.seconds
+        return Result(*parts)
+
+
+FAILED = Result(float("inf"), float("inf"), 1.0, 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("heuristics", nargs="*", help=f"of {', '.join(HEURISTICS)}; by default all")
+    parser.add_argument("--case", action="append", help=f"of {', '.join(CASES)}; by default all")
+    parser.add_argument("--each", action="store_true", help="print each case, too")
+    given = parser.parse_args()
+    stated = {name: _stated(CASES[name]) for name in given.case or CASES}
+    usual = {name: planned(*one) for name, one in stated.items()}
+    for name, one in usual.items():
+        print(f"{name}: {one.step * 1e3:.2f} ms, gap {one.gap:.2%}, {one.seconds:.1f} s", flush=True)
+    print("| off | step: worst | mean | gap | seconds | lines |\n|---|---|---|---|---|---|")
+    for name in given.heuristics or HEURISTICS:
+        heuristic = HEURISTICS[name]
+        with heuristic.off():
+            found = {case: planned(*one).over(usual[case]) for case, one in stated.items()}
+        print(_row(name, list(found.values()), heuristic.lines), flush=True)
+        if given.each:
+            for case, one in found.items():
+                figures = f"step {one.step:.4f}, objective {one.objective:.4f}, gap {one.gap:+.2%}, seconds {one.seconds:.2f}"
+                print(f"    {case}: {figures}", flush=True)
+
+
+def _row(name: str, found: Sequence[Result], lines: int) -> str:
+    steps, gap = [one.step for one in found], statistics.mean(one.gap for one in found)
+    seconds = statistics.mean(one.seconds for one in found)
+    return f"| {name} | {max(steps):.3f} | {statistics.mean(steps):.3f} | {gap:+.2%} | {seconds:.2f} | {lines} |"
+
+
+def _stated(case: Case) -> tuple[Problem, Folded]:
+    """Return the problem of a case and its folded graph; with `memory`, it is planned without a limit first."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model, args = case.build(**case.sizes)
+    options = Options(mixed_precision=policy)
+    request = PlanRequest(model, args, {}, Mesh(case.mesh, hardware=case.hardware), options)
+    problem = captured_problem(request.checked())
+    folded = fold(problem)
+    if case.memory is None:
+        return problem, folded
+    limit = int(case.memory * planned(problem, folded).peak)
+    return replace(problem, options=replace(options, memory_limit=limit)), folded
+
+
+def planned(problem: Problem, folded: Folded) -> Result:
+    """Plan from the folded graph, with nothing known of earlier searches."""
+    folded, started = replace(folded, placed={}, prepared={}), time.process_time()
+    try:
+        found = decide(problem, folded, FULL, silent)
+    except MemoryLimitError:
+        return FAILED
+    seconds, search = time.process_time() - started, found.search
+    assert search is not None and found.cost is not None
+    objective = search.objective if search.objective is not None else found.cost.step_time
+    gap = search.solver_gap if search.solver_gap is not None else 1.0
+    return Result(found.cost.step_time, objective, gap, seconds, found.cost.peak_memory)
+
+
+if __name__ == "__main__":
+    main()
