@@ -67,9 +67,9 @@ up.weight: f32[4096, 1024] {tp:S(0)}
   the most promising alternatives: the whole step, all else chosen for each, by the search's model;
       this plan is simulated at 814 us
     layout       step  change  at least  compute  communication     memory
-  * {tp:S(0)}  803 us                     751 us        52.2 us   68.0 MiB
-    {tp:S(1)}  831 us  +3.5 %    +3.5 %   751 us        80.2 us   72.0 MiB
-    {tp:R}     883 us  +9.9 %    +9.9 %   781 us         102 us  120.0 MiB
+  * {tp:S(0)}  790 us                     751 us        52.2 us   68.0 MiB
+    {tp:S(1)}  818 us  +3.5 %    +3.5 %   751 us        80.2 us   72.0 MiB
+    {tp:R}     868 us  +9.8 %    +9.8 %   781 us        99.5 us  120.0 MiB
 passes
   solve changed %up_weight: f32[4096, 1024] {tp:S(0)} = parameter("up.weight")""")
 
