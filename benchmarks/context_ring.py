@@ -2,9 +2,10 @@
 
 Gloo processes, each on a node of its own (`benchmarks/throttled.py`, as root), train a small Llama on one long sequence that is
 sharded over them, with `context(ring)` and with `context(gather)`; gloo's threads have priority, as in
-`benchmarks/overlap_gloo.py`. `calibrate` measures device and links first; all steps are predicted by its figures. The two take
-turns, one step each; the median of `--rounds` counts. Prints, per length, measured and predicted steps with their ratio, the ring
-as a part of the gather, and whether the way that is predicted to be faster is the faster one.
+`benchmarks/overlap_gloo.py`, and the compute thread of each rank has a part of a core. `calibrate` measures device and links
+first; all steps are predicted by its figures. The two take turns, one step each; the median of `--rounds` counts. Prints, per
+length, measured and predicted steps with their ratio, the ring as a part of the gather, and whether the way that is predicted to
+be faster is the faster one.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from autoshard import Options, autoshard
 from autoshard.measure.calibrate import calibrate, format_calibration
 from benchmarks.measured_order import in_turns, predicted_seconds
 from benchmarks.overlap_gloo import before_others
-from benchmarks.throttled import INSIDE_FLAG, Network, run
+from benchmarks.throttled import INSIDE_FLAG, Network, run, steady_device
 from examples.llama import TINY, Llama
 from passes.hardware.hardware import Hardware
 
 WAYS = ("ring", "gather")
 LENGTHS = (256, 1024, 2048, 4096)
 LAYERS, DIM, HEADS = 2, 256, 4
+CORE = 0.6  # of a core for each of two ranks: the rest of two cores is left to gloo
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: boo
     with before_others():
         dist.init_process_group("gloo")
         devices = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    calibration = calibrate(devices, is_quick=is_quick)
+    with steady_device(CORE):
+        calibration = calibrate(devices, is_quick=is_quick)
     if dist.get_rank() == 0:
         print(format_calibration(calibration), flush=True)
     machine = replace(calibration.hardware, name="throttled")
@@ -85,7 +88,9 @@ def _steps(length: int, kv_heads: int, machine: Hardware, devices: DeviceMesh, r
         autoshard(model, devices, (tokens, tokens), options=replace(options, recipe=f"context({way})")) for way in WAYS
     ]
     predicted = tuple(map(predicted_seconds, trained))
-    return Steps(length, predicted, tuple(in_turns(trained, (tokens, tokens), rounds)))
+    with steady_device(CORE):
+        measured = in_turns(trained, (tokens, tokens), rounds)
+    return Steps(length, predicted, tuple(measured))
 
 
 def lines(steps: Steps) -> list[str]:

@@ -2,10 +2,10 @@
 
 Four gloo processes train one Llama under plans of different kinds. They are on two nodes (`benchmarks/throttled.py`, as root),
 each with a loopback of 2 Gbit/s, joined by links of 0.5 Gbit/s; gloo's threads have priority, as in
-`benchmarks/overlap_gloo.py`. `calibrate` measures device and links first; all steps are predicted by its figures. Plans take
-turns, one step each; the median of `--rounds` counts. Prints plans by predicted time, with the measured one and the ratio, and
-the rank correlation of the two orders. Words choose the plans with all of them in their names. Another load on the cores makes
-the result worthless.
+`benchmarks/overlap_gloo.py`, and the compute thread of each rank has a part of a core. `calibrate` measures device and links
+first; all steps are predicted by its figures. Plans take turns, one step each; the median of `--rounds` counts. Prints plans by
+predicted time, with the measured one and the ratio, and the rank correlation of the two orders. Words choose the plans with all
+of them in their names. Another load on the cores makes the result worthless.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoshard import Mesh, Options, ShardedModule, autoshard
 from autoshard.measure.calibrate import calibrate, format_calibration
 from benchmarks.overlap_gloo import before_others
-from benchmarks.throttled import INSIDE_FLAG, Network, run
+from benchmarks.throttled import INSIDE_FLAG, Network, run, steady_device
 from examples.llama import TINY, Llama
 from passes._torch import register_group
 
 NETWORK = Network(nodes=2, local=2, inside="2gbit", across="0.5gbit")
 AXES = "dp=2,tp=2"  # `tp` is in a node, `dp` between nodes
 LAYERS, DIM, BATCH, SEQ = 3, 256, 16, 128
+CORE = 0.4  # of a core for each of four ranks: of two cores, a fifth is left to gloo
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def measure(words: Sequence[str], rounds: int, *, is_quick: bool) -> None:
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=3 * DIM, heads=8, kv_heads=8, seq=SEQ))
     tokens = torch.randint(TINY.vocab, (BATCH, SEQ))
-    calibration = calibrate(devices, is_quick=is_quick)
+    with steady_device(CORE):
+        calibration = calibrate(devices, is_quick=is_quick)
     machine = replace(calibration.hardware, name="two nodes")
     if dist.get_rank() == 0:
         print(format_calibration(calibration))
@@ -93,7 +95,8 @@ def measure(words: Sequence[str], rounds: int, *, is_quick: bool) -> None:
         autoshard(model, devices, (tokens, tokens), options=replace(options, recipe=kind.recipe, overlap=kind.overlap))
         for kind in kinds
     ]
-    measured = in_turns(trained, (tokens, tokens), rounds)
+    with steady_device(CORE):
+        measured = in_turns(trained, (tokens, tokens), rounds)
     if dist.get_rank() == 0:
         report([kind.name for kind in kinds], [predicted_seconds(one) for one in trained], measured)
     dist.destroy_process_group()

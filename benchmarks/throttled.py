@@ -1,7 +1,8 @@
 """Run a benchmark on gloo processes whose links are slow: nodes are network namespaces of this machine.
 
 Each node has a loopback of its own, and a link to a switch (a bridge in the launcher's namespace), with the rates that the
-benchmark gives (`unshare`, `nsenter`, `ip` and `tc` of Linux, as root).
+benchmark gives (`unshare`, `nsenter`, `ip` and `tc` of Linux, as root). `steady_device` makes a rank's compute thread as fast
+beside idle ranks and busy links as it is beside busy ranks, which is what a GPU of its own would be.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
 
 PORT = 29533
 INSIDE_FLAG = "--in-namespace"
+CPU_CONTROLLER = Path("/sys/fs/cgroup/cpu")  # of cgroups of version 1
+PERIOD = 2000  # us; the kernel takes quotas of at least 1000
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,30 @@ def run(module: str, network: Network, arguments: Sequence[str]) -> None:
         ]
         if any([one.wait() for one in begun]):
             raise SystemExit("a node failed: its error is above")
+
+
+@contextmanager
+def steady_device(part: float) -> Iterator[None]:
+    """Let this thread have `part` of a core and no more, through a control group of its own.
+
+    With `part` times the ranks below the number of cores, a rank does not compute faster while others wait, and the threads of
+    gloo, which are not limited, take nothing from it. Without such control groups the thread is not limited, which is said.
+    """
+    if not (CPU_CONTROLLER / "tasks").exists():
+        if dist.get_rank() == 0:
+            print("no control group for CPU time: a rank computes faster while others wait", flush=True)
+        yield
+        return
+    group, thread = CPU_CONTROLLER / f"rank-{os.getpid()}", str(threading.get_native_id())
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+        (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * part)))
+        (group / "tasks").write_text(thread)
+        yield
+    finally:
+        (CPU_CONTROLLER / "tasks").write_text(thread)
+        group.rmdir()
 
 
 @contextmanager
