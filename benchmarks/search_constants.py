@@ -28,7 +28,6 @@ from examples.llama import llama3_8b
 from passes.search import optimize, search_state, tune_multipliers
 from passes.search.goal import Goal
 from passes.search.prepared import Prepared, prepare
-from passes.search.solvers import probing
 
 CASES: dict[str, tuple[Callable[..., tuple[nn.Module, tuple[Any, ...]]], str, int]] = {
     "gpt2": (gpt2, "dp=4,tp=2", 64),
@@ -44,13 +43,6 @@ CONSTANTS: tuple[tuple[ModuleType, str], ...] = (
     (tune_multipliers, "LARGE"),
     (tune_multipliers, "SMALL_GAP"),
     (optimize, "PROVABLE"),
-    (optimize, "PROOF"),
-    (optimize, "PROBED_GAP"),
-    (probing, "PROBED"),
-    (probing, "CLASSES"),
-    (probing, "PROBES"),
-    (probing, "SWEEPS"),
-    (probing, "TOLERANCE"),
 )
 
 

@@ -21,12 +21,12 @@ from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
 from passes.search.model.memory_budget import RecomputationCurve
 from passes.search.model.unit_costs import Hiding
-from passes.search.optimize import PROOF
 from passes.search.prepared import Prepared, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
 SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulating solutions and recipes
+PROVEN = 0.01  # of the step: no further solution is simulated where none can be shorter by more
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
 OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
 
@@ -275,7 +275,7 @@ def _improved(task: SearchTask, standings: Standings, answer: Answer, found: Ite
     """
     for solution in found:
         held = answer.solution
-        is_enough = held.objective * (1 - PROOF) <= solution.bound
+        is_enough = held.objective * (1 - PROVEN) <= solution.bound
         if not is_enough and replace(solution, bound=held.bound) != held:
             other = _answer(task, standings, solution, answer.source)
             if task.fits(other.evaluation) and other.evaluation.cost.step_time <= answer.evaluation.cost.step_time:

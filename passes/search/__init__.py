@@ -20,18 +20,17 @@ The assignment. Rounding the messages, variable by variable, gives assignments; 
 messages also give each strategy a reduced cost: how far over the bound all assignments with it are. A strategy over the
 incumbent is pruned (reduced-cost fixing), and HiGHS solves the mixed-integer program (MIP) of a restriction: of the
 strategies near the bound at first, then of more, until it holds all that can be better than the incumbent. That proves
-the optimum. Where that program is too large, probing (fix one choice, raise the bound, prune) with branching proves
-instead that nothing is shorter by 1 %. Bound and incumbent give the gap that is reported.
+the optimum. Bound and incumbent give the gap that is reported.
 
 In reading order:
 
-1. `optimize` drives the search in five steps; `search_state` holds its bound and incumbent, `goal` what it looks for.
+1. `optimize` drives the search; `search_state` holds its bound and incumbent, `goal` what it looks for.
 2. `model.factor_graph` defines variables, values and segments; `model.objective` the terms that each adds to the step.
 3. The bound: `solvers.relaxation` applies `solvers.multipliers` to the objective; `solvers.dual_ascent` bounds it by
    messages in `solvers.transition_factors`, along `solvers.adjacency`. `tune_multipliers` and `solvers.cutting_planes`
    find the multipliers.
 4. Assignments: `solvers.dual_rounding` reads them off the messages, `solvers.evaluate` costs one; `solvers.restriction`
-   chooses strategies, `solvers.mip` states their program, `solvers.highs` solves it, `solvers.probing` proves.
+   chooses strategies, `solvers.mip` states their program, `solvers.highs` solves it.
 5. The factor graph of a program: `model.tied_layers` and `model.step_structure` read the graph, `model.strategies`
    enumerates what nodes may do, `model.grouping` and `model.axis_groups` reduce that; `model.variables` and
    `model.value_edges` make a `model.skeleton` without costs.

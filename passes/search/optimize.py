@@ -6,7 +6,6 @@
 4. If still none fits, solve the program of bytes alone: without one in it, the search ends here.
 5. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
    than the incumbent. Assignments with any other strategy are worse, so the program's bound holds for all.
-6. Where that program is too large, prove by probing that no assignment is 1 % shorter.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from passes.search.model.transitions import Transitions
 from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
 from passes.search.solvers.evaluate import Assignment
-from passes.search.solvers.probing import is_empty
 from passes.search.solvers.restriction import remaining
 from passes.search.tune_multipliers import fit_memory, tune
 
@@ -30,10 +28,6 @@ PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for
 # Transitions of a program that is solved even if nothing fits yet. One with 260,000 columns took HiGHS 12 s; the next, with
 # 776,000, did not return in ten minutes.
 LARGEST = 250_000
-PROOF = 0.01  # of the step: where no program is small enough, it is probed that no assignment is shorter by this
-# Part of the bound: probing takes long and rarely closes a larger gap, so it is not tried. The gap of 0.3 % of Llama 3
-# 405B took it 289 probes; that of 1.7 % of a small model was not closed in 600.
-PROBED_GAP = 0.01
 
 
 def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
@@ -54,8 +48,6 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
     _widen(state)
     if bounds.incumbent is None:
         raise _too_small(state)
-    if not state.is_done:
-        _probe(state, bounds.incumbent.objective * (1 - PROOF))
     yield bounds.result(bounds.incumbent)
 
 
@@ -110,13 +102,6 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
         proven = min(threshold, bound)
     bounds.raise_lower(proven)
     return True
-
-
-def _probe(state: SearchState, threshold: float) -> None:
-    bounds = state.bounds
-    is_near = bounds.lower < threshold <= (1 + PROBED_GAP) * bounds.lower
-    if is_near and is_empty(state.factor_graph, state.pruned(threshold)):
-        bounds.raise_lower(threshold)
 
 
 def _too_small(state: SearchState) -> MemoryLimitError:

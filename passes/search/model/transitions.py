@@ -36,10 +36,6 @@ class Endpoint:
         self.present = ordered[self.starts]
         self.is_full = len(self.present) == self.size
 
-    def compacted(self, kept: Sequence[Ints], layouts: Ints) -> Endpoint:
-        """Return the same for the strategies (per variable) that are kept, which have no other `layouts`."""
-        return Endpoint(self.variable, np.searchsorted(layouts, self.at[kept[self.variable]]), len(layouts))
-
     def least_by_layout(self, costs: Floats) -> Floats:
         """Return, per layout, the least cost of a strategy that has it."""
         ordered = costs[self.order]

@@ -1,1 +1,1 @@
-"""Solvers of the model: lower bounds by relaxation, assignments by mixed-integer programs, proofs by probing."""
+"""Solvers of the model: lower bounds by relaxation, assignments by mixed-integer programs."""

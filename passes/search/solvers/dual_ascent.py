@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.model.factor_graph import Floats, Ints
+from passes.search.model.factor_graph import Floats
 from passes.search.model.transitions import INFEASIBLE
 from passes.search.solvers.adjacency import Adjacency
 from passes.search.solvers.transition_factors import TransitionFactor
@@ -50,11 +50,6 @@ class Dual:
             if self.bound - before < tolerance * max(self.bound, 1e-12):
                 break
 
-    def exclude(self, variable: int, strategies: Ints) -> None:
-        """Prune these strategies of a variable."""
-        self.pruned[variable][strategies] = True
-        self.unary[variable][strategies] = INFEASIBLE
-
     def prune(self, threshold: float, sweeps: int) -> None:
         """Prune strategies that are in no assignment that costs less than `threshold` (reduced-cost fixing)."""
         self.slack = threshold - self.bound
@@ -74,13 +69,6 @@ class Dual:
             factors=factors,
             pruned=[pruned.copy() for pruned in self.pruned],
         )
-
-    def compacted(self) -> tuple[Dual, list[Ints]]:
-        """Return the dual without what was pruned and, per variable, the numbers of the strategies that are left."""
-        kept = [np.flatnonzero(~pruned) for pruned in self.pruned]
-        factors = [factor.compacted(kept) for factor in self.factors]
-        unary = [costs[numbers] for costs, numbers in zip(self.unary, kept, strict=True)]
-        return replace(self, unary=unary, factors=factors, pruned=[]), kept
 
     def _collect(self, variable: int) -> None:
         """Pass the messages of all adjacent factors to a variable, and its minimum to the bound."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
 
-from passes.search.model.factor_graph import Floats, Ints
+from passes.search.model.factor_graph import Floats
 from passes.search.model.transitions import INFEASIBLE, Endpoint
 
 
@@ -50,18 +49,6 @@ class TransitionFactor:
         """Return a copy that can be changed."""
         new = copy(self)
         new.paid, new.costs = self.paid.copy(), self.costs.copy()
-        return new
-
-    def compacted(self, kept: Sequence[Ints]) -> TransitionFactor:
-        """Return the factor between the strategies (per variable) that are kept."""
-        sources = np.unique(self.maker.at[kept[self.maker.variable]])
-        targets = np.unique(np.concatenate([user.at[kept[user.variable]] for user in self.users]))
-        maker = self.maker.compacted(kept, sources)
-        users = [user.compacted(kept, targets) for user in self.users]
-        new = TransitionFactor(maker, users, self.transitions[np.ix_(sources, targets)])
-        at = np.ix_(np.arange(len(self.users)), sources, targets)
-        unused = new.used <= 0
-        new.paid, new.costs = np.where(unused, 0.0, self.paid[at]), np.where(unused, INFEASIBLE, self.costs[at])
         return new
 
     def share(self) -> None:
