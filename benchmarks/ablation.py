@@ -35,7 +35,7 @@ from benchmarks.grid_models import wide_mlp
 from examples import llama
 from passes.search import optimize, prepared, recipe_costs, recomputation_savings, search_state, tune_multipliers
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
-from passes.search.solvers import cutting_planes, mip, mip_columns, multipliers, probing
+from passes.search.solvers import cutting_planes, mip, mip_columns, multipliers
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.transition_factors import TransitionFactor
 
@@ -158,7 +158,6 @@ HEURISTICS = {
     ),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
     "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),
-    "probing and branching": Heuristic(((optimize, "_probe", lambda *_: None),), (probing, optimize._probe)),
     "users share a transition's cost": Heuristic(
         ((TransitionFactor, "share", lambda _: None),), (TransitionFactor.share,)
     ),
