@@ -101,7 +101,7 @@ def _gathered_calls(one: Attending, call: Call) -> float:
 
 def ring_seconds(one: Attending) -> float:
     """Return the seconds where keys and values, and then their gradients, go around a ring."""
-    total = sum(_ring_calls(one, call) for call in one.calls)
+    total = sum(_ring_calls(one, call) + _slowed(one, call) for call in one.calls)
     if one.is_causal and one.is_paired:
         held = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
         for call in one.calls:  # chunks are joined in the first step, and chosen in each of the others
@@ -110,10 +110,32 @@ def ring_seconds(one: Attending) -> float:
     return total
 
 
+def _slowed(one: Attending, call: Call) -> float:
+    """Return the seconds by which messages slow down the kernels that hide them."""
+    message, wide = _messages(one)
+    steps = one.ranks - 1
+    sent = steps * one.sent("send", message)
+    if is_attention_backward(call.op):
+        sent += (steps - 1) * one.sent("send", wide)
+    rate = one.hardware.contention
+    return sent * rate / (1 + rate)
+
+
+def _messages(one: Attending) -> tuple[float, float]:
+    """Return the bytes of keys and values that a rank sends in a step, and of their gradients."""
+    keys = [one.tensor(name) for name in _KEYS]
+    numbers = sum(tensor_bytes(key) / key.dtype.itemsize for key in keys)
+    return sum(map(tensor_bytes, keys)) / one.ranks, _width(one) * numbers / one.ranks
+
+
+def _width(one: Attending) -> int:
+    """Return the bytes of a number of a sum."""
+    return 8 if one.tensor("query").dtype == torch.float64 else 4
+
+
 def _ring_calls(one: Attending, call: Call) -> float:
-    message = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
-    width = 8 if one.tensor("query").dtype == torch.float64 else 4  # bytes of a sum
-    wide = width * sum(tensor_bytes(one.tensor(name)) / one.tensor(name).dtype.itemsize for name in _KEYS) / one.ranks
+    message, wide = _messages(one)
+    width = _width(one)
     out = width * tensor_bytes(one.tensor("query")) / one.tensor("query").dtype.itemsize / one.ranks
     merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
     home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
