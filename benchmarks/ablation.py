@@ -70,7 +70,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Heuristic:
-    """What is replaced to switch it off, and the code that would go. A patch is (owner, attribute, instead)."""
+    """Hold what to replace to switch it off, and the code that would go. A patch is (owner, attribute, instead)."""
 
     patches: tuple[tuple[Any, str, Any], ...]
     code: tuple[Any, ...] = ()
