@@ -83,7 +83,7 @@ def _steps(length: int, kv_heads: int, machine: Hardware, devices: DeviceMesh, r
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=2 * DIM, heads=HEADS, kv_heads=kv_heads, seq=length))
     tokens = torch.randint(TINY.vocab, (1, length))
-    options = Options(hardware=machine, compile="eager", optimizer=None)
+    options = Options(hardware=machine, compile="eager", optimizer=None, progress=False)
     trained = [
         autoshard(model, devices, (tokens, tokens), options=replace(options, recipe=f"context({way})")) for way in WAYS
     ]

@@ -89,7 +89,7 @@ def measure(words: Sequence[str], rounds: int, *, is_quick: bool) -> None:
     machine = replace(calibration.hardware, name="two nodes")
     if dist.get_rank() == 0:
         print(format_calibration(calibration))
-    options = Options(hardware=machine, compile="eager", optimizer=None)
+    options = Options(hardware=machine, compile="eager", optimizer=None, progress=False)
     kinds = [kind for kind in KINDS if all(word in kind.name for word in words)]
     trained = [
         autoshard(model, devices, (tokens, tokens), options=replace(options, recipe=kind.recipe, overlap=kind.overlap))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 PORT = 29533
 INSIDE_FLAG = "--in-namespace"
 CPU_CONTROLLER = Path("/sys/fs/cgroup/cpu")  # of cgroups of version 1
-PERIOD = 2000  # us; the kernel takes quotas of at least 1000
+PERIOD = 5000  # us; the kernel takes quotas of at least 1000
 
 
 @dataclass(frozen=True)
