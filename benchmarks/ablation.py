@@ -153,9 +153,7 @@ HEURISTICS = {
         (multipliers.Multipliers.between, multipliers._shared),
     ),
     "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", 0.0),)),
-    "program of bytes alone": Heuristic(
-        ((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)
-    ),
+    "program of bytes alone": Heuristic(((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
     "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),
     "users share a transition's cost": Heuristic(
@@ -165,7 +163,8 @@ HEURISTICS = {
     "pruning sweeps": Heuristic(((search_state, "PRUNING_SWEEPS", 1), (tune_multipliers, "PRUNING_SWEEPS", 1))),
     "less communication if equal": Heuristic(((mip_columns, "TIE", 0.0), (mip, "TIE", 0.0))),
     "recipes' layouts by descent": Heuristic(
-        ((recipe_costs, "_descend", lambda *_: None),), (recipe_costs._descend, recipe_costs._Edge, recipe_costs._around)
+        ((recipe_costs, "_descend", lambda *_: None),),
+        (recipe_costs._descend, recipe_costs._Edge, recipe_costs._around),
     ),
     "axes in groups": Heuristic(
         ((solver_candidate, "coarse_groups", lambda _: ()),),
@@ -180,7 +179,8 @@ HEURISTICS = {
     "asked again for less memory": Heuristic(((solver_candidate, "shrink", _once),)),
     "recipes": Heuristic(((candidates, "try_recipes", lambda *_: None),), (recipe_candidates,)),
     "recipes in order of promise": Heuristic(
-        ((recipe_candidates.Experts, "estimate", lambda *_: (0.0, True)),), (recipe_costs, recipe_candidates.Experts.estimate)
+        ((recipe_candidates.Experts, "estimate", lambda *_: (0.0, True)),),
+        (recipe_costs, recipe_candidates.Experts.estimate),
     ),
     "recipes pruned by bounds": Heuristic(
         ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()
@@ -207,7 +207,12 @@ class Result:
 
     def over(self, usual: Result) -> Result:
         """Return step, objective and seconds as parts of the usual ones, and what is added to the gap."""
-        parts = self.step / usual.step, self.objective / usual.objective, self.gap - usual.gap, self.seconds / usual.seconds
+        parts = (
+            self.step / usual.step,
+            self.objective / usual.objective,
+            self.gap - usual.gap,
+            self.seconds / usual.seconds,
+        )
         return Result(*parts)
 
 
@@ -232,7 +237,9 @@ def main() -> None:
         print(_row(name, list(found.values()), heuristic.lines), flush=True)
         if given.each:
             for case, one in found.items():
-                figures = f"step {one.step:.4f}, objective {one.objective:.4f}, gap {one.gap:+.2%}, seconds {one.seconds:.2f}"
+                figures = (
+                    f"step {one.step:.4f}, objective {one.objective:.4f}, gap {one.gap:+.2%}, seconds {one.seconds:.2f}"
+                )
                 print(f"    {case}: {figures}", flush=True)
 
 
