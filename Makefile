@@ -33,7 +33,7 @@ help: ## what there is
 demo: $(INSTALLED) ## train a small GPT on 4 CPU processes, mesh dp=2,tp=2
 	@$(BIN)/python examples/train_gpt.py
 
-test: $(INSTALLED) ## lint, types and all tests: fifteen to thirty minutes on two cores
+test: $(INSTALLED) ## lint, types and all tests: twenty to forty minutes on two cores
 	$(BIN)/ruff check $(SOURCES)
 	@$(MAKE) --no-print-directory --jobs=2 types pytest
 
