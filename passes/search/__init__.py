@@ -20,7 +20,8 @@ The assignment. Rounding the messages, variable by variable, gives assignments; 
 messages also give each strategy a reduced cost: how far over the bound all assignments with it are. A strategy over the
 incumbent is pruned (reduced-cost fixing), and HiGHS solves the mixed-integer program (MIP) of a restriction: of the
 strategies near the bound at first, then of more, until it holds all that can be better than the incumbent. That proves
-the optimum. Bound and incumbent give the gap that is reported.
+the optimum; where that program is too large, the bound of the last one solved stands. Bound and incumbent give the gap
+that is reported.
 
 In reading order:
 

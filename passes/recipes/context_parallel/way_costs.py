@@ -103,7 +103,7 @@ def ring_seconds(one: Attending) -> float:
     """Return the seconds where keys and values, and then their gradients, go around a ring."""
     total = sum(_ring_calls(one, call) + _slowed(one, call) for call in one.calls)
     if one.is_causal and one.is_paired:
-        held = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
+        held, _ = _messages(one)
         for call in one.calls:  # chunks are joined in the first step, and chosen in each of the others
             chosen = one.sides(call) * one.queries + 2 * held
             total += one.copied(2 * one.sides(call) * one.queries + (one.ranks - 1) * chosen)
@@ -179,7 +179,7 @@ def exchange_seconds(one: Attending) -> float:
     names = ("query", "key", "value", "query")  # the result is as large as the queries
     moved = sum(one.sent("all_to_all", tensor_bytes(one.tensor(name)) / one.ranks) for name in names)
     queries, keys = (one.tensor(name).shape[2] for name in ("query", "key"))
-    held = sum(tensor_bytes(one.tensor(name)) for name in _KEYS) / one.ranks
+    held, _ = _messages(one)
     total = 0.0
     for call in one.calls:  # what is exchanged is put in order: queries and results, in the backward their gradients too
         is_backward = is_attention_backward(call.op)
