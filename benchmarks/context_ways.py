@@ -1,8 +1,8 @@
 """Compare the way of attention that `context` chooses with each fixed one: `python -m benchmarks.context_ways`.
 
-A layer of 32 heads of 128 dims on one causal sequence, over numbers of key heads, lengths, ranks and links. Per case: the
-way that the formulas choose, the simulated step of each way that can run, and the chosen step as a part of the fastest. In
-the end, the worst of these. Nothing runs on devices.
+A layer of 32 heads of 128 dims on one causal sequence, over numbers of key heads, lengths, ranks and links: nodes of eight
+behind NVSwitch, or one device a node. Per case: the way chosen, the simulated step of each way that can run, and the chosen
+step as a part of the fastest. In the end, the worst of these. Nothing runs on devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ def main() -> None:
     worst = max(
         compared(kv_heads, length, ranks, link)
         for link, ranks, length, kv_heads in product(given.links, given.ranks, given.lengths, given.kv_heads)
-        if ranks <= LINKS[link].node_size or LINKS[link].node_size == 1
     )
     print(f"worst: {worst:.4f}")
 

@@ -15,6 +15,7 @@ from autoshard.planner.evaluation import Evaluation, Folded, fold
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.prediction import timed
 from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Recomputation, Search
@@ -158,16 +159,18 @@ def predicted(problem: Problem, folded: Folded, decision: Decision) -> Decision:
     """Add the predicted cost of a step, if the search has not found it and the hardware is known."""
     if decision.evaluation is not None or problem.mesh.hardware is None or problem.options.passes is not None:
         return decision
-    evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
+    evaluation, remarks = fastest_variant(problem, folded, decision.recipes, decision.solution)
     check_memory(problem, folded, evaluation)
     collectives = timed(evaluation.facts["collectives"], evaluation.timeline)
     return replace(
         decision,
+        recipes=evaluation.recipes,
         evaluation=evaluation,
         cost=evaluation.cost,
         timeline=evaluation.timeline,
         recomputation=evaluation.recomputation,
         collectives=collectives,
+        remarks=(*decision.remarks, *remarks),
     )
 
 

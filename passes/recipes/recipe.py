@@ -78,6 +78,7 @@ class Recipe:
       and optimizer state are held like their parameter.
     - `frees_gathered`: gathered parameters are freed after the forward and gathered again for the backward.
     - `twin`: the name of the recipe that only differs in `frees_gathered`.
+    - `variants`: names of recipes that fix what this one chooses by an estimate; a plan is simulated with each of them.
     - `in_search`: `recipe="auto"` compares it with the plan that it searches for.
     - `spread(mesh, axes)`: for a recipe made of others, the recipe of each given axis. Raises RecipeError.
 
@@ -93,6 +94,7 @@ class Recipe:
     store: Store | None = None
     frees_gathered: bool = False
     twin: str = ""
+    variants: tuple[str, ...] = ()
     in_search: bool = True
     spread: Spread | None = None
 

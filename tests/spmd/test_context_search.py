@@ -84,9 +84,19 @@ def test_the_way_chosen_is_as_fast_as_any_fixed_way(causal: bool, kv_heads: int)
             cost = whole.plan(mesh, Options(recipe=name)).planned.plan.cost
             assert cost is not None
             steps[name] = cost.step_time
-        if steps["context"] > min(steps.values()) * (1 + 1e-3):
+        if steps["context"] > min(steps.values()):
             worse.append((ranks, bandwidth, steps))
     assert worse == []
+
+
+def test_of_ways_that_are_near_the_fastest_is_taken_and_told() -> None:
+    """By the formulas alone it is the ring."""
+    whole = Reference.of(attend((1, 8, 12), causal=True))
+    plan = whole.plan(Mesh("cp=2", hardware=slow(bandwidth=1e5)), Options(recipe="context")).planned.plan
+    assert plan.recipes == (WAYS[2],)
+    assert [one.text for one in plan.remarks] == [
+        "context(all_to_all) is the fastest, by simulated steps of 165 ms; context(ring) 170 ms, context(gather) 179 ms"
+    ]
 
 
 def test_activations_take_a_part_of_the_memory() -> None:

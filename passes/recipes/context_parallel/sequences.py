@@ -45,7 +45,7 @@ _MASK = torch.ops.aten.where.ScalarOther
 def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "context") -> Decisions:
     """Decide the axis of `site`: the dims of inputs that become the positions of queries, and how attention runs.
 
-    Without `way`, each call runs in the one that is predicted to be the fastest. `recipe` is named in errors.
+    Without `way`, each call runs in the one that is estimated to be the fastest. `recipe` is named in errors.
     """
     found, uses = dict[Node, Shard](), Uses()
     refused, ways = list[tuple[Node, str]](), list[tuple[Attention | Written, str]]()
@@ -66,7 +66,7 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
         found.update(_inputs_of(_convolved(site), site.size))
     if not found:
         axis = site.mesh.names[site.axis]
-        name = recipe if way is None else f"{recipe}({way})"
+        name = recipe if way is None else _with_way(recipe, way)
         raise RecipeError(
             f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, refused)}, or shard inputs by hand, such as "
             f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
@@ -186,14 +186,19 @@ _SUMMARIES = {
 
 def _recipe(name: str, way: str | None, *, is_stored: bool) -> Recipe:
     return Recipe(
-        name if way is None else f"{name}({way})",
+        name if way is None else _with_way(name, way),
         _SUMMARIES[way] + (_STORED if is_stored else ""),
         carries_sequence=True,
         decide=partial(shard_sequences, way=way, recipe=name),
         store=first_dim_that_divides if is_stored else None,
         frees_gathered=is_stored,
+        variants=tuple(_with_way(name, one) for one in WAYS) if way is None else (),
         in_search=False,
     )
+
+
+def _with_way(name: str, way: str) -> str:
+    return f"{name}({way})"
 
 
 CONTEXT = _recipe("context", None, is_stored=False)
