@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -64,6 +65,7 @@ def flatten_call(
     tensors, constants = dict(fake.tensors), dict(fake.attributes)
     graph = traced.graph_module.graph
     _drop_checks(graph)
+    _widen_masks(graph)
     check_draws(traced)
     check_shapes(graph)
     check_messages(traced.graph_module)
@@ -111,6 +113,20 @@ def _drop_checks(graph: Graph) -> None:
         is_read = node.op == "call_method" and node.target == "item"
         if not node.users and (node.target is aten._assert_scalar.default or is_number or is_read):
             graph.erase_node(node)
+
+
+def _widen_masks(graph: Graph) -> None:
+    """Give masks of attention that have no dim of the batch one: torch's kernel for a CPU takes two or four dims, and with
+    three attention would be written out as products.
+    """
+    for node in graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if isinstance(mask, Node) and mask.meta["example_value"].dim() == 3 == node.meta["example_value"].dim() - 1:
+            with graph.inserting_before(node):
+                wide = graph.call_method("unsqueeze", (mask, 0))
+            wide.meta |= {"example_value": mask.meta["example_value"].unsqueeze(0)}
+            wide.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+            node.replace_input_with(mask, wide)
 
 
 def _check_read(placeholder: Node, value: object, key_of: dict[int, Input], name: str) -> None:

@@ -203,8 +203,8 @@ def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
 @pytest.mark.parametrize(
     ("case", "recipe", "mesh", "why"),
     [
-        (attend((2, 8, 12)), EXCHANGE, "cp=4", "2 heads of keys do not divide by 4"),
-        (attend((2, 8, 12), (2, 7, 12)), RING, "cp=2", "7 keys do not divide by 2"),
+        (attend((2, 8, 12)), EXCHANGE, "cp=4", "2 heads of keys do not divide by 4; use context(gather) or context(ring)"),
+        (attend((2, 8, 12), (2, 7, 12)), RING, "cp=2", "7 keys do not divide by 2; use context(gather) or context(all_to_all)"),
     ],
     ids=["heads", "keys"],
 )

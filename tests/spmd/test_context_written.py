@@ -105,7 +105,9 @@ def test_a_rank_has_the_weights_and_the_mask_of_its_queries() -> None:
 
 @pytest.mark.parametrize(("recipe", "way"), [(RING, "ring"), (EXCHANGE, "all_to_all")])
 def test_alone_it_runs_in_no_other_way(recipe: str, way: str) -> None:
-    why = "attention that the model, or torch, writes out as products runs as context(gather) only"
+    why = (
+        "attention that the model, or torch, writes out as products is neither passed around nor exchanged; use context(gather)"
+    )
     assert refusal(case("dropout"), recipe) == (
         f"recipe 'context({way})' on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
     )

@@ -68,7 +68,7 @@ def shard_sequences(site: Site, way: str | None = None, *, recipe: str = "contex
         axis = site.mesh.names[site.axis]
         name = recipe if way is None else _with_way(recipe, way)
         raise RecipeError(
-            f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, refused)}, or shard inputs by hand, such as "
+            f"recipe {name!r} on axis {axis!r}: {_why_nothing(site, way, refused, recipe)}, or shard inputs by hand, such as "
             f"Options(inputs={{'tokens': {{{axis!r}: Shard(1)}}}})"
         )
     _add_alike(site, found)
@@ -154,14 +154,14 @@ def _is_input(value: Node) -> bool:
     return value.op == "placeholder" and input_of(value).role is InputRole.INPUT
 
 
-def _why_nothing(site: Site, refused: list[tuple[Node, str]]) -> str:
+def _why_nothing(site: Site, way: str | None, refused: list[tuple[Node, str]], recipe: str) -> str:
     if not _attentions(site, None):
         return (
             "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
             "call torch.nn.functional.scaled_dot_product_attention"
         )
     if refused:
-        return f"attention cannot be sharded: {refused[0][1]}"
+        return f"attention cannot be sharded: {refused[0][1]}{_other_ways(site, way, recipe)}"
     return "the positions of attention's queries are no dim of an input; use another recipe"
 
 
@@ -173,6 +173,13 @@ def _add_alike(site: Site, found: dict[Node, Shard]) -> None:
         for shape, placement in like.items():
             if value not in found and tensor_of(value).shape[: placement.dim + 1] == shape:
                 found[value] = placement
+
+
+def _other_ways(site: Site, way: str | None, recipe: str) -> str:
+    """Return a text that names the ways in which all attention can run, empty if there is none."""
+    others = (other for other in WAYS if other != way)
+    able = [one for one in others if not any(_why_not(call, one, site.size) for call in _attentions(site, one))]
+    return f"; use {' or '.join(_with_way(recipe, one) for one in able)}" if able else ""
 
 
 _STORED = "; parameters are stored sharded, as in fsdp"

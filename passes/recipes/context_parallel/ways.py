@@ -79,7 +79,7 @@ class Attention:
         if way == "ring" and keys[POSITIONS] % (size * self.positions.outer):
             return f"{keys[POSITIONS]} keys do not divide by {size * self.positions.outer}"
         if way == "ring" and not self.refusal("gather"):
-            return "a ring takes no bias of this kernel, and no kernel without a logsumexp; use context(gather)"
+            return "a ring takes no bias of this kernel, and no kernel without a logsumexp"
         return (
             "no rule shards the positions of this call; leave out dropout, and give this kernel a mask instead of is_causal "
             "beside another mask, or where keys have another length"

@@ -49,7 +49,7 @@ class Written:
         """Return why the attention cannot run in a way; empty if it can."""
         if way == GATHER:
             return ""
-        return "attention that the model, or torch, writes out as products runs as context(gather) only"
+        return "attention that the model, or torch, writes out as products is neither passed around nor exchanged"
 
     def seconds(self, way: str) -> float:
         """Return the seconds of a layer; there is no other way to compare with."""
