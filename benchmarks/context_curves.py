@@ -3,7 +3,8 @@
 A curve is one model at growing lengths. What is compared are ratios: of the speed at a length to that at the length before,
 and of the speed with context parallelism to the best without. The table has the published and the predicted ratio, and the
 predicted as a part of the published. No figure of the cost model is fitted. The runs multiplied in float8: products run at
-its rate here, and casts to it are not counted. Words choose the curves whose names have all of them:
+its rate here, and casts to it are not counted. `--runs` also prints the predicted speed of each run, of which the fastest counts.
+Words choose the curves whose names have all of them:
 `python -m benchmarks.context_curves Llama 8B`.
 """
 
@@ -76,9 +77,9 @@ class Point:
     tokens: float
     runs: tuple[Run, ...]
 
-    def speed(self) -> float:
-        """Return the predicted tokens a second, per device."""
-        return self.tokens / min(seconds for run in self.runs if (seconds := run.seconds()) is not None)
+    def speeds(self) -> list[float]:
+        """Return the predicted tokens a second per device of each run, 0 of one that takes more memory than there is."""
+        return [0.0 if seconds is None else self.tokens / seconds for seconds in (run.seconds() for run in self.runs)]
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def _nemo(length: int, without: float, tp: int, dp: int, cp: int, speed: float) 
     seq, batch = length * K, TOKENS // (length * K)
     axes, recipe = f"dp={dp},cp={cp},tp={tp}", "zero2+context(ring)+megatron"
     runs = tuple(_nemo_runs(recipe, lambda stack: Run(_layers(seq, 1), axes, dp, stack, batch // dp)))
-    widths = dict.fromkeys((NODE, min(tp * cp, WIDEST)))
+    most = min(tp * cp, WIDEST)
+    widths = dict.fromkeys((NODE, *(width for width in (2 * NODE,) if width < most), most))
     others = tuple(run for parts in widths for run in _without(seq, length, batch, parts))
     each = TOKENS / length
     return Point(f"{length}K {axes}", speed, each, runs), Point(f"{length}K without", without, each, others)
@@ -200,23 +202,31 @@ def _llama2() -> Curve:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="of the names of curves; by default all curves")
+    parser.add_argument("--runs", action="store_true", help="print the predicted speed of each run")
     given = parser.parse_args()
     for curve in (_titan_8b(), _titan_405b(), _llama2()):
         if all(word in curve.name for word in given.words):
             print(f"{curve.name} ({curve.source})")
-            for line in _lines(curve):
+            for line in _lines(curve, each=given.runs):
                 print(line, flush=True)
 
 
-def _lines(curve: Curve) -> Iterator[str]:
+def _lines(curve: Curve, *, each: bool) -> Iterator[str]:
     speeds = dict[Point, float]()
     for over, under in curve.pairs:
         for point in (under, over):
             if point not in speeds:
-                speeds[point] = point.speed()
+                found = point.speeds()
+                speeds[point] = max(found)
+                yield from (_line(run, speed) for run, speed in zip(point.runs, found, strict=True) if each)
         published, predicted = over.published / under.published, speeds[over] / speeds[under]
         names = f"{over.name} / {under.name}"
         yield f"  {names:42} {published:7.3f} {predicted:7.3f}  {predicted / published:.3f}"
+
+
+def _line(run: Run, speed: float) -> str:
+    kind = "recomputed" if run.stack.options.recompute == "block" else "kept"
+    return f"    {run.mesh}, {run.stages} stages, {kind}: {f'{speed:.1f} tokens/s' if speed else 'takes too much memory'}"
 
 
 if __name__ == "__main__":

@@ -199,6 +199,7 @@ def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Progra
         outputs=split.outputs,
         gradients=split.gradients,
         optimizer=problem.options.optimizer,
+        fused=problem.options.compile == "inductor",
     )
     return unroll(program, repeats)
 

@@ -18,7 +18,7 @@ from autoshard.plans.names import fold_names
 from autoshard.runtime.agreement import exchange
 from autoshard.runtime.execution import Execution
 from autoshard.runtime.process_groups import MeshGroups
-from passes._torch import flatten_pytree
+from passes._torch import SEND, flatten_pytree
 from passes.cost.build_program import program_of
 from passes.cost.kernel_time import Product
 from passes.cost.program import Program, Task
@@ -86,9 +86,11 @@ class Profile:
 
 
 def profile(
-    execution: Execution, groups: MeshGroups, call: Call, seed: torch.Tensor
+    execution: Execution, groups: MeshGroups, call: Call, seed: torch.Tensor, *, fused: bool
 ) -> Profile:
     """Run one call of a model and its backward, call by call and as a whole. All ranks of the mesh call it together.
+
+    `fused` says that the program was compiled, so that its step runs fused kernels.
 
     Parameters, their gradients and buffers are not changed. Raises UserError if the hardware's figures are unknown.
     """
@@ -122,7 +124,7 @@ def profile(
     known = {one.id: one for one in execution.local.plan.collectives}
     collectives = tuple(_collectives(tasks, seconds, known))
     hardware = _recalibrated(mesh, mesh.hardware, collectives, _products(split.forward, split.backward, seconds))
-    predicted = simulate(program(fused=True)).step_time
+    predicted = simulate(program(fused=fused)).step_time
     return Profile(mesh, predicted, whole, collectives, tuple(_regions(tasks, seconds)), hardware)
 
 
@@ -180,7 +182,7 @@ class _Clocked(Interpreter):
 
 def _is_collective(node: Node) -> bool:
     is_collective = str(node.target).startswith("_c10d_functional") and node.target is not c10d.wait_tensor.default
-    return is_collective or node.target in OPERATORS
+    return is_collective or node.target is SEND or node.target in OPERATORS
 
 
 def _step(execution: Execution, call: Call, seed: torch.Tensor) -> None:

@@ -124,7 +124,8 @@ class ShardedModule(Refusals):
         found = find_program(self, state, args, kwargs)
         with state.groups.watch.call(SharedCall("profile")):
             execution = program_of(self, state, found, lambda: as_written(self))
-            return profile(execution, state.groups, found.call, _seed(state))
+            fused = state.settings.compile == "inductor"
+            return profile(execution, state.groups, found.call, _seed(state), fused=fused)
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from autoshard.inspection.report.cost_table import format_declined
 from autoshard.inspection.report.dims import Letters
-from autoshard.inspection.report.modules import module_table, read_placed
+from autoshard.inspection.report.modules import module_table, notation_legend, read_placed
 from autoshard.inspection.report.timeline import KINDS, WORKSPACE, is_timed
 from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names, pattern_of
@@ -64,6 +64,7 @@ def page_data(plan: PlanRecord) -> dict[str, Any]:
         "cost": None if plan.cost is None else _cost(plan.cost),
         "search": None if plan.search is None else _search(plan),
         "letters": table.sizes,
+        "legend": notation_legend(table, plan.mesh.names[-1]) if table.sizes else "",
         "inputs": table.inputs,
         "outputs": table.outputs,
         "modules": [{"name": r.name, "fqns": r.fqns, "notation": r.notation, **asdict(r.figures)} for r in table.rows],

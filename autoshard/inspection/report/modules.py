@@ -73,6 +73,18 @@ class ModuleTable:
     sizes: dict[str, int]
 
 
+def notation_legend(modules: ModuleTable, axis: str) -> str:
+    """Return what the marks of a notation mean; rare ones only where they are."""
+    letter = list(modules.sizes)[-1]
+    shown = [f"{letter}_{axis}: {letter} sharded over {axis}", f"{{U_{axis}}}: partial sum over {axis}"]
+    text = " ".join((*(row.notation for row in modules.rows), *(notation for _, notation in modules.inputs)))
+    if (mirrored := re.search(r"([A-Z]\d*)_(\w+~)", text)) is not None:
+        shown.append(f"{mirrored[0]}: a rank has a chunk of each half of {mirrored[1]}, the second counted from its end")
+    if (blocks := re.search(r"(\w+)/(\d+)", text)) is not None:
+        shown.append(f"{blocks[0]}: each of {blocks[2]} parts is sharded over {blocks[1]}")
+    return "; ".join(shown)
+
+
 def read_placed(plan: PlanRecord) -> tuple[Graph, Letters]:
     """Return the plan's graph at PLACED, with global shapes, and the letters of its dims."""
     gm, _ = parse_graph(plan.graphs["PLACED"])

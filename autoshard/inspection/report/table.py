@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autoshard.inspection.report.collective_table import collectives_table
 from autoshard.inspection.report.cost_table import candidates_table, cost_table, format_declined, format_recomputation
-from autoshard.inspection.report.modules import ModuleRow, ModuleTable, module_table, read_placed
+from autoshard.inspection.report.modules import ModuleRow, ModuleTable, module_table, notation_legend, read_placed
 from autoshard.inspection.report.timeline import is_timed
 from autoshard.plans.names import fold_text
 from autoshard.plans.plan_values import Value
@@ -144,8 +144,7 @@ def styled(notation: str) -> Text:
 
 def _legend(modules: ModuleTable, axis: str) -> str:
     sizes = " ".join(f"{letter}={size}" for letter, size in modules.sizes.items())
-    letter = list(modules.sizes)[-1]
-    return f"[dim]{sizes}; {letter}_{axis}: {letter} sharded over {axis}; {{U_{axis}}}: partial sum over {axis}[/dim]"
+    return f"[dim]{sizes}; {notation_legend(modules, axis)}[/dim]"
 
 
 def _memory_line(plan: PlanRecord) -> str:

@@ -5,7 +5,7 @@ const LACKING =
   "Plan it with plan(model, Mesh('dp=8', hardware='h100'), args), or run with Options(hardware='cpu').";
 
 function overview() {
-  const { search } = plan, axis = plan.mesh.names.at(-1), shown = Object.keys(plan.letters).at(-1);
+  const { search } = plan;
   const letters = Object.entries(plan.letters).map(([letter, size]) => `${letter}=${size}`).join("  ");
   const rows = plan.modules.map((row) => el("tr", { class: "row", onclick: () => select("module", row.name) }, el(
       "td", {}, row.name), el("td", {}, notation(row.notation)),
@@ -20,8 +20,7 @@ function overview() {
     "received", ...(plan.timed ? ["exposed"] : [])
   ];
   return [border("given", plan.inputs), border("returns", plan.outputs),
-    el("p", { class: "soft mono" }, letters,
-      ` \u2014 ${shown}_${axis}: ${shown} sharded over ${axis}; {U_${axis}}: partial sum over ${axis}`),
+    el("p", { class: "soft mono" }, letters, ` \u2014 ${plan.legend}`),
     el("table", {}, el("thead", {}, el("tr", {}, ...heads.map((name, i) => el("th", { class: i > 1 ? "figure" :
         "" }, name)))), el("tbody", {}, ...rows)),
     ...(search ? [el("h2", {}, "candidates"), candidates(search)] : [])
