@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.joint_graph import finish_graph
+from autoshard.capture.resized_call import resized_call
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
 from autoshard.capture.tracing import trace
 from passes._torch import (
@@ -61,7 +62,8 @@ class Captured:
 
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
-    are those that the traced code reads (None: not known). `known` is the joint graph, if it need not be traced.
+    are those that the traced code reads (None: not known). `known` is the joint graph, or that of a few of many equal
+    layers, if it need not be traced.
     """
 
     call: FlatCall
@@ -146,6 +148,7 @@ def capture_call(
     device: torch.device | str = "cpu",
     compute_dtype: torch.dtype | None = None,
     cast_inputs: bool = True,
+    earlier: Iterable[Captured] = (),
 ) -> Captured:
     """Capture one call of `module` at the shapes of the arguments; neither is changed or run.
 
@@ -156,6 +159,9 @@ def capture_call(
     With `compute_dtype`, floating-point parameters and (with `cast_inputs`) arguments have that dtype in the graph;
     `signature` has the dtypes that were given.
 
+    `earlier` are captures of other calls of the module: where the code calls the same functions of torch as in one of
+    them, on tensors of other sizes, it is run and not traced.
+
     Raises CaptureError for code that dynamo cannot trace; what cannot be differentiated is found when the joint graph
     is traced.
     """
@@ -165,12 +171,17 @@ def capture_call(
     def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         return fake_tensor(tensor, mode, place)
 
-    fake = fake_module(module, mode, place, compute_dtype)
     leaves = {
         path: fake_tensor(leaf, mode, place, compute_dtype if cast_inputs else None) if isinstance(leaf, torch.Tensor) else leaf
         for path, leaf in call.leaves.items()
     }
     with _tracing(training=training):
+        for one in earlier:
+            fake = fake_module(module, mode, place, compute_dtype)
+            resized = resized_call(one.call, one.names, fake, call, leaves, mode) if one.training == training else None
+            if resized is not None:
+                return Captured(resized.call, one.modules, fake.tied, training, resized.names)
+        fake = fake_module(module, mode, place, compute_dtype)
         traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}

@@ -85,7 +85,7 @@ def flatten_call(
     nodes = {number: new[key] for number, key in key_of.items()}
     signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes)
     graph.set_codegen(CodeGen())
-    remarks = (*traced_call.remarks, *(_unsaid(one) for one in traced.left_out), *(_unreturned(one) for one in left_out))
+    remarks = (*traced_call.remarks, *(_unsaid(one) for one in traced.left_out), *map(unreturned, left_out))
     return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
 
 
@@ -97,7 +97,8 @@ def _unsaid(call: LeftOut) -> Remark:
     return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
 
 
-def _unreturned(left_out: NotReturned) -> Remark:
+def unreturned(left_out: NotReturned) -> Remark:
+    """Return the remark on a part of the output that a program does not return."""
     path = left_out.path or "output"
     text = f"{path}, a {left_out.kind}, is not returned: a program returns tensors in tuples, lists, dicts and dataclasses"
     return Remark("capture", text, Origin(), "output")

@@ -77,25 +77,41 @@ def shallow_graph(
 
 
 @uncollected()
-def whole_graph(captured: Captured, earlier: Iterable[GraphModule], mesh: Mesh) -> GraphModule | None:
-    """Return the joint graph of `captured`, traced from few layers, with the layers of one of the `earlier` graphs of the
-    same model in other sizes; None if that is not surely right.
+def few_layers(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None:
+    """Return the joint graph of `captured`, traced from the fewest of its equal layers; None if that is not possible.
+
+    It is not the fold of the whole graph: next to the layers that are left out, gradients may be summed elsewhere. Only
+    together with a graph of all layers, in other sizes, does it stand for the whole.
     """
-    call = captured.call
-    trained = {_gradient_of(key) for key, tensor in call.tensors.items() if captured.training and tensor.requires_grad}
-    fitting = [one for one in earlier if _inputs(one) == list(call.tensors) and _gradients(one) == trained]
-    gm = copy_graph(call.graph_module)
+    gm = copy_graph(captured.call.graph_module)
     _describe(gm, captured)
     _share_parts(gm)
-    if not fitting or not Fold().run(gm, PassContext(mesh)):
+    if not fold.run(gm, PassContext(mesh)):
         return None
-    kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+    found = repeats_of(gm)
+    kept = {input_of(node): captured.call.tensors[input_of(node)] for node in placeholders(gm.graph)}
     try:
-        joint, literals = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+        joint, literals = captured.joint_of(replace(captured.call, graph_module=gm, tensors=kept))
     except CaptureError:  # the error of the whole model names its own layers
         return None
-    found = (with_all_layers(joint, repeats_of(gm).runs, one) for one in fitting)
-    return None if literals else next((one for one in found if one is not None), None)
+    set_repeats(joint, replace(found, nodes=_copies(joint, found.runs)))
+    return None if literals else joint
+
+
+def is_alike(captured: Captured, other: GraphModule) -> bool:
+    """Return whether the joint graph `other` of the same model has the inputs and the gradients of `captured`."""
+    call = captured.call
+    trained = {_gradient_of(key) for key, tensor in call.tensors.items() if captured.training and tensor.requires_grad}
+    return _inputs(other) == list(call.tensors) and _gradients(other) == trained
+
+
+@uncollected()
+def whole_graph(few: GraphModule, earlier: Iterable[GraphModule]) -> GraphModule | None:
+    """Return the joint graph of all layers, given one of `few_layers`, and those of the same model in other sizes; None
+    if that is not surely right.
+    """
+    found = (with_all_layers(few, repeats_of(few).runs, one) for one in earlier)
+    return next((one.graph for one in found if one is not None), None)
 
 
 def _inputs(gm: GraphModule) -> list[Input]:

@@ -22,18 +22,14 @@ from passes._torch import fake_mode_of, module_of
 from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     InputRole,
-    has_input,
+    facts_of,
     input_of,
     is_random,
-    is_recompute,
     outputs_of,
     placeholders,
-    region_of,
     results_of,
     returned,
-    saving_of,
     set_value,
-    transfer_of,
     value_of,
 )
 
@@ -81,20 +77,39 @@ def _pairs(before: GraphModule, now: GraphModule) -> dict[Node, Node]:
     old, new = list(before.graph.nodes), list(now.graph.nodes)
     if len(old) != len(new) or outputs_of(before.graph) != outputs_of(now.graph):
         raise _Unlike
-    if any(_without_sizes(one) != _without_sizes(other) for one, other in zip(old, new, strict=True)):
+    if not all(map(_is_alike, old, new)):
         raise _Unlike
     return {one: other for one, other in zip(old, new, strict=True) if one.op != "output"}
 
 
-def _without_sizes(node: Node) -> Any:
-    """Return what a partition depends on, but for sizes."""
+def _is_alike(one: Node, other: Node) -> bool:
+    """Return whether two nodes are alike in what a partition depends on, but for sizes."""
     return (
-        *(node.name, node.op, node.target if node.op == "call_function" else None),
-        _form((node.args, node.kwargs), lambda one: one.name, sizes=False),
-        [(tensor.dtype, tensor.ndim) for tensor in results_of(node)] if node.op != "output" else None,
-        input_of(node) if has_input(node) else None,
-        *(transfer_of(node), is_recompute(node), saving_of(node), region_of(node)),
+        (one.name, one.op, one.op == "call_function" and one.target)
+        == (other.name, other.op, other.op == "call_function" and other.target)
+        and _are_alike(one.args, other.args)
+        and _are_alike(one.kwargs, other.kwargs)
+        and (one.op == "output" or _kinds(one) == _kinds(other))
     )
+
+
+def _kinds(node: Node) -> Any:
+    facts = facts_of(node)
+    tensors = [(tensor.dtype, tensor.ndim) for tensor in results_of(node)]
+    return tensors, facts.input, facts.transfer, facts.recompute, facts.saving, facts.region
+
+
+def _are_alike(own: object, now: object) -> bool:
+    """Return whether arguments are alike: nodes by their names, numbers by their types only."""
+    if type(own) is not type(now):
+        return False
+    if isinstance(own, Node) and isinstance(now, Node):
+        return own.name == now.name
+    if isinstance(own, tuple | list) and isinstance(now, tuple | list):
+        return len(own) == len(now) and all(map(_are_alike, own, now))
+    if isinstance(own, dict) and isinstance(now, dict):
+        return list(own) == list(now) and all(_are_alike(item, now[name]) for name, item in own.items())
+    return type(own) in (int, float) or bool(own == now)
 
 
 class _Sizes:
@@ -160,7 +175,9 @@ class _Sizes:
     def _moved(self, node: Node, new: Node) -> Any:
         """Return the value of an added call."""
         before, after = node.all_input_nodes, new.all_input_nodes
-        is_as_before = all(_type(value_of(one)) == _type(value_of(other)) for one, other in zip(before, after, strict=True))
+        is_as_before = all(
+            _type(value_of(one)) == _type(value_of(other)) for one, other in zip(before, after, strict=True)
+        )
         if node.target not in _MOVES or not before or not is_as_before:
             raise _Unlike
         return fake_call(self.mode, new.target, new.args, new.kwargs)
@@ -211,17 +228,15 @@ def _numbers(nodes: Iterable[Node]) -> dict[Node, int]:
     return numbers
 
 
-def _form(value: Any, named: Callable[[Node], Any], *, sizes: bool = True) -> Any:
-    """Return arguments to compare, with nodes as `named` says; without `sizes`, numbers count by their type only."""
+def _form(value: Any, named: Callable[[Node], Any]) -> Any:
+    """Return arguments to compare, with nodes as `named` says."""
     if isinstance(value, Node):
         return named(value)
     if isinstance(value, tuple | list):
-        return tuple([_form(item, named, sizes=sizes) for item in value])
+        return tuple([_form(item, named) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, _form(item, named, sizes=sizes)) for name, item in value.items()])
-    if isinstance(value, float):
-        return float, str(value) if sizes else ""
-    return type(value), value if sizes or type(value) is not int else 0
+        return tuple([(name, _form(item, named)) for name, item in value.items()])
+    return type(value), str(value) if isinstance(value, float) else value
 
 
 def _constants(node: Node) -> Any:

@@ -119,13 +119,25 @@ def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Deci
     """Decide as `decide` does, and simulate the step if the user named the hardware or memory may be short."""
     decision = decide(problem, folded, QUICK if problem.earlier else FULL, progress)
     problem, folded = decision.variant(problem, folded)
-    if problem.options.hardware != "auto" or problem.mesh.hardware != hardware_of("cpu"):
+    if _is_predicted(problem):
         return predicted(problem, folded, decision)
     if decision.evaluation is None and _may_need_memory(problem):
         evaluation = plan_evaluation(problem, folded, decision.recipes, decision.solution)
         check_memory(problem, folded, evaluation)
         return replace(decision, recomputation=evaluation.recomputation)
     return decision
+
+
+def is_given(problem: Problem) -> bool:
+    """Return whether the options say all about a program that is run: nothing is searched for, and no step simulated."""
+    given = problem.options.recipe != AUTO and problem.options.passes is None
+    return given and not _is_predicted(problem) and not _may_need_memory(problem)
+
+
+def _is_predicted(problem: Problem) -> bool:
+    """Return whether the step of a program that is run is predicted: not from the figures that are assumed for a CPU."""
+    known = problem.mesh.hardware
+    return known is not None and (problem.options.hardware != "auto" or known != hardware_of("cpu"))
 
 
 def decision_of(plan: PlanRecord, folded: Folded) -> Decision:

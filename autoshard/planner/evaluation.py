@@ -84,13 +84,23 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
     With `whole`, the whole captured graph is traced, as the caller needs it too, and folded; otherwise only the layers
     that are kept are traced.
     """
-    how, phases = Fold(_tags(problem), margin=MARGIN), Phases(pad=problem.pad)
+    how, phases = equal_layers(problem, margin=MARGIN), Phases(pad=problem.pad)
     if whole:
         return _normalized(problem, phases.prepare_folded(how))
     with uncollected():
         ctx = PassContext(problem.mesh)
         gm = shallow_graph(problem.captured, phases.prepare_folded(how), how, ctx, progress)
     return _normalized(problem, phases.prepare_folded(how)) if gm is None else _folded(problem, gm, ctx)
+
+
+def prepared(problem: Problem) -> Folded:
+    """Return the captured graph as passes take it, with the layers that it has."""
+    return _normalized(problem, Phases(pad=problem.pad).prepare)
+
+
+def equal_layers(problem: Problem, *, margin: int = 0) -> Fold:
+    """Return the pass that folds layers which are equal in the model and to the user's constraints."""
+    return Fold(_tags(problem), margin=margin)
 
 
 def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
@@ -236,7 +246,7 @@ def _evaluated_whole(
     `folded` may be traced from few layers, so that it does not name the nodes of the others.
     """
     expanded = None if solution is None else solution.expanded(fold(problem, whole=True).repeats)
-    whole, layers = _normalized(problem, Phases(pad=problem.pad).prepare), folded.remarks[-1]
+    whole, layers = prepared(problem), folded.remarks[-1]
     remark = Remark("fold", f"all layers are planned: {error}", layers.origin, layers.node)
     return _evaluated(problem, replace(whole, remarks=(remark,)), recipes, expanded, worst, effort=effort)
 

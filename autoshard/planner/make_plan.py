@@ -6,25 +6,44 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch.fx import GraphModule
 
 from autoshard.capture.capture import Captured
 from autoshard.capture.garbage import uncollected
-from autoshard.capture.shallow import whole_graph
+from autoshard.capture.shallow import few_layers, is_alike, whole_graph
 from autoshard.config.progress import Progress, silent
 from autoshard.config.settings import settings_of
 from autoshard.dumps.graph_dump import GraphDump, dump_of
-from autoshard.planner.decision import Decision, decide, decide_for_run, decision_of, folded_variant, predicted
+from autoshard.planner.decision import (
+    Decision,
+    decide,
+    decide_for_run,
+    decision_of,
+    folded_variant,
+    is_given,
+    predicted,
+)
 from autoshard.planner.effort import FULL, Effort
-from autoshard.planner.evaluation import Evaluation, Folded, Recorder, fold, phases_of
+from autoshard.planner.evaluation import (
+    Evaluation,
+    Folded,
+    Recorder,
+    equal_layers,
+    fold,
+    phases_of,
+    prepared,
+)
+from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
 from autoshard.planner.prediction import timed_as
 from autoshard.planner.problem import Problem, captured_problem
-from autoshard.planner.request import PlanRequest
+from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark
+from passes.errors import PlanError
 from passes.ir.folded_layers import expand_names
 from passes.ir.graph import copy_graph
 from passes.manager import PassManager
@@ -99,29 +118,82 @@ def make_plan(
     started = time.perf_counter()
     progress("capture")
     problem = captured_problem(request)
-    known = whole_graph(problem.captured, request.traced, problem.mesh)
-    problem = replace(problem, captured=replace(problem.captured, known=known))
-    problem.captured.trace()
+    earlier = tuple(one for one in request.programs if is_alike(problem.captured, one.captured.graph_module))
+    few = few_layers(problem.captured, equal_layers(problem), problem.mesh) if earlier else None
     timer.seconds["capture"] = time.perf_counter() - started
 
-    def followed(folded: Callable[[PlanRecord], Folded]) -> PlanRecord:
+    @cache
+    def decided() -> PlanRecord:
         assert plan is not None
-        found = plan if isinstance(plan, PlanRecord) else plan()
+        return plan if isinstance(plan, PlanRecord) else plan()
+
+    def followed(folded: Callable[[PlanRecord], Folded]) -> PlanRecord:
         settings = settings_of(request.options, training=request.training, device=request.device)
-        check_model(found, request.module, folded(found).text, settings)
-        return found
+        check_model(decided(), request.module, folded(decided()).text, settings)
+        return decided()
 
     follow = None if plan is None else followed
-    return program_problem(problem, follow=follow, progress=progress, observers=observers, timer=timer)
+    if few is not None:
+        made = None if observers else _of_few_layers(problem, few, earlier, follow, progress, timer)
+        if made is not None:
+            return made
+        known = whole_graph(few, [one.captured.graph_module for one in earlier])
+        problem = replace(problem, captured=replace(problem.captured, known=known))
+    problem.captured.trace()
+    timer.seconds["capture"] = time.perf_counter() - started
+    return program_problem(problem, follow=follow, progress=progress, observers=observers, timer=timer, earlier=earlier)
+
+
+Follow = Callable[
+    [Callable[[PlanRecord], Folded]], PlanRecord
+]  # given a function that folds the graph as a plan has it
+
+
+def _of_few_layers(
+    problem: Problem,
+    few: GraphModule,
+    earlier: Sequence[EarlierProgram],
+    follow: Follow | None,
+    progress: Progress,
+    timer: Timer,
+) -> Planned | None:
+    """Make a program that the options say all about from `few` layers; None if it is not surely that of all.
+
+    Every rank decides alike, so that none waits for the plan of the first before its program is made.
+    """
+    problem = replace(problem, captured=replace(problem.captured, known=few))
+    if not is_given(problem) or dump_of(problem.options) is not None:
+        return None
+    progress("passes")
+    folded = numbered_draws(prepared(problem), few, earlier)
+    if folded is None:
+        return None
+    decision = decide(problem, folded, FULL, progress)
+    lowered = lowered_by_layers(problem, folded, decision, earlier, (timer, Logger()))
+    if lowered is None:
+        return None
+    made = _planned(problem, folded, decision, lowered, timer)
+    if follow is not None:
+        try:
+            plan = follow(lambda plan: folded)
+        except PlanError:  # it was made from all layers, or is for another model
+            return None
+        if any(getattr(plan, name) != getattr(made.plan, name) for name in _DECIDED):
+            return None
+    return made
+
+
+_DECIDED = ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
 
 
 def program_problem(
     problem: Problem,
     *,
-    follow: Callable[[Callable[[PlanRecord], Folded]], PlanRecord] | None = None,
+    follow: Follow | None = None,
     progress: Progress = silent,
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
+    earlier: Sequence[EarlierProgram] = (),
 ) -> Planned:
     """Make the program of a captured model as `make_plan` does, without changing its graph; `follow` returns the plan
     to follow, given a function that returns the folded graph that a plan is for.
@@ -144,7 +216,11 @@ def program_problem(
     problem, folded = decision.variant(problem, folded)
     timer.seconds["decide"] = time.perf_counter() - started
     progress("passes")
-    return _programmed(problem, folded, decision, timer, observers)
+    lowered = None
+    if folded.repeats.runs and not observers and problem.options.passes is None and problem.options.dump is None:
+        lowered = lowered_by_layers(problem, folded, decision, earlier, (timer, Logger()))
+    lowered = lowered or _lowered(problem, folded, decision, timer, observers)
+    return _planned(problem, folded, decision, lowered, timer)
 
 
 def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:
@@ -153,11 +229,16 @@ def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:
     return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
 
 
-@uncollected()
-def _programmed(
-    problem: Problem, folded: Folded, decision: Decision, timer: Timer, watching: tuple[Observer, ...] = ()
-) -> Planned:
+def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:
     """Make the per-device program of the whole model, and its plan."""
+    return _planned(problem, folded, decision, _lowered(problem, folded, decision, timer), timer)
+
+
+@uncollected()
+def _lowered(
+    problem: Problem, folded: Folded, decision: Decision, timer: Timer, watching: tuple[Observer, ...] = ()
+) -> Lowered:
+    """Run the passes on the whole model."""
     options, gm = problem.options, copy_graph(problem.captured.graph_module)
     ctx = PassContext(problem.mesh, unknown_ops=options.unknown_ops)
     solution = None if decision.solution is None else decision.solution.expanded(folded.repeats)
@@ -168,24 +249,31 @@ def _programmed(
     if dump is not None:
         observers = (*observers, dump.of(passes, options))
     PassManager(passes, observers).run(gm, ctx)
-    recorder.facts["collectives"] = timed_as(recorder.facts["collectives"], decision.collectives)
+    return Lowered(gm, recorder.facts, recorder.graphs, tuple(ctx.remarks), tuple(ctx.edges))
+
+
+def _planned(problem: Problem, folded: Folded, decision: Decision, lowered: Lowered, timer: Timer) -> Planned:
+    """Return a program with its plan."""
+    facts = dict(lowered.facts)
+    facts["collectives"] = timed_as(facts["collectives"], decision.collectives)
     plan = PlanRecord(
         mesh=problem.mesh,
         recipes=decision.recipes,
-        remarks=_remarks((*problem.remarks, *decision.remarks, *ctx.remarks)),
-        graphs={"CAPTURED": folded.text, **recorder.graphs},
-        settings=settings_of(options, training=problem.training, device=problem.device),
+        remarks=_remarks((*problem.remarks, *decision.remarks, *lowered.remarks)),
+        graphs={"CAPTURED": folded.text, **lowered.graphs},
+        settings=settings_of(problem.options, training=problem.training, device=problem.device),
         cost=decision.cost,
         search=decision.search,
         solution=decision.solution,
         timeline=decision.timeline,
-        edges=tuple(ctx.edges),
+        repeats=lowered.repeats,
+        edges=lowered.edges,
         recomputation=decision.recomputation,
         pads=problem.pads,
         padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
-        **recorder.facts,
+        **facts,
     )
-    return Planned(plan, problem.captured, gm, timer.seconds)
+    return Planned(plan, problem.captured, lowered.graph, timer.seconds)
 
 
 def _dump(problem: Problem, folded: Folded, decision: Decision, dump: GraphDump) -> None:

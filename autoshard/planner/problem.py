@@ -254,6 +254,7 @@ def captured_problem(request: PlanRequest) -> Problem:
         device=request.device,
         compute_dtype=policy.param_dtype,
         cast_inputs=policy.cast_forward_inputs,
+        earlier=[one.captured for one in request.programs],
     )
     return Problem(
         captured,

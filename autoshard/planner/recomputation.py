@@ -21,7 +21,7 @@ from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.folded_layers import Repeats
-from passes.ir.graph import InputRole, copy_graph, has_backward, placeholders, results_of, saving_of
+from passes.ir.graph import InputRole, copy_graph, has_backward, placeholders, repeats_of, results_of, saving_of
 from passes.ir.recompute_blocks import Blocks
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
@@ -206,6 +206,7 @@ def program_of_split(split: Split, problem: Problem, repeats: Repeats) -> Progra
 
 def fits_surely(problem: Problem) -> bool:
     """Return whether a step fits by a wide margin, so that it need not be simulated to know."""
-    nodes = problem.captured.graph_module.graph.nodes
-    total = sum(one.nbytes for node in nodes if node.op != "output" for one in results_of(node))
-    return FOLD * total <= problem.options.memory_bytes(memory_of(problem.mesh))
+    gm = problem.captured.graph_module
+    total = sum(one.nbytes for node in gm.graph.nodes if node.op != "output" for one in results_of(node))
+    copies = max((1 + run.copies for run in repeats_of(gm).runs), default=1)
+    return FOLD * total * copies <= problem.options.memory_bytes(memory_of(problem.mesh))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from autoshard.capture.capture import Captured
 from autoshard.config.constraints import check_options
 from autoshard.config.options import Options
 from autoshard.config.topology import equipped
@@ -18,14 +19,23 @@ from passes.ir.mesh import Mesh
 
 
 @dataclass(frozen=True, eq=False)
+class EarlierProgram:
+    """A program of the same module for another call: its CAPTURED and its LOCAL graph, with all layers, and its plan."""
+
+    captured: Captured
+    local: GraphModule
+    plan: PlanRecord
+
+
+@dataclass(frozen=True, eq=False)
 class PlanRequest:
     """A call of `module` with the global batch, to be planned for `mesh`.
 
     `stored` are the layouts of parameters from an earlier program of the same module. `batch_axes` are those that the
     caller splits the batch over, and no others (None: free to choose); one that they do not divide is padded. `is_later`:
     the inputs of the call are all constrained to how the caller splits them. `earlier` are plans of the same module for
-    other calls; a search takes over what they decided. `traced` are joint graphs of other calls: one that differs in sizes only
-    saves tracing most of many equal layers.
+    other calls; a search takes over what they decided. `programs` are those of other calls: one that differs in sizes only
+    saves tracing and lowering most of many equal layers.
     """
 
     module: nn.Module
@@ -39,7 +49,7 @@ class PlanRequest:
     batch_axes: tuple[int, ...] | None = None
     is_later: bool = False
     earlier: tuple[PlanRecord, ...] = ()
-    traced: tuple[GraphModule, ...] = ()
+    programs: tuple[EarlierProgram, ...] = ()
 
     def checked(self) -> PlanRequest:
         """Return the request with the hardware of its mesh. Raises UserErrors for a mesh and options that cannot work.

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
 
 from autoshard.compile.overlap import OverlapPhase
 from autoshard.config.axis_names import batch_axes_of
@@ -20,7 +19,7 @@ from autoshard.dumps.graph_dump import dump_of
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.problem import data_axes
-from autoshard.planner.request import PlanRequest
+from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
 from autoshard.runtime.calls.programs import FirstCall
@@ -31,7 +30,7 @@ from passes.ir.layout import Layout, R, Shard, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
 
-TRACED = 4  # joint graphs of all layers that are kept, to make those of other sizes from: of modes and of ways to call
+KEPT = 4  # programs of all layers that are kept, to make those of other sizes from: of modes and of ways to call
 
 
 class ProgramPlanner:
@@ -49,7 +48,7 @@ class ProgramPlanner:
         self.awaits = given is not None  # `given` has not been compiled yet
         self.first: PlanRecord | None = given  # the plan that decides how inputs are split
         self.made: list[PlanRecord] = []
-        self.traced: list[GraphModule] = []  # joint graphs of all layers
+        self.programs: list[EarlierProgram] = []  # that were traced with all layers
 
     def __call__(self, call: FirstCall, followed: Decided | None) -> LocalProgram:
         """Return the program for a call with this rank's part of each input."""
@@ -101,14 +100,15 @@ class ProgramPlanner:
             batch_axes=batch_axes,
             is_later=layouts is not None,
             earlier=tuple(self.made) or (() if self.given is None else (self.given,)),
-            traced=tuple(self.traced),
+            programs=tuple(self.programs),
         )
         planned = make_plan(request, plan=followed or given, progress=progress)
         self.awaits = self.awaits and given is None
         self.first = self.first or planned.plan
         self.made.append(planned.plan)
         if planned.captured.known is None:
-            self.traced = [*self.traced, planned.captured.graph_module][-TRACED:]
+            made = EarlierProgram(planned.captured, planned.graph, planned.plan)
+            self.programs = [*self.programs, made][-KEPT:]
         return _local_program(planned, self.options)
 
     def _options_with(self, layouts: Mapping[str, Layout]) -> Options:

@@ -12,6 +12,7 @@ from passes._torch.supported import check_release, unsupported
 check_release()
 check_source()
 try:
+    from passes._torch.called_functions import CalledFunction, called_functions, name_of
     from passes._torch.deferred import (
         alike_as_now,
         inductor_compile,
@@ -71,7 +72,15 @@ try:
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
-    from passes._torch.results import InductorCode, JointGraph, LeftOut, SideEffect, TracedModule, TraceFailure
+    from passes._torch.results import (
+        InductorCode,
+        JointGraph,
+        LeftOut,
+        SideEffect,
+        TracedModule,
+        TraceFailure,
+        names_read,
+    )
     from passes._torch.structured_trace import is_traced, trace_artifact
 except (ImportError, AttributeError) as error:
     raise unsupported(error) from error
@@ -83,6 +92,7 @@ __all__ = [
     "ALL_GATHER_MATMUL",
     "Box",
     "CTC_LOSS",
+    "CalledFunction",
     "Calls",
     "DTensorSpec",
     "FakeTensorMode",
@@ -100,6 +110,9 @@ __all__ = [
     "WatchedOps",
     "alike_as_now",
     "box",
+    "called_functions",
+    "name_of",
+    "names_read",
     "checkpoint_of",
     "clear_checkpoint",
     "current_stack",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+
+
+def names_read(code: CodeType) -> frozenset[str]:
+    """Return the names that a function reads, and its strings, which may be names for `getattr`."""
+    return frozenset((*code.co_names, *(value for value in code.co_consts if isinstance(value, str))))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 Tracing takes time per layer, and equal layers are traced alike: a few of them, in new sizes, tell how the others look in
 these. The graph in the earlier sizes says how layers are joined. It is taken only where it covers the small graph: each of
 its calls is one of the layer that stands for its own, and reads the same values of that layer and of those before and after.
-All constants are those of the small graph.
+Constants are those of the small graph, but for the keys of random numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,24 @@ from passes.ir.graph import (
     InputRole,
     Output,
     OutputRole,
+    draw_of,
+    facts_of,
     has_input,
+    has_layout,
+    has_needs,
     input_of,
     is_random,
+    is_recompute,
+    layouts_of,
     origin_of,
     outputs_of,
     region_of,
     results_of,
     returned,
+    saving_of,
     set_value,
+    transfer_of,
+    update_facts,
     value_of,
 )
 
@@ -43,15 +53,36 @@ class _Unlike(Exception):
     """The graph of all layers does not cover that of a few."""
 
 
-def with_all_layers(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> GraphModule | None:
+@dataclass(frozen=True)
+class AllLayers:
+    """A graph of all layers; `covered` has, for each of its nodes by name, the name of the one of few layers like it."""
+
+    graph: GraphModule
+    covered: dict[str, str]
+
+
+def with_all_layers(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> AllLayers | None:
     """Return `few` with the layers that `runs` say it lacks; None where that is not surely right.
 
-    `before` is a CAPTURED graph with all layers, in other sizes; the result has its names.
+    `before` is a graph with all layers, in other sizes; both are CAPTURED, or both LOCAL. The result has its names.
     """
     try:
-        return _Cover(few, runs, before).graph()
+        cover = _Cover(few, runs, before)
+        return AllLayers(cover.graph(), {node.name: found.name for node, found in cover.covered.items()})
     except _Unlike:
         return None
+
+
+def covered_draws(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> list[int] | None:
+    """Return the ordinals that the random calls of `few` have in the graph of all layers; None if they are not sure."""
+    try:
+        cover = _Cover(few, runs, before)
+    except _Unlike:
+        return None
+    ordinals = {node: number for number, node in enumerate(filter(is_random, before.graph.nodes))}
+    own = {cover.covered[node]: number for node, number in ordinals.items() if cover.is_own(node)}
+    found = [own.get(node) for node in filter(is_random, few.graph.nodes)]
+    return None if None in found else [number for number in found if number is not None]
 
 
 class _Cover:
@@ -100,13 +131,18 @@ class _Cover:
                 continue
             found = self.covered[node]
             if node.op != "placeholder":
-                new.args = map_arg(self._argument(node, found, node.args, found.args), copies.__getitem__)
-                new.kwargs = map_arg(self._argument(node, found, node.kwargs, found.kwargs), copies.__getitem__)
-            is_own = self.here.places[node] == self.there.places[found]
-            set_value(new, value_of(found) if is_own else _again(mode, new, found))
+                pair, like = (node, found), self.here.nodes.get(self.there.places[found], node)
+                new.args = map_arg(self._argument(pair, node.args, like.args, found.args), copies.__getitem__)
+                new.kwargs = map_arg(self._argument(pair, node.kwargs, like.kwargs, found.kwargs), copies.__getitem__)
+            update_facts(new, layouts=facts_of(found).layouts, needs=facts_of(found).needs, pins=facts_of(found).pins)
+            set_value(new, value_of(found) if self.is_own(node) else _again(mode, new, found))
         made = module_of(graph, self.few)
         made.meta = dict(self.before.meta)
         return made
+
+    def is_own(self, node: Node) -> bool:
+        """Return whether a node of the graph of all layers is in that of a few, too."""
+        return self.here.places[node] == self.there.places[self.covered[node]]
 
     def _check_ends(self) -> None:
         """Check that results are those of the layers that stand for their own."""
@@ -129,23 +165,30 @@ class _Cover:
                 return Output(output.role, moved_to(run.prefix, self.stand_ins[run.prefix, index][1], output.name))
         return output
 
-    def _argument(self, node: Node, found: Node, own: Any, now: Any) -> Any:
-        """Return an argument of `node`, given that of `found`, which covers it: its own nodes, with the new constants."""
+    def _argument(self, pair: tuple[Node, Node], own: Any, like: Any, now: Any) -> Any:
+        """Return an argument of a node, given that of the one that covers it: its own nodes, with the new constants.
+
+        `like` is the argument, in the earlier sizes, of the one that covers it.
+        """
         if isinstance(own, Node) or isinstance(now, Node):
-            if not isinstance(own, Node) or not isinstance(now, Node) or not self._is_read_alike(node, found, own, now):
+            if not isinstance(own, Node) or not isinstance(now, Node) or not self._is_read_alike(*pair, own, now):
                 raise _Unlike
             return own
-        if type(own) is not type(now):
+        if type(own) is not type(now) or type(own) is not type(like):
             raise _Unlike
         if isinstance(own, tuple | list):
-            if len(own) != len(now):
+            if not len(own) == len(like) == len(now):
                 raise _Unlike
-            return type(own)([self._argument(node, found, *items) for items in zip(own, now, strict=True)])
+            return type(own)([self._argument(pair, *items) for items in zip(own, like, now, strict=True)])
         if isinstance(own, dict):
-            if own.keys() != now.keys():
+            if not own.keys() == like.keys() == now.keys():
                 raise _Unlike
-            return {name: self._argument(node, found, item, now[name]) for name, item in own.items()}
-        return now
+            return {name: self._argument(pair, item, like[name], now[name]) for name, item in own.items()}
+        if draw_of(pair[0]) is None or own == like:
+            return now
+        if like != now:
+            raise _Unlike
+        return own  # the key of random numbers, which are others in each layer
 
     def _is_read_alike(self, node: Node, found: Node, own: Node, now: Node) -> bool:
         """Return whether `node` reads from its layer, or as many layers away, what `found` reads from there."""
@@ -154,7 +197,11 @@ class _Cover:
             return True
         (source, key), (other, key_now) = self.here.places[own], self.there.places[now]
         layer, stand_in = self.here.places[node][0], self.there.places[found][0]
-        if not (source and other and layer and stand_in) or key != key_now or _type(value_of(covered)) != _type(value_of(now)):
+        if (
+            not (source and other and layer and stand_in)
+            or key != key_now
+            or _type(value_of(covered)) != _type(value_of(now))
+        ):
             return False
         away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
         return away is not None and away == away_now
@@ -227,7 +274,14 @@ def _part(node: Node) -> Any:
 def _kinds(node: Node) -> Any:
     """Return what equal nodes have in common in all sizes."""
     tensors = [(tensor.dtype, tensor.ndim, tensor.device) for tensor in results_of(node)]
-    return node.op, tensors, region_of(node) is None, has_input(node) and input_of(node).role
+    facts = transfer_of(node), is_recompute(node), saving_of(node), has_needs(node), _dims(node)
+    return node.op, tensors, region_of(node) is None, has_input(node) and input_of(node).role, facts
+
+
+def _dims(node: Node) -> Any:
+    """Return the dims that the results of a placed node are sharded over, on each axis."""
+    layouts = layouts_of(node) if has_layout(node) else ()
+    return [[(type(one), getattr(one, "dim", None)) for one in layout.placements] for layout in layouts]
 
 
 def _type(value: Any) -> Any:

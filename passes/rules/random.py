@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from passes.ir.call import Call, Tensor
-from passes.ir.graph import tensor_of
+from passes.ir.graph import set_draw, tensor_of
 from passes.rules.rule import Dims, LocalCall, Space, register, register_named
 
 aten = torch.ops.aten
@@ -138,8 +138,10 @@ def _keys(call: LocalCall, salt: int) -> tuple[Node, Node]:
     high = call.emit(aten.bitwise_and.Scalar, _shifted(call, seed, 32), _WORD)
     first = _mix(call, low)
     second = _mix(call, _xor(call, first, high))
-    first_key = call.emit(aten.bitwise_xor.Scalar, first, _salted(salt))
-    return first_key, call.emit(aten.bitwise_xor.Scalar, second, _salted(salt + 1))
+    keys = tuple(call.emit(aten.bitwise_xor.Scalar, word, _salted(salt + i)) for i, word in enumerate((first, second)))
+    for key in keys:
+        set_draw(key, salt)
+    return keys[0], keys[1]
 
 
 def _salted(salt: int) -> int:

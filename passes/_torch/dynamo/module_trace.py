@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from passes._torch.dynamo.side_effects import source_name, watch_side_effects
 from passes._torch.dynamo.substitutes import UnknownLengthError, check_selections, masked_select, teach_dynamo
 from passes._torch.patches import replaced
-from passes._torch.results import LeftOut, TracedModule, TraceFailure
+from passes._torch.results import LeftOut, TracedModule, TraceFailure, names_read
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
@@ -71,14 +71,9 @@ def trace_module(
         lambda outputs: traced._dynamo_bytecode_unflatten(outputs, given),
         tuple(effects),
         tuple(dict.fromkeys(left_out)),
-        frozenset().union(*map(_names, output.traced_code)),
+        frozenset().union(*map(names_read, output.traced_code)),
         tuple(draws),
     )
-
-
-def _names(code: Any) -> frozenset[str]:
-    """Return the names that a function reads, and its strings, which may be names for `getattr`."""
-    return frozenset((*code.co_names, *(value for value in code.co_consts if isinstance(value, str))))
 
 
 def _set_attribute(variable: Any, tx: Any, value: Any, name: Any, new: Any) -> Any:

@@ -71,7 +71,7 @@ class Facts:
     region: int | None = None  # number of the `torch.utils.checkpoint` call of the user's program
     note: str = ""  # "pass: reason" where a pass made the node
     made_for: str | None = None  # the name of the call that it is a part of, before a pass cut that
-    draw: int | None = None  # ordinal of a random call in the captured program
+    draw: int | None = None  # of a random call: its ordinal in the captured program; of a key of its numbers: what makes it
     recompute: bool = False  # the backward recomputes the value instead of keeping it from the forward
     saving: Saving | None = None  # saved for the backward or computed again; None: as the partitioner says
     stands_for: tuple[str, ...] = ()  # of a LOCAL graph: values of the COLLECTIVE graph that it is a part of

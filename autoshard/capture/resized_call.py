@@ -1,0 +1,234 @@
+"""Capture a call in other sizes by running the model's code, where an earlier capture tells what the run computes.
+
+The code runs on tensors without data. It has to call the same functions of torch, in the same order, on the same values as
+the earlier graph does; then that graph, with the numbers of the run, is the graph of this call. Where anything else differs
+(a call, a flag, a dtype, an object that the run changes), dynamo traces the call as it did the first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from autoshard.capture.changes import NOTHING_NEW
+from autoshard.capture.fake_module import FakeModule
+from autoshard.capture.flat_call import FlatCall, unreturned
+from autoshard.capture.python_state import Functions, Held
+from autoshard.capture.signature import Call, InputSpec, NotReturned, describe_output
+from passes._torch import CalledFunction, called_functions, name_of
+from passes.ir.graph import Input, InputRole
+
+_log = logging.getLogger("autoshard.capture")
+
+_WITHOUT_EFFECT = ("zeros", "_log_api_usage_once")  # calls whose value is not used
+
+_COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor"})
+_VIEWS = frozenset({"getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute"})
+
+
+@dataclass(frozen=True)
+class ResizedCall:
+    """A call captured by a run, and the names that the code reads (None: not known)."""
+
+    call: FlatCall
+    names: frozenset[str] | None
+
+
+class _Unlike(Exception):
+    """The run is not that of the earlier graph, in other sizes."""
+
+
+def resized_call(
+    earlier: FlatCall, names: frozenset[str] | None, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any
+) -> ResizedCall | None:
+    """Return a call of `fake` with `leaves`, captured as `earlier` was, whose code reads `names`; None where the run is
+    not surely like it.
+
+    The run may change `fake`.
+    """
+    arguments = {Input(InputRole.INPUT, path): leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    tensors = {**fake.tensors, **arguments}
+    if earlier.new_values is not NOTHING_NEW or list(tensors) != list(earlier.tensors):
+        return None
+    if not all(remark.routine or remark in map(unreturned, _left_out(earlier)) for remark in earlier.remarks):
+        return None  # it prints, or checks values, as a run would
+    try:
+        called, output, functions = _run(fake, call, leaves, mode)
+        described = describe_output(output)
+        if list(described.left_out) != _left_out(earlier) or described.spec != earlier.signature.out_spec:
+            raise _Unlike("it returns something else")
+        if tuple(path for path, _ in described.tensors) != earlier.signature.outputs:
+            raise _Unlike("it returns other tensors")
+        graph = _Resized(earlier, tensors, called).graph([tensor for _, tensor in described.tensors])
+    except Exception as error:  # of the user's code, too, which may ask for values
+        _log.debug("dynamo traces a call in other sizes anew: %s", error)
+        return None
+    signature = replace(
+        earlier.signature,
+        forward=call.bound.signature,
+        inputs=tuple(
+            InputSpec(path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            for path, leaf in call.leaves.items()
+            if isinstance(leaf, torch.Tensor)
+        ),
+        constants=tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
+        results=described.results,
+    )
+    flat = replace(earlier, graph_module=graph, tensors=tensors, constants=dict(fake.attributes), signature=signature)
+    return ResizedCall(flat, None if names is None else names | functions.names)
+
+
+def _left_out(earlier: FlatCall) -> list[NotReturned]:
+    return [value for _, value in earlier.signature.results if isinstance(value, NotReturned)]
+
+
+def _run(
+    fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any
+) -> tuple[list[CalledFunction], Any, Functions]:
+    """Return what a run of the code calls and returns, and the functions that it runs.
+
+    It runs twice: only after the first run is it known which functions run, and so which objects they could change.
+    """
+    args, kwargs = call.with_leaves(dict(leaves))
+    functions = Functions()
+    own = Held(fake.module, (args, kwargs), functions)
+    with mode, functions.noted(), called_functions():
+        fake.module(*args, **kwargs)
+    if own.changed():
+        raise _Unlike(f"it changes {own.changed()}")
+    if functions.draws or functions.checkpoints or functions.stored():
+        raise _Unlike("it draws numbers, makes a checkpoint or assigns a variable outside of it")
+    held = Held(fake.module, (args, kwargs), functions)
+    with mode, called_functions() as called:
+        output = fake.module(*args, **kwargs)
+    if held.changed():
+        raise _Unlike(f"it changes {held.changed()}")
+    return called, output, functions
+
+
+class _Resized:
+    """The earlier graph, compared with a run call by call."""
+
+    def __init__(
+        self, earlier: FlatCall, tensors: Mapping[Input, torch.Tensor], called: Sequence[CalledFunction]
+    ) -> None:
+        self.earlier, self.called = earlier, iter(called)
+        given = earlier.graph_module.graph.find_nodes(op="placeholder")
+        self.values: dict[Node, Any] = dict(zip(given, tensors.values(), strict=True))
+
+    def graph(self, outputs: Sequence[torch.Tensor]) -> GraphModule:
+        """Return the graph of the run, which returned `outputs`. Raises _Unlike if it is not the earlier one resized."""
+        graph, copies = Graph(), dict[Node, Node]()
+        returned: Any = self.earlier.graph_module.graph.output_node().args[0]
+        ends = dict(zip(returned, outputs, strict=True))  # clones, which no code of the model calls
+        for node in self.earlier.graph_module.graph.nodes:
+            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in ends:
+                if self.values[node.args[0]] is not ends[node]:
+                    raise _Unlike(f"it returns another value than {node.args[0]}")
+            elif node.op in ("call_function", "call_method"):
+                self._resize(node, new, copies)
+            elif node.op not in ("placeholder", "output"):
+                raise _Unlike(f"{node} is a {node.op}")
+        if (more := next(self.called, None)) is not None:
+            raise _Unlike(f"it calls {more.name} at its end")
+        return GraphModule(self.earlier.graph_module, graph)
+
+    def _resize(self, node: Node, new: Node, copies: Mapping[Node, Node]) -> None:
+        """Give `new`, a copy of `node`, the numbers of the run's next call, if that is the same call."""
+        source, number = (*node.args, None, None)[:2]
+        results = self.values[source] if node.target is operator.getitem and isinstance(source, Node) else None
+        if isinstance(results, tuple | list) and isinstance(number, int):
+            self.values[node] = results[number]
+        elif not node.users and name_of(node.target) in _WITHOUT_EFFECT:
+            self.values[node] = node.meta.get("example_value")
+            return
+        else:
+            call, (args, kwargs) = self._like(node)
+            new.args, new.kwargs = map_arg(args, copies.__getitem__), map_arg(kwargs, copies.__getitem__)
+            self.values[node] = call.result
+        example = node.meta.get("example_value")
+        if _kind(example) != _kind(self.values[node]):
+            raise _Unlike(f"{node} is {_kind(self.values[node])}, and was {_kind(example)}")
+        new.meta["example_value"] = self.values[node]
+
+    def _like(self, node: Node) -> tuple[CalledFunction, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the next call of the run, and its arguments as those of `node`. Views that the earlier graph lacks, as
+        nothing used them, are left out: what used one would read another value than the graph does.
+        """
+        name = name_of(node.target)
+        for call in self.called:
+            try:
+                if call.name != name:
+                    raise _Unlike(f"it calls {call.name} where it called {node.target}")
+                return call, self._arguments(node, call)
+            except _Unlike:
+                if name in _COMMUTATIVE and call.name == name and len(call.args) == 2:  # 2 * x may be x.__mul__(2)
+                    return call, self._arguments(node, replace(call, args=call.args[::-1]))
+                if call.name not in _VIEWS:
+                    raise
+        raise _Unlike(f"it does not call {node.target}")
+
+    def _arguments(self, node: Node, call: CalledFunction) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a node with the numbers of the run's call, which may give them in another way."""
+        args, kwargs = call.args, call.kwargs
+        if isinstance(call.function, FunctionType):
+            names = inspect.signature(call.function)
+            given = names.bind(*args, **kwargs)
+            given.apply_defaults()
+            own = names.bind(
+                *node.args, **{name: value for name, value in node.kwargs.items() if name in names.parameters}
+            )
+            values, count = list(given.arguments.values()), len(node.args)
+            left = [name for name in list(given.arguments)[count:] if name not in node.kwargs]
+            if len(given.args) + len(given.kwargs) != len(values) or len(own.arguments) != count + len(node.kwargs):
+                raise _Unlike(f"it calls {call.name}, which takes any number of arguments")
+            if any(given.arguments[name] != names.parameters[name].default for name in left):
+                raise _Unlike(f"it gives {call.name} more arguments")
+            args, kwargs = tuple(values[:count]), {name: given.arguments[name] for name in node.kwargs}
+        if node.kwargs.keys() != kwargs.keys():
+            raise _Unlike(f"it calls {call.name} with other arguments")
+        return tuple(self._items(node.args, args)), {
+            name: self._argument(item, kwargs[name]) for name, item in node.kwargs.items()
+        }
+
+    def _items(self, own: Sequence[Any], now: Sequence[Any]) -> Iterator[Any]:
+        if len(own) != len(now):
+            raise _Unlike("a call has another number of arguments")
+        return (self._argument(*pair) for pair in zip(own, now, strict=True))
+
+    def _argument(self, own: Any, now: Any) -> Any:
+        """Return an argument of the earlier call with the numbers of the run's. Nodes, flags and names are the same."""
+        if isinstance(own, Node):
+            if self.values[own] is not now:
+                raise _Unlike(f"it reads another value than {own}")
+            return own
+        if isinstance(own, tuple | list) and isinstance(now, tuple | list):
+            return list(self._items(own, now)) if isinstance(own, list) else tuple(self._items(own, now))
+        if isinstance(own, slice) and isinstance(now, slice):
+            return slice(*self._items((own.start, own.stop, own.step), (now.start, now.stop, now.step)))
+        if isinstance(own, dict) and isinstance(now, dict) and own.keys() == now.keys():
+            return {name: self._argument(item, now[name]) for name, item in own.items()}
+        if type(own) is not type(now):
+            raise _Unlike(f"it gives {type(now).__name__} where it gave {type(own).__name__}")
+        if type(own) not in (int, float) and own != now:
+            raise _Unlike(f"it gives {now} where it gave {own}")
+        return now
+
+
+def _kind(value: Any) -> Any:
+    """Return what a value of the same call has in common in all sizes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.ndim, value.device, value.requires_grad, type(value) is torch.nn.Parameter
+    if isinstance(value, tuple | list):
+        return [_kind(item) for item in value]
+    return type(value)

@@ -1,0 +1,132 @@
+"""A later program that is made from a few layers and an earlier program is what the passes make of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import Mesh, Options
+from autoshard.planner.make_plan import Planned, make_plan
+from autoshard.planner.request import EarlierProgram, PlanRequest
+from passes.ir.text import format_graph
+from tests.capture.test_more_layers import Once
+from tests.models import gpt, llama
+
+Args = tuple[torch.Tensor, ...]
+MADE = "an earlier program"
+
+
+def _first(model: nn.Module, args: Args, mesh: Mesh, options: Options) -> Planned:
+    return make_plan(PlanRequest(model, args, {}, mesh, options))
+
+
+def _later(
+    model: nn.Module, args: Args, first: Planned, options: Options, *, from_few: bool = True, **how: Any
+) -> Planned:
+    stored = {name: value.layout for name, value in first.plan.parameters.items()}
+    programs = (EarlierProgram(first.captured, first.graph, first.plan),) if from_few else ()
+    known = PlanRequest(
+        model, args, {}, first.plan.mesh, options, stored=stored, programs=programs, earlier=(first.plan,)
+    )
+    return make_plan(known, **how)
+
+
+def _is_made_from_few(planned: Planned) -> bool:
+    return any(MADE in remark.text for remark in planned.plan.remarks)
+
+
+def _check_same(found: Planned, whole: Planned) -> None:
+    mesh = whole.plan.mesh
+    assert format_graph(found.graph, mesh) == format_graph(whole.graph, mesh)
+    for name in ("parameters", "inputs", "outputs", "recipes", "cost", "padded_axes"):
+        assert getattr(found.plan, name) == getattr(whole.plan, name)
+    assert sorted(map(_sent, found.plan.collectives)) == sorted(map(_sent, whole.plan.collectives))
+
+
+def _sent(one: Any) -> Any:
+    return one.kind, one.axes, one.bytes, one.backward, one.recomputed, str(one.origin), one.reason, one.what
+
+
+def _cut(args: Args, count: int) -> Args:
+    return tuple(one[:count] for one in args)
+
+
+def _rows(count: int) -> Args:
+    torch.manual_seed(0)
+    return torch.randn(count, 8), torch.randint(5, (count,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "mesh"),
+    [
+        ("plain", "fsdp", "dp=2"),
+        ("dropout", {"dp": "ddp", "tp": "megatron"}, "dp=2,tp=2"),
+        ("alternating", "zero2", "dp=2"),
+        ("buffers", "fsdp", "dp=2"),
+    ],
+)
+def test_same_program(kind: str, recipe: Any, mesh: str) -> None:
+    options = Options(recipe=recipe)
+    model = Once(kind)
+    first = _first(model, _rows(8), Mesh(mesh), options)
+    found = _later(model, _rows(12), first, options)
+    assert _is_made_from_few(found)
+    _check_same(found, _later(model, _rows(12), first, options, from_few=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda: gpt(layers=7), lambda: llama(layers=7)])
+@pytest.mark.parametrize(
+    ("recipe", "mesh"),
+    [("fsdp", "dp=2"), ({"dp": "fsdp", "tp": "megatron"}, "dp=2,tp=2"), ({"dp": "ddp", "cp": "context"}, "dp=2,cp=2")],
+)
+@pytest.mark.parametrize("recompute", ["auto", "block"])
+def test_decoders(make: Callable[[], Any], recipe: Any, mesh: str, recompute: Any) -> None:
+    model, args, _ = make()
+    model.double()
+    options = Options(recipe=recipe, recompute=recompute)
+    first = _first(model, args, Mesh(mesh), options)
+    found = _later(model, _cut(args, 4), first, options)
+    _check_same(found, _later(model, _cut(args, 4), first, options, from_few=False))
+    assert _is_made_from_few(found)
+
+
+@pytest.mark.slow
+def test_solved_layouts_are_taken_over_with_the_program() -> None:
+    model, args, _ = gpt(layers=7)
+    options = Options()
+    first = _first(model, args, Mesh("dp=2,tp=2", hardware="h100"), options)
+    found = _later(model, _cut(args, 4), first, options)
+    _check_same(found, _later(model, _cut(args, 4), first, options, from_few=False))
+    assert _is_made_from_few(found)
+
+
+def test_followers_make_the_program_of_the_first_rank() -> None:
+    options, model = Options(recipe="fsdp"), Once("plain")
+    first = _first(model, _rows(8), Mesh("dp=2"), options)
+    lead, asked = _later(model, _rows(12), first, options), list[int]()
+
+    def decided() -> Any:
+        asked.append(1)
+        return lead.plan
+
+    found = _later(model, _rows(12), first, options, plan=decided)
+    assert len(asked) == 1
+    _check_same(found, lead)
+    whole = _later(model, _rows(12), first, options, from_few=False)  # a first rank without an earlier program
+    assert format_graph(
+        _later(model, _rows(12), first, options, plan=whole.plan).graph, whole.plan.mesh
+    ) == format_graph(whole.graph, whole.plan.mesh)
+
+
+def test_other_sizes_that_shard_otherwise_are_planned_whole() -> None:
+    """A batch of 9 is padded for two ranks, which that of the earlier program was not."""
+    options, model = Options(recipe="fsdp"), Once("plain")
+    first = _first(model, _rows(8), Mesh("dp=2"), options)
+    found = _later(model, _rows(9), first, options)
+    assert not _is_made_from_few(found)
+    _check_same(found, _later(model, _rows(9), first, options, from_few=False))
