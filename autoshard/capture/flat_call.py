@@ -93,7 +93,12 @@ def _unsaid(call: LeftOut) -> Remark:
     text = f"{call.function} is left out: a program computes tensors and writes no messages"
     if call.function == "raise":
         text = "a check of values is left out: a rank that raised alone would leave the others waiting"
-    is_routine = call.function not in ("print", "warn", "raise")
+    if call.function == "flex_attention_replaced":
+        text = (
+            "flex_attention runs as scaled_dot_product_attention with a mask of all pairs, or, where score_mod changes scores, "
+            "written out: its own kernel, which skips blocks, keeps a graph that cannot be sharded"
+        )
+    is_routine = call.function not in ("print", "warn", "raise", "flex_attention_replaced")
     return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
 
 

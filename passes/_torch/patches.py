@@ -29,6 +29,7 @@ For the rest of the process, once (`once`):
 | Inductor's lowering of `autoshard.send`, which has none | a graph is compiled | `autoshard.send` | inductor/compilation.py |
 | dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo/substitutes.py |
 | dynamo's polyfills of `ctc_loss`, `masked_select`, `cudnn.flags` | a call is traced | dynamo | dynamo/substitutes.py |
+| dynamo's polyfill of `flex_attention` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |

@@ -1,4 +1,4 @@
-"""Functions that are traced in place of torch's: the CTC loss, and a selection by a mask."""
+"""Functions that are traced in place of torch's: the CTC loss, a selection by a mask, and flex_attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributions import Distribution
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from autoshard import Mesh, Options, autoshard, plan
 from autoshard.debug.checking import check
 from passes.errors import CaptureError
 from tests.capture.comparing import check as check_capture
+from tests.models import Case
 from tests.spawn import run_on_ranks
+from tests.spmd import oracle
 
 FRAMES, BATCH, CLASSES, LONGEST = 12, 4, 6, 5
 
@@ -109,3 +113,44 @@ def _trained(rank: int) -> tuple[list[float], list[float]]:
     assert one.scores.weight.grad is not None
     gradient = sharded.scores.weight.grad.full_tensor()
     return [found.item(), *gradient.flatten().tolist()], [expected.item(), *one.scores.weight.grad.flatten().tolist()]
+
+
+class Flexible(nn.Module):
+    """Documents, which `ids` tell apart, of heads that share keys; `form` says what else flex_attention is asked for."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.qkv, self.form = nn.Linear(12, 64), form
+
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        def is_seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return (ids[batch, row] == ids[batch, column]) & (row >= column) & (ids[batch, row] > 0)
+
+        def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return score - (head + 1) * (row - column) / 8 if self.form == "scores" else score
+
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.qkv(x).split([32, 16, 16], -1))
+        mask = create_block_mask(is_seen, x.shape[0], None, 16, 16, device="cpu")
+        if self.form == "logsumexp":
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return flex_attention(q, k, v, biased, mask, enable_gqa=True)
+
+
+def _documents() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 16, 12, dtype=torch.float64), torch.tensor([[1] * 5 + [2] * 11, [1] * 9 + [0] * 7])
+
+
+@pytest.mark.parametrize("form", ["documents", "scores", "logsumexp"])
+def test_flex_attention_computes_what_its_own_operator_does(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No training: on a CPU its own operator has no gradient."""
+    monkeypatch.setattr(Distribution, "_validate_args", Distribution._validate_args)  # torch.compile, which it calls, changes it
+    found = check_capture(Flexible(form).double(), *_documents(), training=False)
+    assert ["runs as scaled_dot_product_attention" in one.text for one in found.call.remarks] == [True]
+
+
+@pytest.mark.parametrize("recipe", ["context(ring)", "context(all_to_all)"])
+def test_a_training_step_with_documents_of_flex_attention(recipe: str) -> None:
+    case = Case(Flexible("documents").double(), _documents(), {})
+    whole = oracle.run_on_ranks(case, "one=1", Options(recipe=None))
+    oracle.compare(oracle.run_on_ranks(case, "cp=2", Options(recipe=recipe)), whole, 1e-12)

@@ -23,7 +23,13 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from passes._torch.dynamo.side_effects import source_name, watch_side_effects
-from passes._torch.dynamo.substitutes import UnknownLengthError, check_selections, masked_select, teach_dynamo
+from passes._torch.dynamo.substitutes import (
+    UnknownLengthError,
+    check_selections,
+    flex_attention_replaced,
+    masked_select,
+    teach_dynamo,
+)
 from passes._torch.patches import replaced
 from passes._torch.results import LeftOut, TracedModule, TraceFailure, names_read
 
@@ -31,6 +37,7 @@ _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.cal
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
 _DRAW = user_defined.call_random_fn
 _OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
+_LEFT_OUT = {print, warnings.warn, logging.getLogger, *_OF_LOGGING, flex_attention_replaced}
 _ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
 
@@ -49,7 +56,7 @@ def trace_module(
         automatic_dynamic_shapes=False,
         specialize_float=True,
         specialize_int=True,
-        ignore_logging_functions=_logging_functions() | {print, warnings.warn, logging.getLogger, *_OF_LOGGING},
+        ignore_logging_functions=_logging_functions() | _LEFT_OUT,
     )
     teach_dynamo()
     with config, watch_side_effects() as effects, _watch_messages() as left_out, _watch_draws() as draws, ExitStack() as stack:

@@ -16,6 +16,7 @@ from torch._dynamo.variables import UserFunctionVariable
 from torch.backends import cudnn
 from torch.distributions import Distribution, constraints, kl
 from torch.fx import Graph
+from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
@@ -35,6 +36,7 @@ def _substitute() -> None:
         (F.ctc_loss, _ctc_loss),
         (torch.masked_select, masked_select),
         (cudnn.flags, _cudnn_flags),
+        (flex_attention, _flex_attention),
     ):
         trace_rules.get_torch_obj_rule_map().pop(original, None)
         substitute_in_graph(original, skip_signature_check=True)(traced)
@@ -97,6 +99,50 @@ def check_selections(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=MASKED_SELECT):
         if any(reader.target is not CTC_LOSS or node in (*reader.args[:1], *reader.args[2:]) for reader in node.users):
             raise UnknownLengthError(node.meta.get("stack_trace") or "")
+
+
+def flex_attention_replaced() -> None:
+    """Stand for the remark that another kernel is used; a capture leaves its call out and says so."""
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Do as `flex_attention` does, whose operator keeps graphs of its own: by another kernel with a mask of all pairs, or
+    written out where `score_mod` changes scores.
+    """
+    flex_attention_replaced()
+    places = [torch.arange(size, device=query.device) for size in (*query.shape[:3], key.size(2))]
+    indices = [one.view([-1 if dim == place else 1 for dim in range(4)]) for place, one in enumerate(places)]
+    mask = None if block_mask is None else block_mask.mask_mod(*indices)
+    mask = mask if mask is None or mask.dim() == 4 else mask.expand(1, 1, query.size(2), key.size(2))
+    repeats = query.size(1) // key.size(1) if enable_gqa else 1
+    keys, values = (one.repeat_interleave(repeats, 1) if repeats > 1 else one for one in (key, value))
+    scores = query @ keys.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    changed = scores if score_mod is None else score_mod(scores, *indices)
+    masked = changed if mask is None else changed.masked_fill(mask.logical_not(), -torch.inf)
+    if changed is scores:
+        result = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    elif mask is None:
+        result = masked.softmax(-1) @ values
+    else:
+        result = masked.softmax(-1).masked_fill(mask.any(-1, keepdim=True).logical_not(), 0.0) @ values
+    if return_lse:
+        return result, masked.logsumexp(-1)
+    if return_aux is not None:
+        lse, largest = (masked.logsumexp(-1), masked.amax(-1))
+        return result, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
+    return result
 
 
 def _cudnn_flags(*args: Any, **kwargs: Any) -> Any:
