@@ -97,8 +97,11 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 def _best_of_variants(
     problem: Problem, folded: Folded, effort: Effort, progress: Progress
 ) -> tuple[Choice, bool, Folded]:
-    """Search with padding and split products and, if they change the graph, without them; return the better plan."""
-    if not (folded.is_padded or folded.is_split):
+    """Search with padding and split products and, if they change the graph, without them; return the better plan.
+
+    For a later call, such as a last batch that is padded, one search is enough.
+    """
+    if problem.earlier or not (folded.is_padded or folded.is_split):
         return search(problem, folded, effort, progress), True, folded
     found, errors = list[tuple[Choice, bool, Folded]](), list[MemoryLimitError]()
     for pads in (True, False):

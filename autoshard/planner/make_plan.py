@@ -178,12 +178,14 @@ def _of_few_layers(
             plan = follow(lambda plan: folded)
         except PlanError:  # it was made from all layers, or is for another model
             return None
-        if any(getattr(plan, name) != getattr(made.plan, name) for name in _DECIDED):
+        if not _is_decided_as(made.plan, plan):
             return None
     return made
 
 
-_DECIDED = ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
+def _is_decided_as(plan: PlanRecord, other: PlanRecord) -> bool:
+    names = ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
+    return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
 def program_problem(
@@ -194,12 +196,12 @@ def program_problem(
     observers: tuple[Observer, ...] = (),
     timer: Timer | None = None,
     earlier: Sequence[EarlierProgram] = (),
+    waits: bool = False,
 ) -> Planned:
     """Make the program of a captured model as `make_plan` does, without changing its graph; `follow` returns the plan
-    to follow, given a function that returns the folded graph that a plan is for.
+    to follow, given a function that returns the folded graph that a plan is for, and `waits` for it.
     """
-    timer = timer or Timer()
-    started = time.perf_counter()
+    timer, started = timer or Timer(), time.perf_counter()
     progress("fold")
     folded = fold(problem, whole=True)
 
@@ -208,19 +210,22 @@ def program_problem(
         same = folded if planned.padded_axes == problem.padded_axes else fold(planned)
         return folded_variant(planned, same, pads=plan.pads)
 
-    if follow is None:
-        decision = decide_for_run(problem, folded, progress)
-    else:
-        decision = decision_of(plan := follow(folded_for), folded_for(plan))
-        problem = _padded_as(problem, plan)
-    problem, folded = decision.variant(problem, folded)
-    timer.seconds["decide"] = time.perf_counter() - started
-    progress("passes")
-    lowered = None
-    if folded.repeats.runs and not observers and problem.options.passes is None and problem.options.dump is None:
-        lowered = lowered_by_layers(problem, folded, decision, earlier, (timer, Logger()))
-    lowered = lowered or _lowered(problem, folded, decision, timer, observers)
-    return _planned(problem, folded, decision, lowered, timer)
+    def made(problem: Problem, folded: Folded, decision: Decision) -> Planned:
+        timer.seconds["decide"] = time.perf_counter() - started
+        progress("passes")
+        problem, folded = decision.variant(problem, folded)
+        lowered = None
+        if folded.repeats.runs and not observers and problem.options.passes is None and problem.options.dump is None:
+            lowered = lowered_by_layers(problem, folded, decision, earlier, (timer, Logger()))
+        lowered = lowered or _lowered(problem, folded, decision, timer, observers)
+        return _planned(problem, folded, decision, lowered, timer)
+
+    if follow is None or (waits and is_given(problem)):  # where the options say all, every rank decides alike
+        planned = made(problem, folded, decide_for_run(problem, folded, progress))
+        if follow is None or _is_decided_as(planned.plan, follow(folded_for)):
+            return planned
+    plan = follow(folded_for)
+    return made(_padded_as(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
 
 
 def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:

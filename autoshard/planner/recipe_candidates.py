@@ -26,6 +26,7 @@ from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.search.prepared import Prepared
 
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
+STORED = "a later call, whose parameters are laid out already: not simulated"
 TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
 
 
@@ -43,9 +44,10 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
     allows.
     """
     experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
-    if is_needed and _is_answered(standings, solved):
+    is_stored = bool(task.problem.earlier) and standings.best is not None
+    if is_needed and (is_stored or _is_answered(standings, solved)):
         for name, _ in experts:
-            standings.decline(name, QUICKLY)
+            standings.decline(name, STORED if is_stored else QUICKLY)
         return
     promising: list[Promise] = []
     for name, recipes in experts:
