@@ -81,8 +81,13 @@ def open_groups(
 
     Ranks outside the mesh need not call it. Groups of one axis are the device mesh's own; others are made with its
     timeout. Raises MeshError if the ranks of a group do not ascend: torch sorts them, and a rank's place in the group
-    would no longer be its coordinate.
+    would no longer be its coordinate; and for a process group that sends nothing.
     """
+    if dist.get_backend(device_mesh.get_group(0)) == "fake":
+        raise MeshError(
+            "the process group is a fake one, which sends nothing between ranks; plan with "
+            f"autoshard.plan(model, Mesh('{mesh}'), args), which needs no process group, or train under torchrun with gloo or nccl"
+        )
     if device_mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
     mend_gathers(device_mesh.device_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,12 @@ from tests.spawn import reports_of_ranks, run_on_ranks
 c10d = torch.ops._c10d_functional
 
 GATHERS, UNDER_WAY = 10_000, 30
+
+
+def test_a_group_that_sends_nothing_is_refused() -> None:
+    with mock.patch("torch.distributed.get_backend", return_value="fake"), pytest.raises(MeshError) as error:
+        open_groups(mock.Mock(), Mesh("dp=4"))
+    assert str(error.value).startswith("the process group is a fake one, which sends nothing between ranks; plan with autoshard.plan")
 
 
 def _gather(value: int, size: int, name: str) -> list[int]:
