@@ -85,8 +85,8 @@ def open_groups(
     """
     if dist.get_backend(device_mesh.get_group(0)) == "fake":
         raise MeshError(
-            "the process group is a fake one, which sends nothing between ranks; plan with "
-            f"autoshard.plan(model, Mesh('{mesh}'), args), which needs no process group, or train under torchrun with gloo or nccl"
+            "the process group is a fake one, which sends nothing between ranks; train under torchrun with gloo or nccl, or call "
+            f"autoshard.plan(model, Mesh('{mesh}'), args), which needs no process group"
         )
     if device_mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")

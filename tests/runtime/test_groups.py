@@ -26,7 +26,10 @@ GATHERS, UNDER_WAY = 10_000, 30
 def test_a_group_that_sends_nothing_is_refused() -> None:
     with mock.patch("torch.distributed.get_backend", return_value="fake"), pytest.raises(MeshError) as error:
         open_groups(mock.Mock(), Mesh("dp=4"))
-    assert str(error.value).startswith("the process group is a fake one, which sends nothing between ranks; plan with autoshard.plan")
+    assert str(error.value) == (
+        "the process group is a fake one, which sends nothing between ranks; train under torchrun with gloo or nccl, or call "
+        "autoshard.plan(model, Mesh('dp=4'), args), which needs no process group"
+    )
 
 
 def _gather(value: int, size: int, name: str) -> list[int]:
