@@ -176,11 +176,13 @@ def capture_call(
         for path, leaf in call.leaves.items()
     }
     with _tracing(training=training):
-        for one in earlier:
+        if alike := [one for one in earlier if one.training == training]:
             fake = fake_module(module, mode, place, compute_dtype)
-            resized = resized_call(one.call, one.names, fake, call, leaves, mode) if one.training == training else None
+            resized = resized_call([one.call for one in alike], fake, call, leaves, mode)
             if resized is not None:
-                return Captured(resized.call, one.modules, fake.tied, training, resized.names)
+                like = alike[resized.number]
+                names = None if like.names is None else like.names | resized.names
+                return Captured(resized.call, like.modules, fake.tied, training, names)
         fake = fake_module(module, mode, place, compute_dtype)
         traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)

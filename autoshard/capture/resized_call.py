@@ -11,6 +11,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,7 @@ from autoshard.capture.changes import NOTHING_NEW
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.flat_call import FlatCall, unreturned
 from autoshard.capture.python_state import Functions, Held
-from autoshard.capture.signature import Call, InputSpec, NotReturned, describe_output
+from autoshard.capture.signature import Call, InputSpec, NotReturned, Outputs, describe_output
 from passes._torch import CalledFunction, called_functions, name_of
 from passes.ir.graph import Input, InputRole
 
@@ -37,10 +38,11 @@ _VIEWS = frozenset({"getitem", "view", "reshape", "expand", "unsqueeze", "squeez
 
 @dataclass(frozen=True)
 class ResizedCall:
-    """A call captured by a run, and the names that the code reads (None: not known)."""
+    """A call captured by a run: the number of the earlier call that it is like, and the names that the run's code reads."""
 
     call: FlatCall
-    names: frozenset[str] | None
+    number: int
+    names: frozenset[str]
 
 
 class _Unlike(Exception):
@@ -48,71 +50,105 @@ class _Unlike(Exception):
 
 
 def resized_call(
-    earlier: FlatCall, names: frozenset[str] | None, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any
+    earlier: Sequence[FlatCall], fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any
 ) -> ResizedCall | None:
-    """Return a call of `fake` with `leaves`, captured as `earlier` was, whose code reads `names`; None where the run is
-    not surely like it.
+    """Return a call of `fake` with `leaves`, captured as one of the `earlier` calls was; None where the run is not surely
+    like one of them.
 
     The run may change `fake`.
     """
     arguments = {Input(InputRole.INPUT, path): leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     tensors = {**fake.tensors, **arguments}
-    if earlier.new_values is not NOTHING_NEW or list(tensors) != list(earlier.tensors):
+    possible = {number: one for number, one in enumerate(earlier) if _is_possible(one, tensors)}
+    if not possible:
         return None
-    if not all(remark.routine or remark in map(unreturned, _left_out(earlier)) for remark in earlier.remarks):
-        return None  # it prints, or checks values, as a run would
     try:
-        called, output, functions = _run(fake, call, leaves, mode)
-        described = describe_output(output)
-        if list(described.left_out) != _left_out(earlier) or described.spec != earlier.signature.out_spec:
-            raise _Unlike("it returns something else")
-        if tuple(path for path, _ in described.tensors) != earlier.signature.outputs:
-            raise _Unlike("it returns other tensors")
-        graph = _Resized(earlier, tensors, called).graph([tensor for _, tensor in described.tensors])
+        run = _run(fake, call, leaves, mode)
     except Exception as error:  # of the user's code, too, which may ask for values
         _log.debug("dynamo traces a call in other sizes anew: %s", error)
         return None
-    signature = replace(
-        earlier.signature,
-        forward=call.bound.signature,
-        inputs=tuple(
-            InputSpec(path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-            for path, leaf in call.leaves.items()
-            if isinstance(leaf, torch.Tensor)
-        ),
-        constants=tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
-        results=described.results,
-    )
-    flat = replace(earlier, graph_module=graph, tensors=tensors, constants=dict(fake.attributes), signature=signature)
-    return ResizedCall(flat, None if names is None else names | functions.names)
+    for number, one in reversed(possible.items()):
+        try:
+            graph = _graph(one, tensors, run)
+        except (_Unlike, TypeError) as error:  # arguments that do not bind
+            _log.debug("a call in other sizes is not like call %d: %s", number + 1, error)
+            continue
+        signature = replace(
+            one.signature,
+            forward=call.bound.signature,
+            inputs=tuple(
+                InputSpec(path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                for path, leaf in call.leaves.items()
+                if isinstance(leaf, torch.Tensor)
+            ),
+            constants=tuple((path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)),
+            results=run.output.results,
+        )
+        found = replace(one, graph_module=graph, tensors=tensors, constants=dict(fake.attributes), signature=signature)
+        return ResizedCall(found, number, run.names)
+    return None
+
+
+def _is_possible(earlier: FlatCall, tensors: Mapping[Input, torch.Tensor]) -> bool:
+    """Return whether an earlier call has the tensors of this one, changes no objects, and leaves no message or check out,
+    which a run would write or make.
+    """
+    left_out = list(map(unreturned, _left_out(earlier)))
+    is_silent = all(remark.routine or remark in left_out for remark in earlier.remarks)
+    return is_silent and earlier.new_values is NOTHING_NEW and list(tensors) == list(earlier.tensors)
 
 
 def _left_out(earlier: FlatCall) -> list[NotReturned]:
     return [value for _, value in earlier.signature.results if isinstance(value, NotReturned)]
 
 
-def _run(
-    fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any
-) -> tuple[list[CalledFunction], Any, Functions]:
-    """Return what a run of the code calls and returns, and the functions that it runs.
+@dataclass(frozen=True)
+class _Run:
+    called: list[CalledFunction]
+    output: Outputs
+    names: frozenset[str]
+
+
+def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> _Run:
+    """Return what a run of the code calls, returns and reads. Raises _Unlike if it does what no graph can.
 
     It runs twice: only after the first run is it known which functions run, and so which objects they could change.
     """
     args, kwargs = call.with_leaves(dict(leaves))
-    functions = Functions()
-    own = Held(fake.module, (args, kwargs), functions)
-    with mode, functions.noted(), called_functions():
+    functions, own = Functions(), Held(fake.module, (args, kwargs), Functions())
+    with _quiet(), mode, functions.noted(), called_functions():
         fake.module(*args, **kwargs)
     if own.changed():
         raise _Unlike(f"it changes {own.changed()}")
     if functions.draws or functions.checkpoints or functions.stored():
         raise _Unlike("it draws numbers, makes a checkpoint or assigns a variable outside of it")
     held = Held(fake.module, (args, kwargs), functions)
-    with mode, called_functions() as called:
+    with _quiet(), mode, called_functions() as called:
         output = fake.module(*args, **kwargs)
     if held.changed():
         raise _Unlike(f"it changes {held.changed()}")
-    return called, output, functions
+    return _Run(called, describe_output(output), functions.names)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: dynamo leaves such calls out, too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _graph(earlier: FlatCall, tensors: Mapping[Input, torch.Tensor], run: _Run) -> GraphModule:
+    """Return the graph of a run. Raises _Unlike if it is not the earlier one in other sizes."""
+    output = run.output
+    if list(output.left_out) != _left_out(earlier) or output.spec != earlier.signature.out_spec:
+        raise _Unlike("it returns something else")
+    if tuple(path for path, _ in output.tensors) != earlier.signature.outputs:
+        raise _Unlike("it returns other tensors")
+    return _Resized(earlier, tensors, run.called).graph([tensor for _, tensor in output.tensors])
 
 
 class _Resized:

@@ -214,8 +214,8 @@ def program_problem(
         timer.seconds["decide"] = time.perf_counter() - started
         progress("passes")
         problem, folded = decision.variant(problem, folded)
-        lowered = None
-        if folded.repeats.runs and not observers and problem.options.passes is None and problem.options.dump is None:
+        lowered, is_watched = None, bool(observers) or dump_of(problem.options) is not None
+        if earlier and folded.repeats.runs and not is_watched and problem.options.passes is None:
             lowered = lowered_by_layers(problem, folded, decision, earlier, (timer, Logger()))
         lowered = lowered or _lowered(problem, folded, decision, timer, observers)
         return _planned(problem, folded, decision, lowered, timer)
