@@ -208,7 +208,7 @@ class _Resized:
                     raise _Unlike(f"it calls {call.name} where it called {node.target}")
                 return call, self._arguments(node, call)
             except _Unlike:
-                if name in _COMMUTATIVE and call.name == name and len(call.args) == 2:  # 2 * x may be x.__mul__(2)
+                if name in _COMMUTATIVE and call.name == name and len(call.args) == 2 and not call.kwargs:  # 2 * x may be x * 2
                     return call, self._arguments(node, replace(call, args=call.args[::-1]))
                 if call.name not in _VIEWS:
                     raise
@@ -217,8 +217,8 @@ class _Resized:
     def _arguments(self, node: Node, call: CalledFunction) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a node with the numbers of the run's call, which may give them in another way."""
         args, kwargs = call.args, call.kwargs
-        if isinstance(call.function, FunctionType):
-            names = inspect.signature(call.function)
+        names = _signature(call.function)
+        if names is not None:
             given = names.bind(*args, **kwargs)
             given.apply_defaults()
             own = names.bind(
@@ -259,6 +259,14 @@ class _Resized:
         if type(own) not in (int, float) and own != now:
             raise _Unlike(f"it gives {now} where it gave {own}")
         return now
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    """Return the signature of a function in Python; None for one of torch's in C, also with a wrapper in Python."""
+    try:
+        return inspect.signature(function) if isinstance(function, FunctionType) else None
+    except ValueError:
+        return None
 
 
 def _kind(value: Any) -> Any:

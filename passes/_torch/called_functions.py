@@ -34,7 +34,6 @@ _SPELLINGS = {
     "ior": "or_",
 }
 _OPERATORS = (operator.and_, operator.or_)  # spelled so as their names are words of Python
-_REFLECTED = frozenset({"add", "sub", "mul", "div", "floordiv", "pow", "mod", "matmul", "and", "or", "xor"})
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,12 @@ def called_functions() -> Iterator[list[CalledFunction]]:
         torch.compiler._is_exporting_flag = before
 
 
+def _is_reflected(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    is_operator = name[3:-2] == "div" or hasattr(operator, f"__{name[3:]}")
+    return name.startswith("__r") and name.endswith("__") and is_operator
+
+
 class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +92,7 @@ class _Watch(TorchFunctionMode):
         if name == "get" and hasattr(function, "__self__"):  # of an attribute of a tensor
             name, args, is_question = "getattr", (args[0], function.__self__.__name__), True
         if not is_question or any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):
-            spelled = _SPELLINGS.get(name[1:], name[1:])
-            if name[:1] == "r" and spelled in _REFLECTED and len(args) == 2:
-                name, args = spelled, (args[1], args[0])
+            if _is_reflected(function):  # 1 - x is x.__rsub__(1)
+                name, args = _SPELLINGS.get(name[1:], name[1:]), (args[1], args[0])
             self.called.append(CalledFunction(function, name, tuple(args), kwargs, result))
         return result

@@ -75,6 +75,11 @@ def _sliced(model: Computed, x: Tensor) -> Tensor:
     return 2 * first + second.T.reshape(first.shape) / x.shape[0] - model.table[: first.shape[0]]
 
 
+def _reflected(model: Computed, x: Tensor) -> Tensor:
+    noise = torch.rand(x.shape[0], 8)
+    return (1 - x) + 2 / (3 + x.abs()) + 0.5 * x**2 - 2**x + noise @ (1.0 - model.linear.weight)
+
+
 def _in_place(model: Computed, x: Tensor) -> Tensor:
     y = x.clone()
     y += 0.5
@@ -93,7 +98,7 @@ def _returned(model: Computed, x: Tensor) -> Any:
     return {"loss": model.norm(x).mean(), "rows": x.shape[0], "states": [x, F.dropout(x, 0.1)]}
 
 
-@pytest.mark.parametrize("function", [_sliced, _in_place, _unused, _returned])
+@pytest.mark.parametrize("function", [_sliced, _reflected, _in_place, _unused, _returned])
 def test_a_run_is_enough(function: Callable[[Computed, Tensor], Any]) -> None:
     assert _checked(function)
 
@@ -117,6 +122,11 @@ def _shorter(model: Computed, x: Tensor) -> Tensor:
 def _other_operand(model: Computed, x: Tensor) -> Tensor:
     y = x.relu()
     return x + (y if x.shape[0] > 6 else x)
+
+
+def _other_order(model: Computed, x: Tensor) -> Tensor:
+    y = x.relu()
+    return torch.add(*((x, y) if x.shape[0] > 6 else (y, x)), alpha=2)
 
 
 def _other_parameter(model: Computed, x: Tensor) -> Tensor:
@@ -173,7 +183,7 @@ def _more_output(model: Computed, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "function",
     [
-        *(_branched, _longer, _shorter, _other_operand, _other_parameter, _other_flag, _without_gradient, _narrow),
+        *(_branched, _longer, _shorter, _other_operand, _other_order, _other_parameter, _other_flag, _without_gradient, _narrow),
         *(_stored, _counted, _grown, _warned, _other_output, _more_output),
     ],
 )
