@@ -150,9 +150,11 @@ class Held:
 
     def __init__(self, model: nn.Module, arguments: Any, functions: Functions) -> None:
         self._before: dict[int, tuple[str, Any, Any]] = {}
+        self._modules: set[int] = set()  # the attributes of modules, by id
         self._add("an argument", arguments, _DEPTH_MAX)
         for prefix, module in model.named_modules():
             cached = _cached_properties(type(module))
+            self._modules.add(id(vars(module)))
             self._add(prefix, vars(module), _DEPTH_MAX + 1, cached)
             for kind in type(module).__mro__:
                 if not kind.__module__.startswith(("torch.", "builtins")):
@@ -161,15 +163,20 @@ class Held:
             for name, value in outside.items():
                 self._add(name, _Class(value) if isinstance(value, type) else value, _DEPTH_MAX)
 
-    def changed(self) -> str:
-        """Return the path of an object that is no longer as it was, or ""."""
+    def changed(self, *, but_flags: bool = False) -> str:
+        """Return the path of an object that is no longer as it was, or "".
+
+        With `but_flags`, constants may be set in objects that are no modules, such as a config: dynamo takes such a call for
+        one that finds them set, too.
+        """
         for path, value, before in self._before.values():
             ignored, contents = before
             present = _contents(value, ignored)
-            if present.keys() != contents.keys():
-                return _join(path, str(next(iter(present.keys() ^ contents.keys()))))
-            for key, item in contents.items():
-                if not _is_same(item, present[key]):
+            are_flags = but_flags and id(value) not in self._modules and not isinstance(value, list | dict | set | deque)
+            for key in dict.fromkeys((*contents, *present)):
+                old, new = contents.get(key), present.get(key)
+                is_kept = key in contents and key in present and _is_same(old, new)
+                if not is_kept and not (are_flags and is_constant(old) and is_constant(new)):
                     return _join(path, str(key))
         return ""
 

@@ -52,6 +52,13 @@ def test_decoders(make: Callable[[], Any], training: bool) -> None:
     assert was_run
 
 
+class Config:
+    """A configuration in which a model's first call sets a flag."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+
+
 class Computed(nn.Module):
     """A linear layer, and what a function makes of its result."""
 
@@ -59,6 +66,7 @@ class Computed(nn.Module):
         super().__init__()
         self.linear, self.norm, self.function = nn.Linear(8, 8), nn.BatchNorm1d(8), function
         self.flag, self.steps, self.kept = False, 0, list[int]()
+        self.config = Config()
         self.table = nn.Buffer(torch.ones(64, 8))
 
     def forward(self, x: Tensor) -> Any:
@@ -94,11 +102,17 @@ def _unused(model: Computed, x: Tensor) -> Tensor:
     return F.pad(x / scale, (0, 1), value=-1.0).softmax(-1)
 
 
+def _settled(model: Computed, x: Tensor) -> Tensor:
+    if model.config.kind is None:
+        model.config.kind = "rows"
+    return x.relu() if model.config.kind == "rows" else x
+
+
 def _returned(model: Computed, x: Tensor) -> Any:
     return {"loss": model.norm(x).mean(), "rows": x.shape[0], "states": [x, F.dropout(x, 0.1)]}
 
 
-@pytest.mark.parametrize("function", [_sliced, _reflected, _in_place, _unused, _returned])
+@pytest.mark.parametrize("function", [_sliced, _reflected, _in_place, _unused, _settled, _returned])
 def test_a_run_is_enough(function: Callable[[Computed, Tensor], Any]) -> None:
     assert _checked(function)
 
