@@ -162,10 +162,6 @@ HEURISTICS = {
     "transitions pruned": Heuristic(((Dual, "_prune_transitions", lambda *_: None),), (Dual._prune_transitions,)),
     "pruning sweeps": Heuristic(((search_state, "PRUNING_SWEEPS", 1), (tune_multipliers, "PRUNING_SWEEPS", 1))),
     "less communication if equal": Heuristic(((mip_columns, "TIE", 0.0), (mip, "TIE", 0.0))),
-    "recipes' layouts by descent": Heuristic(
-        ((recipe_costs, "_descend", lambda *_: None),),
-        (recipe_costs._descend, recipe_costs._Edge, recipe_costs._around),
-    ),
     "axes in groups": Heuristic(
         ((solver_candidate, "coarse_groups", lambda _: ()),),
         (axis_groups, solver_candidate._solve_grouped, solver_candidate._first_step),

@@ -110,12 +110,12 @@ class Prepared:
     def evaluate_recipe(
         self, placed: GraphModule, *, gathers_again: bool, budget: MemoryBudget | None = None
     ) -> Assignment | None:
-        """Return the assignment with the layouts of `placed`, or with the most similar ones that the search considers.
+        """Return the assignment with the layouts of `placed`, also those that the search does not consider.
 
-        None if these cannot be combined. Parameters are gathered again in the backward, or kept.
+        None if a reshard has no steps. Parameters are gathered again in the backward, or kept.
         """
         return recipe_assignment(
-            self.graph, self.skeleton, self.transitions, placed, gathers_again=gathers_again, budget=budget
+            self.structure, self.skeleton, self.node_costs, placed, gathers_again=gathers_again, budget=budget
         )
 
     def _search(self, goal: Goal) -> _Search:

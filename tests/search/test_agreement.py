@@ -19,6 +19,7 @@ from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
 from autoshard.planner.standings import SearchTask
+from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
 from passes.search.prepared import Prepared
 
@@ -73,6 +74,20 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
     objective, _ = experts.estimate(recipes, found)
     step = in_chunks(task.problem, task.evaluate(recipes)).cost.step_time
     assert objective == pytest.approx(step, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_priced_with_its_own_layouts_whatever_the_search_considers(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, found = prepared()
+    experts = Experts(task.problem, task.folded)
+    monkeypatch.setattr(strategies, "ROWS", 1)
+    few = stated(replace(task, folded=replace(task.folded, prepared={})), single_axes(task.problem.mesh))
+    assert few is not None
+    few_strategies, all_strategies = (sum(len(v.strategies) for v in one.factor_graph.variables) for one in (few, found))
+    assert few_strategies < all_strategies
+    for name in ("megatron", "fsdp"):
+        recipes = dict(experts)[name]
+        assert experts.estimate(recipes, few) == pytest.approx(experts.estimate(recipes, found))
 
 
 @pytest.mark.slow

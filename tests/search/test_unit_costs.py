@@ -32,3 +32,12 @@ def test_transitions_cost_what_the_emitted_steps_cost(mesh: str, itemsize: int) 
             for of, at in ((alone, (0, 0)), (costs, (i, j)))
         )
         assert found == pytest.approx(one), f"{layouts[i].format(on)} to {layouts[j].format(on)}"
+
+
+def test_routes_of_few_elements_are_not_those_of_many() -> None:
+    """A number is reduced on one axis after another, which pads it less; a matrix in one message."""
+    on = Mesh("dp=16,tp=8", hardware="h100")
+    unit_costs, partial, whole = UnitCosts.of(on), Layout((Partial(), Partial())), Layout((R, R))
+    unit_costs.transition_costs((), 4, [partial], [whole])
+    costs = unit_costs.transition_costs((4096, 4096), 4, [partial], [whole])
+    assert costs.inside == 0.0 < costs.across

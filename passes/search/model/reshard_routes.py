@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -69,7 +70,11 @@ class ReshardRoutes:
         return self._tables[key]
 
     def _found(self, shape: Shape, sources: Sequence[Layout], targets: Sequence[Layout]) -> Routes:
-        """Find routes by `plan_steps`: on even layouts, once for all reshards that are alike."""
+        """Find routes by `plan_steps`: on even layouts, once for all reshards that are alike.
+
+        Of a tensor with fewer elements than ranks, steps send mostly padding, so that other routes are the shortest.
+        """
+        is_small = math.prod(shape) < self.sizes.mesh.size
         odd = [np.array([0 if self._is_even(shape, one) else i for i, one in enumerate(side, 1)]) for side in (sources, targets)]
         wanted = [_listed([target.placements[axis] for target in targets]) for axis in range(self.sizes.mesh.ndim)]
         alike = [self._alike(axis, sources, wanted) for axis in range(self.sizes.mesh.ndim)]
@@ -81,7 +86,7 @@ class ReshardRoutes:
         routes = []
         for one, two, like_no_other, key in zip(i.tolist(), j.tolist(), is_odd.tolist(), keys, strict=True):
             ends = sources[one], targets[two], shape
-            at: object = ends if like_no_other else key
+            at: object = ends if like_no_other or is_small else key
             if at not in self._routes:
                 self._routes[at] = self._planned(*ends)
             routes.append(self._routes[at])
