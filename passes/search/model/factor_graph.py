@@ -9,14 +9,15 @@ layout. A segment is a part of the step within which compute can hide communicat
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from passes.ir.layout import Layout
+from passes.ir.layout import Layout, Shard
 from passes.search.model.strategies import Strategy
 
 Floats = NDArray[np.float64]
@@ -26,10 +27,14 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Port:
-    """An operand, or a result, of a variable: its position (`slot`) in the strategies."""
+    """An operand, or a result, of a variable: its position (`slot`) in the strategies.
+
+    An operand may be the value with its dims permuted: in the `order` of these of the value's; None: as they are.
+    """
 
     variable: int
     slot: int
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +70,8 @@ class Value:
     repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result
     stays_partial: bool = False  # a gradient before its cast to the dtype that it is reduced in is not reduced yet
     is_product: bool = False  # the result of a matrix product, whose reduction can be sent in chunks
+    is_of_kernel: bool = False  # made by a kernel of its own, with which no copy is fused
+    is_for_kernels: bool = False  # read by one
     products: tuple[int, ...] = ()  # variables of matrix products that read its rows, whose gather can be sent in chunks
 
 
@@ -77,6 +84,16 @@ class Segment:
     layers: int  # how many it stands for
     exposed: float  # the part of its hiding communication that has no compute to hide beside
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
+
+
+@dataclass(frozen=True)
+class Together:
+    """The messages of a segment that are joined: of each of its `layers`, `times` the bytes of one. The part `exposed` of them
+    has no compute to hide beside, and no less than one message."""
+
+    times: float
+    layers: int
+    exposed: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +113,10 @@ class FactorGraph:
         return np.array([self._number(strategy.results[value.maker.slot]) for strategy in strategies])
 
     def needed(self, user: Port) -> Ints:
-        """Return, per strategy of the user, the number of the layout that it needs."""
+        """Return, per strategy of the user, the number of the layout that it needs of the value."""
         strategies = self.variables[user.variable].strategies
-        return np.array([self._number(strategy.needs[user.slot]) for strategy in strategies])
+        needs = [strategy.needs[user.slot] for strategy in strategies]
+        return np.array([self._number(need if user.order is None else _permuted(need, user.order)) for need in needs])
 
     def layout(self, number: int) -> Layout:
         """Return the layout of a number."""
@@ -106,9 +124,13 @@ class FactorGraph:
             self._listed[:] = list(self.layouts)
         return self._listed[number]
 
-    def joins(self, value: Value) -> float:
-        """Return how many times as large the messages of a layer are, together, as that of a parameter or gradient."""
-        return self._joined[value.segment, value.is_parameter] / self._elements(value) if value.hides else 0.0
+    def together(self, value: Value) -> Together | None:
+        """Return what the message of a parameter or a gradient is joined with; None for any other value."""
+        if not value.hides:
+            return None
+        segment = self.segments[value.segment]
+        joined = self._joined.get((value.segment, value.is_parameter), 0.0)
+        return Together(joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed)
 
     @cached_property
     def _joined(self) -> dict[tuple[int, bool], float]:
@@ -116,14 +138,17 @@ class FactorGraph:
         makers = {value.maker.variable for value in self.values if value.is_parameter}
         found: dict[tuple[int, bool], float] = {}
         for value in self.values:
-            is_cast = value.stays_partial or (value.is_parameter and any(user.variable in makers for user in value.users))
-            if value.hides:
-                key, sent = (value.segment, value.is_parameter), 0.0 if is_cast else self._elements(value)
-                found[key] = found.get(key, 0.0) + sent
+            is_made_of = any(user.variable in makers for user in value.users)
+            if value.hides and is_made_of != value.is_parameter:
+                key = value.segment, value.is_parameter
+                elements = math.prod(value.shape) * value.count / self.segments[value.segment].layers
+                found[key] = found.get(key, 0.0) + elements
         return found
-
-    def _elements(self, value: Value) -> float:
-        return max(1, math.prod(value.shape)) * value.count / self.segments[value.segment].layers
 
     def _number(self, layout: Layout) -> int:
         return self.layouts.setdefault(layout, len(self.layouts))
+
+
+def _permuted(layout: Layout, order: Sequence[int]) -> Layout:
+    """Return the layout of a value whose dims, in this order, have `layout`."""
+    return Layout(tuple(replace(p, dim=order[p.dim]) if isinstance(p, Shard) else p for p in layout.placements))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from passes.ir.layout import Layout, local_shape
+from passes.ir.layout import Layout, Shard, local_shape
 from passes.ir.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -17,6 +17,7 @@ class LocalSizes:
 
     mesh: Mesh
     _shapes: dict[tuple[Shape, Layout], Shape] = field(default_factory=dict)
+    _inner: dict[tuple[Shape, Layout, int], bool] = field(default_factory=dict)
 
     def local(self, shape: Shape, layout: Layout) -> Shape:
         """Return the shape of one rank's part."""
@@ -33,3 +34,18 @@ class LocalSizes:
     def nbytes(self, shape: Shape, itemsize: int, layout: Layout) -> float:
         """Return the bytes of one rank's part."""
         return float(math.prod(self.local(shape, layout)) * itemsize)
+
+    def is_inner(self, shape: Shape, layout: Layout, axis: int) -> bool:
+        """Return whether a rank's part lies between those of the others on an axis, not after or before all of them."""
+        key = shape, layout, axis
+        if key not in self._inner:
+            self._inner[key] = self._is_inner(*key)
+        return self._inner[key]
+
+    def _is_inner(self, shape: Shape, layout: Layout, axis: int) -> bool:
+        one, sizes = layout.placements[axis], self.mesh.sizes
+        if not isinstance(one, Shard):
+            return False
+        axes = layout.axes_on(one.dim)
+        outside = math.prod(sizes[other] for other in axes[: axes.index(axis)])
+        return math.prod(self.local(shape, layout)[: one.dim]) > 1 or one.outer > outside

@@ -18,7 +18,7 @@ import numpy as np
 from torch.fx import Node
 
 from passes.cost.fused_regions import is_alias, node_nbytes
-from passes.ir.layout import Layout, Shard
+from passes.ir.layout import Layout, R, Shard
 from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.unit_costs import UnitCosts
@@ -48,22 +48,22 @@ def transition_terms(
     graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
 ) -> TransitionTerms:
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
-    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.joins(value))
-    same = _same(sources, targets)
+    costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.together(value))
+    same, local = _same(sources, targets), costs.local + _copied(value, sources, targets, unit_costs)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     segment = graph.segments[value.segment]
-    exposed = unit_costs.compute_per_link(segment.exposed if value.hides else segment.exposed_between) * links
+    exposed = unit_costs.beside(links, costs.exposed if value.hides else segment.exposed_between * links)
     if unit_costs.hiding.in_chunks:
         exposed = np.minimum(exposed, _in_chunks(graph, value, sources, targets, links, unit_costs))
-    exposed_again = unit_costs.compute_per_link(graph.segments[value.repeat_segment].exposed)
+    exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
-        np.stack([(costs.local + exposed) * value.count, *on_links]),
+        np.stack([(local + exposed) * value.count, *on_links]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([exposed_again * links * value.count, *on_links]) if can_repeat else _nothing(3, *same.shape),
-        (links + costs.local) * value.count,
+        np.stack([exposed_again * value.count, *on_links]) if can_repeat else _nothing(3, *same.shape),
+        (links + local) * value.count,
         links * value.count,
         _held(value, sources, moved, same, unit_costs),
         np.where(same, 0.0, moved[None, :]) / layers if value.is_parameter else _nothing(*same.shape),
@@ -71,6 +71,23 @@ def transition_terms(
         same,
         costs.impossible,
     )
+
+
+def _copied(value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts) -> Floats:
+    """Return the seconds of copies to and from the order in which ranks' parts are sent; a fused kernel makes them by the way."""
+    if not (value.is_of_kernel or value.is_for_kernels):
+        return _nothing(len(sources), len(targets))
+    sizes, shape = unit_costs.sizes, value.shape
+    sends, receives = np.zeros((2, len(sources), len(targets)), dtype=np.bool_)
+    for axis in range(sizes.mesh.ndim):
+        moves = np.array([[one.placements[axis] != other.placements[axis] for other in targets] for one in sources])
+        has = np.array([one.placements[axis] != R for one in sources])
+        inner, other = (np.array([sizes.is_inner(shape, one, axis) for one in side]) for side in (sources, targets))
+        sends |= moves & has[:, None] & other
+        receives |= moves & inner[:, None]
+    sent, received = (np.array([sizes.nbytes(shape, value.itemsize, one) for one in side]) for side in (sources, targets))
+    out = unit_costs.copied(value.is_of_kernel * sends * sent[:, None])
+    return out + unit_costs.copied(value.is_for_kernels * receives * received)
 
 
 def _in_chunks(

@@ -3,7 +3,7 @@ backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -88,7 +88,7 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
     """
     found, read, remade, seen = set[Node](), set[Node](), set[Node](), set[Node]()
     queue = [value for node in nodes if node not in forward for value in operands(node) if value in forward]
-    written = {source_of(value) for value in queue if _is_read_by_kernels(value, forward)}
+    written = {source_of(value) for value in queue if is_read_by_kernels(value, forward)}
     while queue:
         value = queue.pop()
         read.add(value)
@@ -104,11 +104,11 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
     return found, read, remade
 
 
-def _is_read_by_kernels(value: Node, forward: set[Node]) -> bool:
-    """Return whether a call of the backward that cannot be fused reads a value, perhaps through views."""
-    users = (user for user in value.users if user.op != "output" and user not in forward)
+def is_read_by_kernels(value: Node, others: Collection[Node] = ()) -> bool:
+    """Return whether a call that cannot be fused, and is none of `others`, reads a value, perhaps through views."""
+    users = (user for user in value.users if user.op != "output" and user not in others)
     return any(
-        _is_read_by_kernels(user, forward) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))
+        is_read_by_kernels(user, others) if is_alias(user) else not (is_fusible(user.target) or is_reshard(user))
         for user in users
     )
 

@@ -14,12 +14,12 @@ from passes.hardware.hardware import Hardware
 from passes.ir.collectives import TAKE_PART
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
-from passes.search.model.factor_graph import Floats
+from passes.search.model.factor_graph import Floats, Together
 from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
-_Seconds = tuple[float, float, float]  # inside a node, across, and of local steps
+_Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and of messages that nothing hides
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ USUAL = Hiding()
 @dataclass(frozen=True, eq=False)
 class TransitionCosts:
     """The seconds of transitions from each source to each target, on links and of local steps, and which are
-    `impossible`."""
+    `impossible`. Of those on links, `exposed` have no compute to hide beside, if the messages are joined."""
 
     inside: Floats
     across: Floats
     local: Floats
+    exposed: Floats
     impossible: NDArray[np.bool_]
 
 
@@ -59,7 +60,7 @@ class UnitCosts:
     routes: ReshardRoutes
     hiding: Hiding = USUAL
     _costs: dict[object, TransitionCosts] = field(default_factory=dict)
-    _times: dict[tuple[float, float], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole and `joins`
+    _times: dict[tuple[float, Together | None], list[_Seconds]] = field(default_factory=dict)  # of legs, by bytes of the whole
 
     @staticmethod
     def of(mesh: Mesh, hiding: Hiding = USUAL) -> UnitCosts:
@@ -78,58 +79,70 @@ class UnitCosts:
         """Return the sizes of one rank's parts."""
         return self.routes.sizes
 
-    def compute_per_link(self, exposed: float) -> float:
-        """Return the seconds that one of a message that may hide adds to those of kernels, if `exposed` of it cannot.
+    def beside(self, links: Floats, exposed: Floats | float) -> Floats:
+        """Return the seconds that messages of `links` seconds add to those of kernels, if `exposed` of these cannot hide.
 
-        A kernel beside it does less of its work per second.
+        A kernel beside one does less of its work per second.
         """
         if not self.hiding.overlaps:
-            return 1.0
-        kernels, links = self.hardware.contention, self.hardware.link_contention
-        return exposed + (1 - exposed) * kernels * (1 + links) / (1 + kernels)
+            return links
+        kernels, between = self.hardware.contention, self.hardware.link_contention
+        return exposed + (links - exposed) * kernels * (1 + between) / (1 + kernels)
 
     def in_chunks(self, links: Floats, product: float, nbytes: float = 0.0) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of two chunks, one hides
         beside half of the product, each has a product of its own, and results of `nbytes` are concatenated."""
         hidden = np.minimum(links, product) / 2
-        copied = 2 * nbytes / self.mesh.size / self.hardware.memory_bandwidth + self.hardware.launch
-        found: Floats = links - hidden * (1 - self.compute_per_link(0.0)) + copied
-        return found
+        return self.beside(links, links - hidden) + self.copied(np.array(nbytes / self.mesh.size))
+
+    def copied(self, nbytes: Floats) -> Floats:
+        """Return the seconds in which a kernel copies these bytes; none for no bytes."""
+        return np.where(nbytes > 0, 2 * nbytes / self.hardware.memory_bandwidth + self.hardware.launch, 0.0)
 
     def transition_costs(
-        self, shape: Shape, itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], joins: float = 0.0
+        self,
+        shape: Shape,
+        itemsize: int,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        together: Together | None = None,
     ) -> TransitionCosts:
         """Cost reshards from each source to each target as `lower_reshards` emits them, equal ones once.
 
-        With `joins`, collectives are joined: those of a layer are that many times as large, and a collective takes its part
-        of the time of one.
+        A collective that is joined with others takes its part of the time of one, and of the copies together and apart.
         """
-        key = shape, itemsize, joins, tuple(sources), tuple(targets)
+        key = shape, itemsize, together, tuple(sources), tuple(targets)
         if key not in self._costs:
             routes = self.routes.routes(shape, sources, targets)
-            times = np.array(self._taken(float(math.prod(shape) * itemsize), joins))
-            seconds = np.zeros((len(routes.legs), 3))
+            times = np.array(self._taken(float(math.prod(shape) * itemsize), together))
+            seconds = np.zeros((len(routes.legs), 4))
             for leg in routes.legs.T:
                 seconds += times[leg]
-            inside, across, local = (column[routes.numbers] for column in seconds.T)
-            self._costs[key] = TransitionCosts(inside, across, local, routes.impossible[routes.numbers])
+            inside, across, local, exposed = (column[routes.numbers] for column in seconds.T)
+            self._costs[key] = TransitionCosts(inside, across, local, exposed, routes.impossible[routes.numbers])
         return self._costs[key]
 
-    def _taken(self, nbytes: float, joins: float) -> list[_Seconds]:
+    def _taken(self, nbytes: float, together: Together | None) -> list[_Seconds]:
         """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
-        times = self._times.setdefault((nbytes, joins), [])
-        times += [self._leg(leg, nbytes, joins) for leg in list(self.routes.legs)[len(times) :]]
-        return [*times, (0.0, 0.0, 0.0)]
+        times = self._times.setdefault((nbytes, together), [])
+        times += [self._leg(leg, nbytes, together) for leg in list(self.routes.legs)[len(times) :]]
+        return [*times, (0.0, 0.0, 0.0, 0.0)]
 
-    def _leg(self, leg: Leg, whole: float, joins: float) -> _Seconds:
-        """Return seconds inside a node, across, and of local steps."""
+    def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
+        """Return seconds inside a node, across, of local steps, and of those on links that nothing hides."""
         if leg.kind is TAKE_PART:
-            return 0.0, 0.0, 0.0  # a view
+            return 0.0, 0.0, 0.0, 0.0  # a view
         if not leg.kind.communicates:
-            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth
+            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, 0.0
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
-        message = max(nbytes, self.hiding.bucket, min(nbytes * joins, self.hiding.most)) if joins else nbytes
-        seconds = collective_seconds(leg.kind.name, message, group, self.hardware)
-        taken = seconds * nbytes / message if message else 0.0
-        return (taken, 0.0, 0.0) if link_of(group) == "inside" else (0.0, taken, 0.0)
+        taken, copied, exposed = collective_seconds(leg.kind.name, nbytes, group, self.hardware), 0.0, 0.0
+        if together is not None and nbytes:
+            exposed = together.exposed
+            joined = max(nbytes, self.hiding.bucket, min(nbytes * together.times, self.hiding.most))
+            copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
+            share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
+            if leg.kind.bucket is not None and share + copies < taken:
+                taken, copied = share, copies
+                exposed = max(exposed, min(1.0, joined / (nbytes * together.times * together.layers))) if exposed else 0.0
+        return (taken, 0.0, copied, exposed * taken) if link_of(group) == "inside" else (0.0, taken, copied, exposed * taken)

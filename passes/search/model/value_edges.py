@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch.fx import Node
 
-from passes.cost.fused_regions import is_alias, source_of
+from passes.cost.fused_regions import is_alias, is_fusible, source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
 from passes.search.model.factor_graph import Port, Segment, Value
 from passes.search.model.skeleton import Owner
-from passes.search.model.step_structure import StepStructure
+from passes.search.model.step_structure import StepStructure, is_read_by_kernels
 
 aten = torch.ops.aten
 PRODUCTS: Mapping[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}  # the operand whose rows are cut into chunks
@@ -36,7 +36,7 @@ def values_of(
             returned.setdefault(value, []).append(ends[position])
     grouped: dict[tuple[Port, tuple[Port, ...], bool], list[Node]] = {}
     for node in structure.nodes:
-        if not is_tensor(node):
+        if not is_tensor(node) or _is_read_permuted(node, structure, owners, returned):
             continue
         source, position = item_of(node) or (node, 0)
         for is_forward, users in _users(node, structure, owners, returned, inside).items():
@@ -66,6 +66,8 @@ def values_of(
             is_counted=structure.ties.leader[source_of(node)] in structure.saved,
             repeat_segment=_repeat_segment(node, structure),
             stays_partial=node in structure.gradients and any(_is_widening(user) for user in node.users),
+            is_of_kernel=not is_fusible(source_of(node).target),
+            is_for_kernels=is_read_by_kernels(node),
             is_product=source_of(node).target in PRODUCTS,
             products=tuple(dict.fromkeys(owners[structure.ties.leader[one]].variable for one in _products_of(node))),
         )
@@ -78,21 +80,44 @@ def _users(
     returned: Ends,
     inside: Collection[tuple[Node, int]],
 ) -> dict[bool, tuple[Port, ...]]:
-    """Return the users of a value in the forward and in the backward; of one that is no parameter, together."""
+    """Return the users of a value in the forward and in the backward; of one that is no parameter, together.
+
+    Those that read it permuted are among them: what is gathered for both is sent once (`cancel_reshards`).
+    """
     found: dict[bool, dict[Port, None]] = {}
     leader, is_weight = structure.ties.leader, node in structure.weights
-    for user in node.users:
+    readers: list[tuple[Node, Node, tuple[int, ...] | None]] = [(node, user, None) for user in node.users]
+    for permuted in node.users:
+        if _is_read_permuted(permuted, structure, owners, returned):
+            readers += [(permuted, user, _order(permuted)) for user in permuted.users]
+    for value, user, order in readers:
         if user.op == "output" or item_of(user) is not None:
             continue
         owner = owners[leader[user]]
         for i, operand in enumerate(operands(user)):
-            if operand is node and (leader[user], i) not in inside:
+            if operand is value and (leader[user], i) not in inside:
                 is_forward = user in structure.forward or not is_weight
-                found.setdefault(is_forward, {})[Port(owner.variable, owner.needs + i)] = None
+                found.setdefault(is_forward, {})[Port(owner.variable, owner.needs + i, order)] = None
     for port in returned.get(node, ()):
         found.setdefault(node in structure.forward or not is_weight, {})[port] = None
     ordered = sorted(found.items(), reverse=True)
     return {key: tuple(sorted(ports, key=lambda port: (port.variable, port.slot))) for key, ports in ordered}
+
+
+def _is_read_permuted(node: Node, structure: StepStructure, owners: Mapping[Node, Owner], returned: Ends) -> bool:
+    """Return whether a value is another one permuted, of the same variable, so that its users read that one."""
+    if node.target is not aten.permute.default or node in returned or node in structure.weights:
+        return False
+    ((source,), leader) = operands(node), structure.ties.leader
+    if source.target is aten.permute.default or item_of(source) is not None or source in structure.weights:
+        return False
+    return source.op == "call_function" and owners[leader[source]].variable == owners[leader[node]].variable
+
+
+def _order(permuted: Node) -> tuple[int, ...]:
+    ndim, dims = tensor_of(permuted).dim(), permuted.args[1]
+    assert isinstance(dims, list | tuple)
+    return tuple(dim % ndim for dim in dims if isinstance(dim, int))
 
 
 def _place(node: Node, structure: StepStructure, *, is_forward: bool) -> Node:
