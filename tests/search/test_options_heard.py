@@ -108,3 +108,19 @@ def test_objective_and_bound_follow_recomputation() -> None:
     kept, again = (deep(MESH, 1 << 15, recompute=one) for one in ("none", "block"))
     assert again[0] == pytest.approx(again[2], rel=0.05)
     assert again[0] > 1.1 * kept[0] and again[1] > 1.1 * kept[1]
+
+
+def test_objective_bound_and_choice_follow_the_memory_that_is_left() -> None:
+    """What others take of a device is no longer there for the step: parameters are sharded that were whole."""
+    with torch.device("meta"):
+        model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(8)))))
+    roomy = plan(model, MESH, (torch.empty(1 << 13, DIM, device="meta"),), options=Options(recompute="none"))
+    assert roomy.cost is not None and roomy.search is not None
+    assert roomy.search.objective is not None and roomy.search.bound is not None
+    tight = roomy.replan(memory_limit=int(0.85 * roomy.cost.peak_memory))
+    assert tight.cost is not None and tight.search is not None
+    assert tight.search.objective is not None and tight.search.bound is not None
+    assert tight.search.objective == pytest.approx(tight.cost.step_time, rel=0.05)
+    assert tight.search.objective > 1.01 * roomy.search.objective and tight.search.bound > 1.01 * roomy.search.bound
+    assert tight.cost.peak_memory <= 0.85 * roomy.cost.peak_memory
+    assert tight.parameters != roomy.parameters or tight.layouts != roomy.layouts

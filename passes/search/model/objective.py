@@ -52,7 +52,7 @@ def transition_terms(
     same, local = _same(sources, targets), costs.local + _copied(value, sources, targets, unit_costs)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     segment = graph.segments[value.segment]
-    exposed = unit_costs.beside(links, costs.exposed if value.hides else segment.exposed_between * links)
+    exposed = costs.added if value.hides else unit_costs.beside(links, segment.exposed_between * links)
     if unit_costs.hiding.in_chunks:
         exposed = np.minimum(exposed, _in_chunks(graph, value, sources, targets, links, unit_costs))
     exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
@@ -80,10 +80,10 @@ def _copied(value: Value, sources: Sequence[Layout], targets: Sequence[Layout], 
     sizes, shape = unit_costs.sizes, value.shape
     sends, receives = np.zeros((2, len(sources), len(targets)), dtype=np.bool_)
     for axis in range(sizes.mesh.ndim):
-        moves = np.array([[one.placements[axis] != other.placements[axis] for other in targets] for one in sources])
-        has = np.array([one.placements[axis] != R for one in sources])
+        have, need = ([one.placements[axis] for one in side] for side in (sources, targets))
+        moves, split = ~_same(have, need), np.array([one != R for one in have])
         inner, other = (np.array([sizes.is_inner(shape, one, axis) for one in side]) for side in (sources, targets))
-        sends |= moves & has[:, None] & other
+        sends |= moves & split[:, None] & other
         receives |= moves & inner[:, None]
     sent, received = (np.array([sizes.nbytes(shape, value.itemsize, one) for one in side]) for side in (sources, targets))
     out = unit_costs.copied(value.is_of_kernel * sends * sent[:, None])
@@ -120,9 +120,9 @@ def _shards(layout: Layout) -> int:
     return sum(isinstance(placement, Shard) for placement in layout.placements)
 
 
-def _same(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
-    numbers = {layout: number for number, layout in enumerate(dict.fromkeys((*sources, *targets)))}
-    made, needed = (np.array([numbers[layout] for layout in side]) for side in (sources, targets))
+def _same(sources: Sequence[object], targets: Sequence[object]) -> Bools:
+    numbers = {one: number for number, one in enumerate(dict.fromkeys((*sources, *targets)))}
+    made, needed = (np.array([numbers[one] for one in side]) for side in (sources, targets))
     found: Bools = made[:, None] == needed[None, :]
     return found
 

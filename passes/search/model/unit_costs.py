@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
-_Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and of messages that nothing hides
+T = TypeVar("T", float, Floats)
+_Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and what messages add to kernels
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ USUAL = Hiding()
 @dataclass(frozen=True, eq=False)
 class TransitionCosts:
     """The seconds of transitions from each source to each target, on links and of local steps, and which are
-    `impossible`. Of those on links, `exposed` have no compute to hide beside, if the messages are joined."""
+    `impossible`. What messages that hide add to the seconds of kernels is `added`."""
 
     inside: Floats
     across: Floats
     local: Floats
-    exposed: Floats
+    added: Floats
     impossible: NDArray[np.bool_]
 
 
@@ -79,7 +81,7 @@ class UnitCosts:
         """Return the sizes of one rank's parts."""
         return self.routes.sizes
 
-    def beside(self, links: Floats, exposed: Floats | float) -> Floats:
+    def beside(self, links: T, exposed: T) -> T:
         """Return the seconds that messages of `links` seconds add to those of kernels, if `exposed` of these cannot hide.
 
         A kernel beside one does less of its work per second.
@@ -109,7 +111,8 @@ class UnitCosts:
     ) -> TransitionCosts:
         """Cost reshards from each source to each target as `lower_reshards` emits them, equal ones once.
 
-        A collective that is joined with others takes its part of the time of one, and of the copies together and apart.
+        A collective that is joined with others takes its part of the time of one, and of the copies together and apart; the
+        part of one message has no kernels to hide beside.
         """
         key = shape, itemsize, together, tuple(sources), tuple(targets)
         if key not in self._costs:
@@ -118,8 +121,8 @@ class UnitCosts:
             seconds = np.zeros((len(routes.legs), 4))
             for leg in routes.legs.T:
                 seconds += times[leg]
-            inside, across, local, exposed = (column[routes.numbers] for column in seconds.T)
-            self._costs[key] = TransitionCosts(inside, across, local, exposed, routes.impossible[routes.numbers])
+            inside, across, local, added = (column[routes.numbers] for column in seconds.T)
+            self._costs[key] = TransitionCosts(inside, across, local, added, routes.impossible[routes.numbers])
         return self._costs[key]
 
     def _taken(self, nbytes: float, together: Together | None) -> list[_Seconds]:
@@ -129,20 +132,23 @@ class UnitCosts:
         return [*times, (0.0, 0.0, 0.0, 0.0)]
 
     def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
-        """Return seconds inside a node, across, of local steps, and of those on links that nothing hides."""
+        """Return seconds inside a node, across, of local steps, and what messages that hide add to those of kernels.
+
+        Each is the least of the message alone and joined, as the order is chosen by what the step waits for.
+        """
         if leg.kind is TAKE_PART:
             return 0.0, 0.0, 0.0, 0.0  # a view
         if not leg.kind.communicates:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, 0.0
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
-        taken, copied, exposed = collective_seconds(leg.kind.name, nbytes, group, self.hardware), 0.0, 0.0
+        taken = added = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         if together is not None and nbytes:
-            exposed = together.exposed
-            joined = max(nbytes, self.hiding.bucket, min(nbytes * together.times, self.hiding.most))
-            copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
-            share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-            if leg.kind.bucket is not None and share + copies < taken:
-                taken, copied = share, copies
-                exposed = max(exposed, min(1.0, joined / (nbytes * together.times * together.layers))) if exposed else 0.0
-        return (taken, 0.0, copied, exposed * taken) if link_of(group) == "inside" else (0.0, taken, copied, exposed * taken)
+            added = self.beside(taken, together.exposed * taken)
+            if leg.kind.bucket is not None:
+                joined = max(nbytes, self.hiding.bucket, min(nbytes * together.times, self.hiding.most))
+                share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
+                waits = min(1.0, joined / (nbytes * together.times * together.layers)) if together.exposed else 0.0
+                copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
+                taken, added = min(taken, share), min(added, self.beside(share, waits * share) + copies)
+        return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)
