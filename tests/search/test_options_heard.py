@@ -76,7 +76,7 @@ def test_objective_and_bound_follow_the_overlap() -> None:
     """Without it, all communication is exposed: what hid beside kernels comes on top."""
     hidden, exposed = (deep(MESH, 1 << 15, overlap=overlap) for overlap in (True, False))
     assert exposed[0] == pytest.approx(exposed[2], rel=0.05) and hidden[0] == pytest.approx(hidden[2], rel=0.05)
-    assert exposed[0] > 1.03 * hidden[0] and exposed[1] > 1.03 * hidden[1]
+    assert exposed[0] > 1.02 * hidden[0] and exposed[1] > 1.02 * hidden[1]
 
 
 def test_objective_and_bound_follow_the_buckets() -> None:
@@ -111,16 +111,16 @@ def test_objective_and_bound_follow_recomputation() -> None:
 
 
 def test_objective_bound_and_choice_follow_the_memory_that_is_left() -> None:
-    """What others take of a device is no longer there for the step: parameters are sharded that were whole."""
+    """What others take of a device is not there for the step: gathered parameters that were kept are gathered again."""
     with torch.device("meta"):
         model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(8)))))
     roomy = plan(model, MESH, (torch.empty(1 << 13, DIM, device="meta"),), options=Options(recompute="none"))
     assert roomy.cost is not None and roomy.search is not None
     assert roomy.search.objective is not None and roomy.search.bound is not None
-    tight = roomy.replan(memory_limit=int(0.85 * roomy.cost.peak_memory))
+    tight = roomy.replan(memory_limit=int(0.85 * roomy.cost.peak_memory), prove=True)
     assert tight.cost is not None and tight.search is not None
     assert tight.search.objective is not None and tight.search.bound is not None
     assert tight.search.objective == pytest.approx(tight.cost.step_time, rel=0.05)
     assert tight.search.objective > 1.01 * roomy.search.objective and tight.search.bound > 1.01 * roomy.search.bound
     assert tight.cost.peak_memory <= 0.85 * roomy.cost.peak_memory
-    assert tight.parameters != roomy.parameters or tight.layouts != roomy.layouts
+    assert (roomy.search.chosen, tight.search.chosen) == ("zero2", "fsdp")
