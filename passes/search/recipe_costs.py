@@ -48,7 +48,7 @@ def recipe_assignment(
     """
     layouts = _Layouts.of(structure, skeleton, placed)
     variables = tuple(layouts.variable(number, one) for number, one in enumerate(skeleton.variables))
-    values = tuple(values_of(structure, skeleton.owners, skeleton.ends, frozenset()))
+    values = tuple(values_of(structure, skeleton.owners, skeleton.ends, frozenset(), is_placed=True))
     graph = with_costs(replace(skeleton, variables=variables, values=values), node_costs, float("inf"))
     transitions = Transitions(graph, node_costs.unit_costs)
     return evaluate(

@@ -49,12 +49,14 @@ def transition_terms(
 ) -> TransitionTerms:
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
     costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.together(value))
-    same, local = _same(sources, targets), costs.local + _copied(value, sources, targets, unit_costs)
+    same = _same(sources, targets)
     links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     segment = graph.segments[value.segment]
     exposed = costs.added if value.hides else unit_costs.beside(links, segment.exposed_between * links)
+    copied = _copied(value, sources, targets, unit_costs)
+    local = costs.local + copied
     if unit_costs.hiding.in_chunks:
-        exposed = np.minimum(exposed, _in_chunks(graph, value, sources, targets, links, unit_costs))
+        exposed = np.minimum(exposed + copied, _in_chunks(graph, value, sources, targets, links, copied, unit_costs)) - copied
     exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
@@ -96,10 +98,11 @@ def _in_chunks(
     sources: Sequence[Layout],
     targets: Sequence[Layout],
     links: Floats,
+    copied: Floats,
     unit_costs: UnitCosts,
 ) -> Floats:
-    """Return the seconds that gathers of rows for products, and reductions of products, add to those of kernels in chunks; all
-    of `links` for others. How the products are split is not known here: the fastest way counts."""
+    """Return the seconds that gathers of rows for products, and reductions of products, add to those of kernels in chunks,
+    copies included; without end for others. How the products are split is not known here: the fastest way counts."""
     partial = np.array([source.has_partial for source in sources])[:, None]
     have, need = (np.array([_shards(layout) for layout in side]) for side in (sources, targets))
     is_gather = ~partial & (have[:, None] > need[None, :])
@@ -108,8 +111,8 @@ def _in_chunks(
         for numbers in (value.products, (value.maker.variable,) if value.is_product else ())
     )
     nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
-    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, reading, nbytes), links)
-    return np.where(partial & (making > 0), unit_costs.in_chunks(links, making), found)
+    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, reading, nbytes), np.inf)
+    return np.where(partial & (making > 0), unit_costs.in_chunks(links, making) + copied, found)
 
 
 def _made_by_products(nodes: Sequence[Node]) -> int:

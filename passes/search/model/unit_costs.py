@@ -20,6 +20,7 @@ from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
+CHUNKS = 4  # of a product, as decompose_matmuls chooses for most; eight hide little more, and take more launches and latency
 T = TypeVar("T", float, Floats)
 _Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and what messages add to kernels
 
@@ -92,10 +93,11 @@ class UnitCosts:
         return exposed + (links - exposed) * kernels * (1 + between) / (1 + kernels)
 
     def in_chunks(self, links: Floats, product: float, nbytes: float = 0.0) -> Floats:
-        """Return the seconds that messages add to those of kernels next to a `product`, at least: of two chunks, one hides
-        beside half of the product, each has a product of its own, and results of `nbytes` are concatenated."""
-        hidden = np.minimum(links, product) / 2
-        return self.beside(links, links - hidden) + self.copied(np.array(nbytes / self.mesh.size))
+        """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
+        sent beside a chunk of the product, and wait for it or slow it down; results of `nbytes` are concatenated."""
+        first, beside = links / CHUNKS, self.beside(links, 0.0 * links)
+        rest = np.maximum(links - product, beside) * (1 - 1 / CHUNKS)
+        return first + rest + self.copied(np.array(nbytes / self.mesh.size))
 
     def copied(self, nbytes: Floats) -> Floats:
         """Return the seconds in which a kernel copies these bytes; none for no bytes."""
@@ -145,10 +147,11 @@ class UnitCosts:
         taken = added = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         if together is not None and nbytes:
             added = self.beside(taken, together.exposed * taken)
-            if leg.kind.bucket is not None:
-                joined = max(nbytes, self.hiding.bucket, min(nbytes * together.times, self.hiding.most))
+            least, all_layers = self.hiding.bucket, nbytes * together.times * together.layers
+            for wanted in (max(least, nbytes * together.times), all_layers) if leg.kind.bucket is not None else ():
+                joined = max(nbytes, min(wanted, self.hiding.most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-                waits = min(1.0, joined / (nbytes * together.times * together.layers)) if together.exposed else 0.0
+                waits = min(1.0, joined / all_layers) if together.exposed else 0.0
                 copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
                 taken, added = min(taken, share), min(added, self.beside(share, waits * share) + copies)
         return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 
 import torch
 from torch.fx import Node
@@ -24,22 +24,31 @@ def values_of(
     owners: Mapping[Node, Owner],
     ends: Mapping[int, Port],
     inside: Collection[tuple[Node, int]],
+    *,
+    is_placed: bool = False,
 ) -> Iterator[Value]:
     """Yield a value for each result that variables use, tied ones as one; forward and backward use of a parameter are
     separate.
 
-    `owners` are of leaders, `ends` of positions in the output; values `inside` a variable are left out.
+    `owners` are of leaders, `ends` of positions in the output; values `inside` a variable are left out. If all layouts are
+    known (`is_placed`), a value and its permutation are one also where they are of two variables.
     """
     returned: dict[Node, list[Port]] = {}
     for position, value, _ in structure.outputs:
         if position in ends:
             returned.setdefault(value, []).append(ends[position])
+    permuted = {
+        node
+        for node in structure.nodes
+        if _is_permutation(node, structure) and node not in returned
+        if is_placed or len({owners[structure.ties.leader[one]].variable for one in (node, *operands(node))}) == 1
+    }
     grouped: dict[tuple[Port, tuple[Port, ...], bool], list[Node]] = {}
     for node in structure.nodes:
-        if not is_tensor(node) or _is_read_permuted(node, structure, owners, returned):
+        if not is_tensor(node) or node in permuted:
             continue
         source, position = item_of(node) or (node, 0)
-        for is_forward, users in _users(node, structure, owners, returned, inside).items():
+        for is_forward, users in _users(node, structure, owners, returned, inside, permuted).items():
             owner = owners[structure.ties.leader[source]]
             maker = Port(owner.variable, owner.results + position)
             grouped.setdefault((maker, users, is_forward), []).append(node)
@@ -79,6 +88,7 @@ def _users(
     owners: Mapping[Node, Owner],
     returned: Ends,
     inside: Collection[tuple[Node, int]],
+    permuted: Set[Node],
 ) -> dict[bool, tuple[Port, ...]]:
     """Return the users of a value in the forward and in the backward; of one that is no parameter, together.
 
@@ -87,9 +97,8 @@ def _users(
     found: dict[bool, dict[Port, None]] = {}
     leader, is_weight = structure.ties.leader, node in structure.weights
     readers: list[tuple[Node, Node, tuple[int, ...] | None]] = [(node, user, None) for user in node.users]
-    for permuted in node.users:
-        if _is_read_permuted(permuted, structure, owners, returned):
-            readers += [(permuted, user, _order(permuted)) for user in permuted.users]
+    for one in permuted & node.users.keys():
+        readers += [(one, user, _order(one)) for user in one.users]
     for value, user, order in readers:
         if user.op == "output" or item_of(user) is not None:
             continue
@@ -104,14 +113,12 @@ def _users(
     return {key: tuple(sorted(ports, key=lambda port: (port.variable, port.slot))) for key, ports in ordered}
 
 
-def _is_read_permuted(node: Node, structure: StepStructure, owners: Mapping[Node, Owner], returned: Ends) -> bool:
-    """Return whether a value is another one permuted, of the same variable, so that its users read that one."""
-    if node.target is not aten.permute.default or node in returned or node in structure.weights:
+def _is_permutation(node: Node, structure: StepStructure) -> bool:
+    """Return whether a value is the result of a call with its dims in another order, and none is a parameter."""
+    if node.target is not aten.permute.default or node in structure.weights:
         return False
-    ((source,), leader) = operands(node), structure.ties.leader
-    if source.target is aten.permute.default or item_of(source) is not None or source in structure.weights:
-        return False
-    return source.op == "call_function" and owners[leader[source]].variable == owners[leader[node]].variable
+    (source,) = operands(node)
+    return source.op == "call_function" and source.target is not aten.permute.default and item_of(source) is None
 
 
 def _order(permuted: Node) -> tuple[int, ...]:
