@@ -53,7 +53,7 @@ def test_a_plan_file_is_json_with_a_schema_and_a_line_per_decision() -> None:
     assert data["mesh"]["axes"] == "dp=2,tp=2"
     assert data["cost"]["memory"]["activations"] == 1 << 34
     (line,) = (line for line in text.splitlines() if line.startswith('  "layers.0.weight"'))
-    assert json.loads(f"{{{line.rstrip(',')}}}")["layers.0.weight"]["layout"] == "S(1/2) S(0)"
+    assert json.loads(f"{{{line.rstrip(',')}}}")["layers.0.weight"]["layout"] == "S(0/2) S(0)"
 
 
 def test_a_mesh_with_other_ranks_reads_back_equal() -> None:

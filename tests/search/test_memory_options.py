@@ -79,6 +79,7 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         assert one.cost is not None and found.cost is not None
         assert one.cost.step_time >= found.cost.step_time * (1 - TIE)
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
-        assert gathers and {gather.what for gather in gathers if gather.recomputed} == (read_again if again else set())
+        read = read_again & {gather.what for gather in gathers}  # others are whole in memory, where they fit
+        assert read and {gather.what for gather in gathers if gather.recomputed} == (read if again else set())
         assert one.solution is None or bool(one.solution.kept) is not again
     assert freed.cost.communication > kept.cost.communication and freed.cost.peak_memory < kept.cost.peak_memory

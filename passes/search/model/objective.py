@@ -110,9 +110,13 @@ def _in_chunks(
         sum(float(graph.variables[number].seconds.min()) for number in numbers) / value.count
         for numbers in (value.products, (value.maker.variable,) if value.is_product else ())
     )
+    if not reading and not making:
+        return np.full_like(links, np.inf)
     nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
-    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, reading, nbytes), np.inf)
-    return np.where(partial & (making > 0), unit_costs.in_chunks(links, making) + copied, found)
+    empty = unit_costs.transition_costs(value.shape, 0, sources, targets)
+    latency = empty.inside + empty.across
+    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, latency, reading, nbytes), np.inf)
+    return np.where(partial & (making > 0), unit_costs.in_chunks(links, latency, making) + copied, found)
 
 
 def _made_by_products(nodes: Sequence[Node]) -> int:

@@ -20,7 +20,7 @@ from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
-CHUNKS = 4  # of a product, as decompose_matmuls chooses for most; eight hide little more, and take more launches and latency
+CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
 T = TypeVar("T", float, Floats)
 _Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and what messages add to kernels
 
@@ -92,12 +92,18 @@ class UnitCosts:
         kernels, between = self.hardware.contention, self.hardware.link_contention
         return exposed + (links - exposed) * kernels * (1 + between) / (1 + kernels)
 
-    def in_chunks(self, links: Floats, product: float, nbytes: float = 0.0) -> Floats:
+    def in_chunks(self, links: Floats, latency: Floats, product: float, nbytes: float = 0.0) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
-        sent beside a chunk of the product, and wait for it or slow it down; results of `nbytes` are concatenated."""
-        first, beside = links / CHUNKS, self.beside(links, 0.0 * links)
-        rest = np.maximum(links - product, beside) * (1 - 1 / CHUNKS)
-        return first + rest + self.copied(np.array(nbytes / self.mesh.size))
+        sent beside a chunk of the product, and wait for it or slow it down; results of `nbytes` are concatenated.
+
+        Each more chunk takes the `latency` of a message and a launch.
+        """
+        found = np.full_like(links, np.inf)
+        for chunks in CHUNKS:
+            sent = links + (chunks - 1) * latency
+            rest = np.maximum(sent - product, self.beside(sent, 0.0 * sent)) * (1 - 1 / chunks)
+            found = np.minimum(found, sent / chunks + rest + (chunks - 1) * self.hardware.launch)
+        return found + self.copied(np.array(nbytes / self.mesh.size))
 
     def copied(self, nbytes: Floats) -> Floats:
         """Return the seconds in which a kernel copies these bytes; none for no bytes."""
