@@ -111,7 +111,7 @@ def test_objective_and_bound_follow_recomputation() -> None:
 
 
 def test_objective_bound_and_choice_follow_the_memory_that_is_left() -> None:
-    """What others take of a device is not there for the step: gathered parameters that were kept are gathered again."""
+    """Gather again in the backward what was kept, where others take a part of the device."""
     with torch.device("meta"):
         model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(8)))))
     roomy = plan(model, MESH, (torch.empty(1 << 13, DIM, device="meta"),), options=Options(recompute="none"))
