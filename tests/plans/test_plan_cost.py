@@ -146,6 +146,15 @@ def test_hidden_communication_is_what_is_not_exposed() -> None:
 
 
 @pytest.mark.slow
+def test_calls_of_an_eager_program_are_priced_one_by_one() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Tanh()), torch.empty(6, 8)
+    how = (Options(recipe="ddp", compile=one) for one in ("inductor", "eager"))
+    compiled, eager = (plan(model, Mesh("dp=2", hardware="h100"), (x,), options=one).cost for one in how)
+    assert compiled is not None and eager is not None
+    assert eager.compute > compiled.compute
+
+
 def test_a_plan_of_32_layers_is_one_screen() -> None:
     text = format_plan(made(layers=32), width=100, colour=False)
     assert len(text.splitlines()) < 50
