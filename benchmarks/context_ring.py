@@ -5,7 +5,7 @@ sharded over them, with `context(ring)` and with `context(gather)`; gloo's threa
 `benchmarks/overlap_gloo.py`, and the compute thread of each rank has a part of a core. `calibrate` measures device and links
 first; all steps are predicted by its figures. The two take turns, one step each; the median of `--rounds` counts. Prints, per
 length, measured and predicted steps with their ratio, the ring as a part of the gather, and whether the way that is predicted to
-be faster is the faster one.
+be faster is the faster one. With `--profile`, also what each message and the calls of each module take alone.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=HEADS, help=f"of {HEADS} heads")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print also what each message and each module takes alone")
     parser.add_argument("--quick", action="store_true", help="calibrate quickly: to try the benchmark out")
     parser.add_argument(INSIDE_FLAG, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if "RANK" in os.environ:
-        measure(given.lengths, given.kv_heads, given.rounds, is_quick=given.quick)
+        measure(given.lengths, given.kv_heads, given.rounds, is_quick=given.quick, profiles=given.profile)
     else:
         run("benchmarks.context_ring", Network(given.ranks, 1, "10gbit", given.rate), sys.argv[1:])
 
 
-def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: bool) -> None:
+def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: bool, profiles: bool) -> None:
     """Run one rank."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
@@ -73,13 +74,15 @@ def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: boo
         print(format_calibration(calibration), flush=True)
     machine = replace(calibration.hardware, name="throttled")
     for length in lengths:
-        steps = _steps(length, kv_heads, machine, devices, rounds)
+        steps = _steps(length, kv_heads, machine, devices, rounds, profiles=profiles)
         if dist.get_rank() == 0:
             print("\n".join(lines(steps)), flush=True)
     dist.destroy_process_group()
 
 
-def _steps(length: int, kv_heads: int, machine: Hardware, devices: DeviceMesh, rounds: int) -> Steps:
+def _steps(
+    length: int, kv_heads: int, machine: Hardware, devices: DeviceMesh, rounds: int, *, profiles: bool
+) -> Steps:
     torch.manual_seed(0)
     model = Llama(replace(TINY, layers=LAYERS, dim=DIM, hidden=2 * DIM, heads=HEADS, kv_heads=kv_heads, seq=length))
     tokens = torch.randint(TINY.vocab, (1, length))
@@ -90,6 +93,9 @@ def _steps(length: int, kv_heads: int, machine: Hardware, devices: DeviceMesh, r
     predicted = tuple(map(predicted_seconds, trained))
     with steady_device(CORE):
         measured = in_turns(trained, (tokens, tokens), rounds)
+        found = [one.profile(*one.shard(tokens, tokens)) for one in trained if profiles]
+    if dist.get_rank() == 0:
+        print("\n".join(map(str, found)), flush=True)
     return Steps(length, predicted, tuple(measured))
 
 
