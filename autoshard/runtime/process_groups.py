@@ -83,13 +83,13 @@ def open_groups(
     timeout. Raises MeshError if the ranks of a group do not ascend: torch sorts them, and a rank's place in the group
     would no longer be its coordinate; and for a process group that sends nothing.
     """
+    if device_mesh.get_coordinate() is None:
+        raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
     if dist.get_backend(device_mesh.get_group(0)) == "fake":
         raise MeshError(
             "the process group is a fake one, which sends nothing between ranks; train under torchrun with gloo or nccl, or call "
             f"autoshard.plan(model, Mesh('{mesh}'), args), which needs no process group"
         )
-    if device_mesh.get_coordinate() is None:
-        raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh} of ranks {list(mesh.ranks)}")
     mend_gathers(device_mesh.device_type)
     timeout = group_timeout(device_mesh.get_group(0))
     watch = Watch(model, mesh.ranks, limit=timeout.total_seconds() if rank_timeout is None else rank_timeout)
