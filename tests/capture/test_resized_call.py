@@ -209,6 +209,14 @@ def _drawn(model: Computed, x: Tensor) -> Tensor:
     return x * random.random() if x.shape[0] > 6 else x * 0.5
 
 
+def test_calls_are_compared_until_one_is_unlike_all() -> None:
+    model = Computed(_branched)
+    first = capture_call(model, (torch.ones(6, 8),), training=True)
+    second = capture_call(model, (torch.ones(12, 8),), training=True, earlier=[first])
+    with mock.patch("autoshard.capture.capture.resized_call", side_effect=AssertionError):
+        capture_call(model, (torch.ones(14, 8),), training=True, earlier=[first, second])
+
+
 def test_numbers_drawn_by_the_code_are_no_constants() -> None:
     model = Computed(_drawn)
     earlier = capture_call(model, (torch.ones(6, 8),), training=True)
