@@ -116,7 +116,7 @@ def train_sharded(arguments: argparse.Namespace) -> None:
     name = " x ".join(f"{recipe} ({axis}={arguments.mesh[axis]})" for axis, recipe in arguments.recipe.items())
     sharded = train(model, lambda step: model.shard(*corpus.step(step)), name, arguments.steps, console)
     prompt = corpus.prompt()
-    written = write(model, prompt, arguments.sample)
+    written = write(lambda tokens: model(*model.shard(tokens)), prompt, arguments.sample)
 
     if is_first:
         alone = train(compiled(make_model(), arguments), corpus.step, "one device", arguments.steps, console)
@@ -170,9 +170,9 @@ def train(
 
 
 @torch.no_grad()
-def write(model: nn.Module, prompt: Tensor, count: int) -> Tensor:
-    """Return `count` tokens that follow `prompt` [seq], from a sliding window. Every rank gives the same row and, with the
-    same seed, chooses the same tokens, as the ranks of a tensor-parallel group must."""
+def write(model: Callable[[Tensor], Tensor], prompt: Tensor, count: int) -> Tensor:
+    """Return `count` tokens that follow `prompt` [seq], from a sliding window. The batch of one row is whole on every rank,
+    and all choose the same tokens, with the same seed."""
     seeded = torch.Generator().manual_seed(0)
     text = prompt
     for _ in range(count):
