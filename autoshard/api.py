@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, TypeVar, overload
@@ -185,11 +186,14 @@ def _distribute_together(
         axes, call = planner.batch_axes(), (model, args or (), kwargs or {}, gradients)
         return planner.plan(*call, batch_axes=axes, followed=followed, progress=progress)
 
+    started = time.perf_counter()
     gradients, title = torch.is_grad_enabled(), f"sharding {type(model).__name__} on {place.mesh}: capture, plan, compile"
     with shown_progress(title, enabled=shows, logged=f"{type(model).__name__}: program 1" if logged else "") as progress:
         planned = plan_together(groups, attempt)
         progress("compile")
-        return shard_module(model, place, groups, planner, settings, planned=planned, gradients=gradients)
+        return shard_module(
+            model, place, groups, planner, settings, planned=planned, gradients=gradients, started=started
+        )
 
 
 def _decorator(

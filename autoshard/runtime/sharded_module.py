@@ -182,15 +182,16 @@ def shard_module(
     *,
     planned: LocalProgram | None = None,
     gradients: bool = True,
+    started: float | None = None,
 ) -> ShardedModule:
     """Return a copy of `module` on the mesh of `place`; `module` is not changed. All ranks of the mesh call it
     together.
 
     A `planned` program, for the module's present mode and `gradients`, is compiled now, and parameters are stored as
-    it says from the start. Without one, parameters are whole on every rank until the first call, which `planner`
-    plans. Raises MeshError, CaptureError, and DistributedError if another rank fails.
+    it says from the start. Its seconds are counted from `started`, by `time.perf_counter` (None: from now). Without one,
+    parameters are whole on every rank until the first call, which `planner` plans. Raises MeshError, CaptureError, and DistributedError if another rank fails.
     """
-    started = time.perf_counter()
+    started = time.perf_counter() if started is None else started
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
     seed = exchange(groups, torch.initial_seed())[0]
