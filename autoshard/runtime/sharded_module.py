@@ -189,7 +189,8 @@ def shard_module(
 
     A `planned` program, for the module's present mode and `gradients`, is compiled now, and parameters are stored as
     it says from the start. Its seconds are counted from `started`, by `time.perf_counter` (None: from now). Without one,
-    parameters are whole on every rank until the first call, which `planner` plans. Raises MeshError, CaptureError, and DistributedError if another rank fails.
+    parameters are whole on every rank until the first call, which `planner` plans. Raises MeshError, CaptureError, and
+    DistributedError if another rank fails.
     """
     started = time.perf_counter() if started is None else started
     layouts = None if planned is None else planned.parameters
