@@ -158,30 +158,35 @@ def _different(old: str, new: str) -> tuple[str, str]:
 
 def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     """Compare the layouts of computed values, by module: how many changed, and how most of them did."""
+    one, other = _placed(before), _placed(after)
     total: dict[str, int] = {}
     changed: dict[str, list[tuple[str, str]]] = {}
-    for name, module in _modules(after.graphs.get("CAPTURED", "")).items():
-        if name in before.layouts and name in after.layouts:
-            total[module] = total.get(module, 0) + 1
-            pair = before.layouts[name].format(before.mesh), after.layouts[name].format(after.mesh)
-            if pair[0] != pair[1]:
-                changed.setdefault(module, []).append(pair)
+    for (module, op), layouts in one.items():
+        found = other.get((module, op), [])
+        if len(layouts) == len(found):
+            total[module] = total.get(module, 0) + len(layouts)
+            changed.setdefault(module, []).extend(pair for pair in zip(layouts, found, strict=True) if pair[0] != pair[1])
     groups: dict[tuple[str, str, tuple[str, str]], list[str]] = {}
     for module, pairs in changed.items():
-        most = max(dict.fromkeys(pairs), key=pairs.count)
-        key = re.sub(r"\d+", "#", module), f"{len(pairs)} of {total[module]}", most
-        groups.setdefault(key, []).append(module)
+        if pairs:
+            most = max(dict.fromkeys(pairs), key=pairs.count)
+            key = re.sub(r"\d+", "#", module), f"{len(pairs)} of {total[module]}", most
+            groups.setdefault(key, []).append(module)
     for (_, count, (old, new)), modules in groups.items():
         yield Change("values", fold_names(modules) or "outside of modules", old, new, f"most of {count}")
 
 
-def _modules(graph: str) -> dict[str, str]:
-    """Return the module of each call in a graph's text."""
-    found = {}
-    for line in graph.splitlines():
+def _placed(plan: PlanRecord) -> dict[tuple[str, str], list[str]]:
+    """Return the layouts of values by the module and the op that compute them, in order: their names are others where
+    equal layers are left out.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for line in plan.graphs.get("PLACED", "").splitlines():
         head, _, comment = line.partition(f"{GAP}# ")
-        if head.startswith("%") and comment:
-            found[head[1:].partition(":")[0]] = comment.partition(" | ")[0].partition(" ")[2]
+        match = re.match(r"%\w+: [^{=]*(\{[^}]*\}).*? = ([\w.]+)\(", head)
+        if match and comment and match[2] != "reshard":
+            module = comment.partition(" | ")[0].partition(" ")[2]
+            found.setdefault((module, match[2]), []).append(match[1])
     return found
 
 

@@ -36,13 +36,21 @@ def subject_of(plan: PlanRecord, what: str, folded: Folded | None) -> Subject:
 
     Raises UserError, with similar names, if it names nothing.
     """
-    gm = parse_graph(plan.graph("CAPTURED"))[0] if folded is None else folded.graph
     named = what.strip().removeprefix("%")
-    kept = _kept(named, folded.repeats) if folded is not None else named
-    for found in _readings(plan, gm, named, kept):
-        if found.nodes or found.collectives:
-            return found
+    gm = parse_graph(plan.graph("CAPTURED"))[0] if folded is None else folded.graph
+    kept = _kept(named, Repeats(plan.repeats) if folded is None else folded.repeats)
+    for graph in _graphs(plan, gm):
+        for found in _readings(plan, graph, named, kept):
+            if found.nodes or found.collectives:
+                return found
     raise UserError(_unknown(plan, gm, what))
+
+
+def _graphs(plan: PlanRecord, gm: GraphModule) -> Iterator[GraphModule]:
+    """Yield the captured graph, and then the placed one, if that has all layers: it is of a program that runs."""
+    yield gm
+    if not plan.repeats and "PLACED" in plan.graphs:
+        yield parse_graph(plan.graph("PLACED"))[0]
 
 
 def _readings(plan: PlanRecord, gm: GraphModule, what: str, kept: str) -> Iterator[Subject]:

@@ -137,8 +137,9 @@ inputs
   x  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
   y  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
 values
-  layers.0-2.{0,2}    {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 7 of 7
+  layers.0.0          {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 7 of 7
   layers.0-1.1        {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 3
+  layers.0-2.{0,2}    {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 9
   outside of modules  {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 11
   layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 4
 collectives
