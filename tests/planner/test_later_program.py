@@ -78,15 +78,23 @@ def test_same_program(kind: str, recipe: Any, mesh: str) -> None:
     _check_same(found, _later(model, _rows(12), first, options, from_few=False))
 
 
+FSDP, BOTH, CONTEXT = "fsdp", {"dp": "fsdp", "tp": "megatron"}, {"dp": "ddp", "cp": "context"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: gpt(layers=7), lambda: llama(layers=7)])
 @pytest.mark.parametrize(
-    ("recipe", "mesh"),
-    [("fsdp", "dp=2"), ({"dp": "fsdp", "tp": "megatron"}, "dp=2,tp=2"), ({"dp": "ddp", "cp": "context"}, "dp=2,cp=2")],
+    ("make", "recipe", "mesh", "recompute"),
+    [
+        (gpt, FSDP, "dp=2", "auto"),
+        (llama, FSDP, "dp=2", "block"),
+        (gpt, BOTH, "dp=2,tp=2", "block"),
+        (llama, BOTH, "dp=2,tp=2", "auto"),
+        (gpt, CONTEXT, "dp=2,cp=2", "auto"),
+        (llama, CONTEXT, "dp=2,cp=2", "block"),
+    ],
 )
-@pytest.mark.parametrize("recompute", ["auto", "block"])
-def test_decoders(make: Callable[[], Any], recipe: Any, mesh: str, recompute: Any) -> None:
-    model, args, _ = make()
+def test_decoders(make: Callable[..., Any], recipe: Any, mesh: str, recompute: Any) -> None:
+    model, args, _ = make(layers=7)
     model.double()
     options = Options(recipe=recipe, recompute=recompute)
     first = _first(model, args, Mesh(mesh), options)
