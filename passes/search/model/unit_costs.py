@@ -153,7 +153,7 @@ class UnitCosts:
         taken = added = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         if together is not None and nbytes:
             added = self.beside(taken, together.exposed * taken)
-            least, all_layers = self.hiding.bucket, nbytes * together.times * together.layers
+            least, all_layers = self.hiding.bucket, nbytes * max(1.0, together.times * together.layers)
             for wanted in (max(least, nbytes * together.times), all_layers) if leg.kind.bucket is not None else ():
                 joined = max(nbytes, min(wanted, self.hiding.most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
