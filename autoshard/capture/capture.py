@@ -63,8 +63,8 @@ class Captured:
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
     are those that the traced code reads (None: not known). `known` is the joint graph, or that of a few of many equal
-    layers, if it need not be traced. `is_alike` says that the call was not unlike all earlier ones, so that it is worth while
-    to compare later ones.
+    layers, if it need not be traced. `is_comparable` says that the call was not unlike all earlier ones, so that it is
+    worth while to compare later ones.
     """
 
     call: FlatCall
@@ -73,7 +73,7 @@ class Captured:
     training: bool
     names: frozenset[str] | None = None
     known: GraphModule | None = None
-    is_alike: bool = True
+    is_comparable: bool = True
 
     @property
     def signature(self) -> Signature:
@@ -179,7 +179,7 @@ def capture_call(
     }
     with _tracing(training=training):
         alike = [one for one in earlier if one.training == training]
-        is_compared = bool(alike) and all(one.is_alike for one in alike)
+        is_compared = bool(alike) and all(one.is_comparable for one in alike)
         if is_compared:
             fake = fake_module(module, mode, place, compute_dtype)
             resized = resized_call([one.call for one in alike], fake, call, leaves, mode)
@@ -191,7 +191,7 @@ def capture_call(
         traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
-    return Captured(flat, modules, fake.tied, training, traced.module.names, is_alike=not is_compared)
+    return Captured(flat, modules, fake.tied, training, traced.module.names, is_comparable=not is_compared)
 
 
 def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

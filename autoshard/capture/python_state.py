@@ -242,12 +242,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _cached_properties(kind: type) -> frozenset[str]:
     """Return the names under which a module keeps what it computes once: a program computes it in each call."""
-    names = (
-        name
-        for one in kind.__mro__
-        for name, value in vars(one).items()
-        if isinstance(value, functools.cached_property)
-    )
+    names = (name for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, functools.cached_property))
     return frozenset(names)
 
 

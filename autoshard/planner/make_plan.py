@@ -141,12 +141,18 @@ def make_plan(
         problem = replace(problem, captured=replace(problem.captured, known=known))
     problem.captured.trace()
     timer.seconds["capture"] = time.perf_counter() - started
-    return program_problem(problem, follow=follow, progress=progress, observers=observers, timer=timer, earlier=earlier)
+    return program_problem(
+        problem,
+        follow=follow,
+        progress=progress,
+        observers=observers,
+        timer=timer,
+        earlier=earlier,
+        waits=not isinstance(plan, PlanRecord),
+    )
 
 
-Follow = Callable[
-    [Callable[[PlanRecord], Folded]], PlanRecord
-]  # given a function that folds the graph as a plan has it
+Follow = Callable[[Callable[[PlanRecord], Folded]], PlanRecord]  # given a function that folds the graph as a plan has it
 
 
 def _of_few_layers(

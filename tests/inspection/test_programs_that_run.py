@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from autoshard import Mesh, Options, ShardingPlan, plan
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
+from tests.inspection.test_explanation import Deep
 
 MESH, OPTIONS = Mesh("dp=2"), Options(recipe="fsdp")
-
-
-class Deep(nn.Module):
-    """Eight equal layers, of which a plan that is made ahead has fewer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.sum()
 
 
 def test_any_layer_is_explained_and_none_is_said_to_differ() -> None:

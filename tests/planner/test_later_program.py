@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from autoshard import Mesh, Options
 from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import EarlierProgram, PlanRequest
+from passes.base import Observer, Pass, PassContext
 from passes.ir.text import format_graph
 from tests.capture.test_more_layers import Once
 from tests.models import gpt, llama
@@ -129,6 +132,41 @@ def test_followers_make_the_program_of_the_first_rank() -> None:
     assert format_graph(
         _later(model, _rows(12), first, options, plan=whole.plan).graph, whole.plan.mesh
     ) == format_graph(whole.graph, whole.plan.mesh)
+
+
+@dataclass(frozen=True)
+class _Events(Observer):
+    """Notes the passes as they end."""
+
+    seen: list[str] = field(default_factory=list)
+
+    def before(self, pass_: Pass, gm: GraphModule, ctx: PassContext) -> None:
+        """Do nothing."""
+
+    def after(self, pass_: Pass, gm: GraphModule, ctx: PassContext, changed: bool) -> None:
+        self.seen.append(pass_.name)
+
+
+def test_ranks_wait_for_a_plan_after_they_made_a_program_that_the_options_say_all_about() -> None:
+    options, model, events = Options(recipe="fsdp"), Once("plain"), _Events()
+    lead = _first(model, _rows(8), Mesh("dp=2"), options)
+
+    def decided() -> Any:
+        events.seen.append("asked")
+        return lead.plan
+
+    found = make_plan(PlanRequest(model, _rows(8), {}, Mesh("dp=2"), options), plan=decided, observers=(events,))
+    assert events.seen.index("rematerialize") < events.seen.index("asked") == len(events.seen) - 1
+    _check_same(found, lead)
+    events.seen.clear()
+    other = _first(model, _rows(8), Mesh("dp=2"), Options(recipe="ddp"))  # as if the first rank had decided otherwise
+    followed = make_plan(PlanRequest(model, _rows(8), {}, Mesh("dp=2"), options), plan=lambda: _as(other, lead))
+    assert followed.plan.recipes == ("ddp",)
+    _check_same(followed, other)
+
+
+def _as(made: Planned, asked: Planned) -> Any:
+    return replace(made.plan, settings=asked.plan.settings)
 
 
 def test_other_sizes_that_shard_otherwise_are_planned_whole() -> None:
