@@ -184,14 +184,18 @@ def _of_few_layers(
             plan = follow(lambda plan: folded)
         except PlanError:  # it was made from all layers, or is for another model
             return None
-        if not _is_decided_as(made.plan, plan):
-            return None
+        return _decided_as(made, plan)
     return made
 
 
-def _is_decided_as(plan: PlanRecord, other: PlanRecord) -> bool:
-    names = ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
-    return all(getattr(plan, name) == getattr(other, name) for name in names)
+def _decided_as(made: Planned, plan: PlanRecord) -> Planned | None:
+    """Return a program with what the first rank's `plan` says of its step; None if that is decided otherwise."""
+    own, names = made.plan, ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
+    if any(getattr(own, name) != getattr(plan, name) for name in names):
+        return None
+    sent = timed_as(own.collectives, plan.collectives)
+    told = replace(own, search=plan.search, cost=plan.cost, timeline=plan.timeline, collectives=sent)
+    return replace(made, plan=told)
 
 
 def program_problem(
@@ -228,8 +232,10 @@ def program_problem(
 
     if follow is None or (waits and is_given(problem)):  # where the options say all, every rank decides alike
         planned = made(problem, folded, decide_for_run(problem, folded, progress))
-        if follow is None or _is_decided_as(planned.plan, follow(folded_for)):
+        if follow is None:
             return planned
+        if (same := _decided_as(planned, follow(folded_for))) is not None:
+            return same
     plan = follow(folded_for)
     return made(_padded_as(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
 
