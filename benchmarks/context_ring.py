@@ -65,7 +65,7 @@ def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: boo
     """Run one rank."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    with before_others():
+    with before_others(is_realtime=False):
         dist.init_process_group("gloo")
         devices = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     with steady_device(CORE):

@@ -1,8 +1,8 @@
-"""Try expert recipes that suit the mesh as candidates, the most promising by the solver's model first."""
+"""Try expert recipes that suit the mesh as candidates, the most promising by the solver's model first, then their variants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -13,6 +13,7 @@ from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
+from autoshard.planner.recipe_variants import apart, format_recipes, variants_of
 from autoshard.planner.recomputation import SlowerError, memory_budget_of
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
@@ -53,7 +54,8 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
     for name, recipes in experts:
         with standings.attempt(name):
             promising += _promising(task, standings, experts, solved.prepared, name, recipes)
-    for one in sorted(promising, key=lambda one: one.seconds):
+    ordered = sorted(promising, key=lambda one: one.seconds)
+    for one in ordered:
         if standings.best is not None and task.left <= 0:
             standings.decline_late(one.name)
         elif is_needed and standings.best is not None and len(standings.evaluated) > 1:
@@ -61,6 +63,8 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
         else:
             progress(one.name)
             _enter(task, standings, one)
+    if not is_needed:
+        _enter_variants(task, standings, ordered, progress)
 
 
 def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
@@ -71,6 +75,25 @@ def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
             standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
         except SlowerError as slower:
             standings.decline(one.name, str(slower))
+
+
+def _enter_variants(task: SearchTask, standings: Standings, tried: Sequence[Promise], progress: Progress) -> None:
+    """Enter the variants of a recipe that chose between some by an estimate, where they decide something else: of the fastest
+    such recipe, or, if all were proven to be slower than another plan, of the most promising one.
+    """
+    problem, found = task.problem, {one.name: one for one in tried if any(variants_of(one.recipes, task.problem.mesh))}
+    if not found:
+        return
+    simulated = [name for name in found if name in standings.evaluated]
+    fastest = min(simulated, key=lambda name: task.rank(standings.evaluated[name]), default=next(iter(found)))
+    recipes = found[fastest].recipes
+    for variant in apart(problem, task.folded, recipes, tuple(variants_of(recipes, problem.mesh)))[1:]:
+        name = format_recipes(variant)
+        if standings.best is not None and task.left <= 0:
+            standings.decline_late(name)
+        else:
+            progress(name)
+            _enter(task, standings, Promise(name, variant, 0.0))
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:

@@ -36,7 +36,7 @@ def fastest_variant(
     variants = tuple(variants_of(recipes, problem.mesh))
     if not variants:
         return best, ()
-    name, *others = _apart(problem, folded, recipes, variants)
+    name, *others = apart(problem, folded, recipes, variants)
     best, told = replace(best, recipes=name), {name: format_seconds(best.cost.step_time)}
     for variant in others:
         worst = best.cost.step_time if _fits(problem, best) else float("inf")
@@ -60,8 +60,8 @@ def variants_of(recipes: Recipes, mesh: Mesh) -> Iterator[Recipes]:
         yield from product(*(found or (name,) for found, name in zip(variants, recipes, strict=True)))
 
 
-def _apart(problem: Problem, folded: Folded, recipes: Recipes, variants: Sequence[Recipes]) -> tuple[Recipes, ...]:
-    """Return the recipes, by the name of a variant if one decides the same, and the variants that decide something else."""
+def apart(problem: Problem, folded: Folded, recipes: Recipes, variants: Sequence[Recipes]) -> tuple[Recipes, ...]:
+    """Return the recipes, named as a variant if one decides the same, and then the variants that decide something else."""
     found = dict[str, Recipes]()
     for variant in variants:
         with suppress(RecipeError):
@@ -86,10 +86,11 @@ def _compared(problem: Problem, told: Mapping[Recipes, str], chosen: Recipes) ->
     """Return a remark on the steps of variants, unless there is one only."""
     if len(told) == 1:
         return ()
-    others = ", ".join(f"{_name(recipes)} {time}" for recipes, time in told.items() if recipes != chosen)
-    text = f"{_name(chosen)} is the fastest, by simulated steps of {told[chosen]}; {others}"
+    others = ", ".join(f"{format_recipes(recipes)} {time}" for recipes, time in told.items() if recipes != chosen)
+    text = f"{format_recipes(chosen)} is the fastest, by simulated steps of {told[chosen]}; {others}"
     return (Remark(Seed.name, text, Origin(), next(iter(problem.captured.shapes(InputRole.INPUT))).replace(".", "_")),)
 
 
-def _name(recipes: Recipes) -> str:
+def format_recipes(recipes: Recipes) -> str:
+    """Return the recipes of all axes as text: `fsdp+context(ring)`."""
     return "+".join(name or "-" for name in recipes)

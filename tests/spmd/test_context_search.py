@@ -99,6 +99,16 @@ def test_of_ways_that_are_near_the_fastest_is_taken_and_told() -> None:
     ]
 
 
+def test_a_search_tries_the_ways_that_its_recipe_did_not_choose() -> None:
+    """Its candidate `context` takes the ring, by the formulas."""
+    whole = Reference.of(attend((1, 8, 12), causal=True))
+    search = whole.plan(Mesh("cp=2", hardware=slow(bandwidth=1e5)), Options()).planned.plan.search
+    assert search is not None
+    found = {one.name: one for one in search.candidates}
+    assert {"context", WAYS[0], WAYS[2]} <= found.keys() and WAYS[1] not in found
+    assert all(found[name].cost is not None or "at least" in found[name].note for name in ("context", WAYS[0], WAYS[2]))
+
+
 def test_activations_take_a_part_of_the_memory() -> None:
     whole, taken = Reference.of(attend((1, 256, 12), causal=True, kv_heads=4)), list[int]()
     for ranks in (1, 2, 4):
