@@ -125,6 +125,7 @@ _SETTINGS = (
     (r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"),
     (r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
     (r"/transformers/", r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm" in the model\'s config'),
+    (r"/transformers/", r"flex_attention_mask", 'attn_implementation="sdpa" in the model\'s config'),
     (r"/torch/distributions/", r"/constraints\.py", "validate_args=False where the distribution is made"),
 )
 

@@ -459,15 +459,19 @@ def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "setting"),
-    [("drops_layers", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"), ("cache_utils", "use_cache=False")],
+    ("file", "condition", "setting"),
+    [
+        ("drops_layers", "skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
+        ("cache_utils", "is_full_to_here", "use_cache=False"),
+        ("masks", "flex_attention_mask_is_full", 'attn_implementation="sdpa"'),
+    ],
 )
 def test_the_setting_of_a_library_that_avoids_it_is_named(
-    file: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, condition: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "transformers" / f"{file}.py"
     path.parent.mkdir()
-    path.write_text(DROPS_LAYERS if file == "drops_layers" else DROPS_LAYERS.replace("skip_the_layer", "is_full_to_here"))
+    path.write_text(DROPS_LAYERS.replace("skip_the_layer", condition))
     monkeypatch.syspath_prepend(path.parent)
     module = import_module(file)
     with pytest.raises(CaptureError) as raised:
