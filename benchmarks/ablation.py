@@ -33,7 +33,7 @@ from autoshard.planner.request import PlanRequest
 from autoshard.planner.standings import SearchTask
 from benchmarks.grid_models import wide_mlp
 from examples import llama
-from passes.search import optimize, prepared, recipe_costs, recomputation_savings, search_state, tune_multipliers
+from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
 from passes.search.solvers import cutting_planes, mip, mip_columns, multipliers
 from passes.search.solvers.dual_ascent import Dual
@@ -174,10 +174,6 @@ HEURISTICS = {
     ),
     "asked again for less memory": Heuristic(((solver_candidate, "shrink", _once),)),
     "recipes": Heuristic(((candidates, "try_recipes", lambda *_: None),), (recipe_candidates,)),
-    "recipes in order of promise": Heuristic(
-        ((recipe_candidates.Experts, "estimate", lambda *_: (0.0, True)),),
-        (recipe_costs, recipe_candidates.Experts.estimate),
-    ),
     "recipes pruned by bounds": Heuristic(
         ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()
     ),

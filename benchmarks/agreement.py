@@ -23,6 +23,7 @@ from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import solve
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from benchmarks.grid_cases import CASES, Case
+from benchmarks.recipe_costs import estimate
 from passes.search.prepared import Prepared
 
 GOAL = 0.05  # of the simulated step: the model should be no further from it
@@ -91,7 +92,7 @@ def compared(case: Case) -> tuple[list[Row], float | None]:
 def _recipes(task: SearchTask, experts: Experts, prepared: Prepared) -> Iterator[Row]:
     for name, recipes in experts:
         if task.problem.undivided(recipes) is None:
-            objective, _ = experts.estimate(recipes, prepared)
+            objective = estimate(experts, recipes, prepared)
             found = in_chunks(task.problem, task.evaluate(recipes))
             yield Row(name, objective, found.cost.step_time, task.fits(found))
 

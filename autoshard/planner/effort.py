@@ -18,7 +18,7 @@ class Effort:
     gap: float  # largest optimality gap of the solver's plan
     grouped_gap: float  # the same if it uses several axes alike
     takes_first: bool  # stop at the solver's first good plan, and at the first program that fits in memory
-    recipes: Literal["needed", "possible", "all"]  # simulate until a plan is good; those that can be better; all
+    recipes: Literal["needed", "possible", "all"]  # those that can be better, but none if the solver's plan is good; those; all
     windows: tuple[int, ...]  # limits on what is gathered ahead, in largest gathers: one order is tried for each
     bucket_sizes: int  # how many bucket sizes are tried, the largest first
     least_chunked: float  # part of a step that chunks must be able to hide, or they are not simulated

@@ -1,8 +1,8 @@
-"""Try expert recipes that suit the mesh as candidates, the most promising by the solver's model first, then their variants."""
+"""Try expert recipes that suit the mesh as candidates, then their variants."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -14,7 +14,7 @@ from autoshard.planner.evaluation import Folded, phases_of, seeded
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
 from autoshard.planner.recipe_variants import apart, format_recipes, variants_of
-from autoshard.planner.recomputation import SlowerError, memory_budget_of
+from autoshard.planner.recomputation import SlowerError
 from autoshard.planner.solver_candidate import OFF, Solved
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from passes.base import PassContext
@@ -22,78 +22,69 @@ from passes.errors import RecipeError
 from passes.ir.mesh import Mesh
 from passes.ir.units import format_bytes
 from passes.manager import PassManager
-from passes.recipes import recipe_named, registered_recipes
+from passes.recipes import registered_recipes
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
-from passes.search.prepared import Prepared
 
 QUICKLY = "a quick answer: not simulated; plan.replan(..., prove=True) does"
 STORED = "a later call, whose parameters are laid out already: not simulated"
-TOO_MUCH = "takes too much memory by the solver's model: not simulated; plan.replan(..., prove=True) does"
-
-
-@dataclass(frozen=True)
-class Promise:
-    """A recipe, and the seconds of its step by the solver's model; 0 if unknown."""
-
-    name: str
-    recipes: Recipes
-    seconds: float
+_Rank = tuple[float, ...]  # simulated recipes are before others, then by fit and step, or by a bound of the step
 
 
 def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Add recipes to the standings, the most promising first, until there is a good plan or all that the effort
-    allows.
-    """
+    """Add recipes to the standings; none if only those that are needed are asked for, and there is a good plan."""
     experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
     is_stored = bool(task.problem.earlier) and standings.best is not None
     if is_needed and (is_stored or _is_answered(standings, solved)):
         for name, _ in experts:
             standings.decline(name, STORED if is_stored else QUICKLY)
         return
-    promising: list[Promise] = []
+    ranks: dict[Recipes, _Rank] = {}
     for name, recipes in experts:
-        with standings.attempt(name):
-            promising += _promising(task, standings, experts, solved.prepared, name, recipes)
-    ordered = sorted(promising, key=lambda one: one.seconds)
-    for one in ordered:
-        if standings.best is not None and task.left <= 0:
-            standings.decline_late(one.name)
-        elif is_needed and standings.best is not None and len(standings.evaluated) > 1:
-            standings.decline(one.name, QUICKLY)
-        else:
-            progress(one.name)
-            _enter(task, standings, one)
+        if (undivided := task.problem.undivided(recipes)) is not None:
+            standings.decline(name, undivided)
+        elif (rank := _enter(task, standings, experts, name, recipes, progress)) is not None:
+            ranks[recipes] = rank
     if not is_needed:
-        _enter_variants(task, standings, ordered, progress)
+        _enter_variants(task, standings, experts, ranks, progress)
 
 
-def _enter(task: SearchTask, standings: Standings, one: Promise) -> None:
-    """Enter a recipe's plan, unless it is proven to be slower than the best, before or by its simulation."""
-    worst = float("inf") if task.effort.recipes == "all" else standings.worst_time
-    with standings.attempt(one.name):
-        try:
-            standings.enter(one.name, task.evaluate(one.recipes, worst=worst))
-        except SlowerError as slower:
-            standings.decline(one.name, str(slower))
-
-
-def _enter_variants(task: SearchTask, standings: Standings, tried: Sequence[Promise], progress: Progress) -> None:
-    """Enter the variants of a recipe that chose between some by an estimate, where they decide something else: of the fastest
-    such recipe, or, if all were proven to be slower than another plan, of the most promising one.
+def _enter(
+    task: SearchTask, standings: Standings, experts: Experts, name: str, recipes: Recipes, progress: Progress
+) -> _Rank | None:
+    """Enter a recipe's plan, unless it is proven not to fit, or to be slower than the best. Return its rank, or that of a plan
+    that is as fast as is proven; None if nothing is.
     """
-    problem, found = task.problem, {one.name: one for one in tried if any(variants_of(one.recipes, task.problem.mesh))}
-    if not found:
+    if standings.best is not None and task.left <= 0:
+        standings.decline_late(name)
+        return None
+    progress(name)
+    is_choosy = standings.best is not None and task.effort.recipes != "all"
+    with standings.attempt(name):
+        if is_choosy and (state := experts.state(recipes)) > task.limit:
+            standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
+            return None
+        try:
+            evaluation = task.evaluate(recipes, worst=standings.worst_time if is_choosy else float("inf"))
+        except SlowerError as slower:
+            standings.decline(name, str(slower))
+            return 1.0, slower.seconds
+        standings.enter(name, evaluation)
+        return 0.0, *task.rank(evaluation)
+    return None
+
+
+def _enter_variants(
+    task: SearchTask, standings: Standings, experts: Experts, ranks: Mapping[Recipes, _Rank], progress: Progress
+) -> None:
+    """Enter the variants of a recipe that chose between some by an estimate, where they decide something else: of the fastest
+    such recipe, simulated or, if none was, as far as is proven.
+    """
+    problem, mesh = task.problem, task.problem.mesh
+    fastest = min((one for one in ranks if any(variants_of(one, mesh))), key=lambda one: ranks[one], default=None)
+    if fastest is None:
         return
-    simulated = [name for name in found if name in standings.evaluated]
-    fastest = min(simulated, key=lambda name: task.rank(standings.evaluated[name]), default=next(iter(found)))
-    recipes = found[fastest].recipes
-    for variant in apart(problem, task.folded, recipes, tuple(variants_of(recipes, problem.mesh)))[1:]:
-        name = format_recipes(variant)
-        if standings.best is not None and task.left <= 0:
-            standings.decline_late(name)
-        else:
-            progress(name)
-            _enter(task, standings, Promise(name, variant, 0.0))
+    for variant in apart(problem, task.folded, fastest, tuple(variants_of(fastest, mesh)))[1:]:
+        _enter(task, standings, experts, format_recipes(variant), variant, progress)
 
 
 def _is_answered(standings: Standings, solved: Solved) -> bool:
@@ -101,31 +92,6 @@ def _is_answered(standings: Standings, solved: Solved) -> bool:
     if standings.best != SOLVED or solved.objective is None:
         return False
     return standings.best_time <= solved.objective * (1 + OFF)
-
-
-def _promising(
-    task: SearchTask,
-    standings: Standings,
-    experts: Experts,
-    prepared: Prepared | None,
-    name: str,
-    recipes: Recipes,
-) -> tuple[Promise, ...]:
-    """Return the recipe if it may be worth a simulation; otherwise decline it."""
-    if (undivided := task.problem.undivided(recipes)) is not None:
-        standings.decline(name, undivided)
-        return ()
-    seconds, fits = 0.0, True  # unknown without the solver's model
-    if prepared is not None and task.left > 0:
-        seconds, fits = experts.estimate(recipes, prepared)
-    if standings.best is not None and task.effort.recipes == "needed" and not fits:
-        standings.decline(name, TOO_MUCH)
-        return ()
-    is_choosy = standings.best is not None and task.effort.recipes != "all"
-    if is_choosy and (state := experts.state(recipes)) > task.limit:
-        standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
-        return ()
-    return (Promise(name, recipes, seconds),)
 
 
 def expert_names() -> Iterator[str]:
@@ -153,7 +119,7 @@ def context_names(mesh: Mesh) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Experts:
-    """Estimates for recipes before they are simulated."""
+    """The recipes that suit a mesh, and what they store."""
 
     problem: Problem
     folded: Folded
@@ -170,28 +136,14 @@ class Experts:
                 seen.add(alike)
                 yield name, recipes
 
-    def estimate(self, recipes: Recipes, prepared: Prepared) -> tuple[float, bool]:
-        """Return the seconds of a step, and whether it fits; 0 and True if the model cannot tell."""
-        budget = memory_budget_of(self.problem, prepared)
-        plan = prepared.evaluate_recipe(self._placed(recipes), gathers_again=self._gathers_again(recipes), budget=budget)
-        return (0.0, True) if plan is None else (plan.objective, budget.fits(plan.memory))
-
     def state(self, recipes: Recipes) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a device."""
-        placed, optimizer = self._placed(recipes), self.problem.options.optimizer
+        placed, optimizer = self.placed(recipes), self.problem.options.optimizer
         return state_of(placed, self.folded.repeats, self.problem.mesh, optimizer)
 
-    def _gathers_again(self, recipes: Recipes) -> bool:
-        """Return whether all gathered parameters are gathered again in the backward."""
-        axes = zip(self.problem.resharding(recipes), self.problem.mesh.sizes, strict=True)
-        chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
-        storing = [recipe for recipe in chosen if recipe.store is not None]
-        return bool(storing) and all(recipe.frees_gathered for recipe in storing)
-
-    def _placed(self, recipes: Recipes) -> GraphModule:
-        """Return the graph with the recipes' layouts, shared by the variants that gather again and that do not."""
-        if self._gathers_again(recipes):
-            recipes = freeing(recipes, frees_gathered=False)
+    def placed(self, recipes: Recipes) -> GraphModule:
+        """Return the graph with the recipes' layouts, which are the same whether what is gathered is kept or not."""
+        recipes = freeing(recipes, frees_gathered=False)
         seed = self.problem.seed(self.folded.graph, recipes)
         if seed not in self.folded.placed:
             with uncollected():

@@ -38,6 +38,6 @@ In reading order:
 6. Costs: `model.node_costs` and `model.node_bytes` of strategies, `model.reshard_routes`, `model.unit_costs` and
    `model.transitions` of reshards, `model.local_sizes` of one rank's parts, `model.memory_budget` of bytes over the limit,
    with what `recomputation_savings` expects of `selective_recomputation`.
-7. The way in and out: `prepared` keeps all of this for the next goal, `solution` names the layouts found, `recipe_costs`
-   evaluates a recipe, and `alternatives` prices what was not chosen.
+7. The way in and out: `prepared` keeps all of this for the next goal, `solution` names the layouts found, and
+   `alternatives` prices what was not chosen.
 """

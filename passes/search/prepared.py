@@ -22,7 +22,6 @@ from passes.search.model.transitions import Transitions
 from passes.search.model.unit_costs import USUAL, Hiding, UnitCosts
 from passes.search.model.variables import make_skeleton
 from passes.search.optimize import optimize
-from passes.search.recipe_costs import recipe_assignment
 from passes.search.recomputation_savings import recomputation_savings
 from passes.search.search_state import SearchState
 from passes.search.solution import Solution, solution_of
@@ -106,17 +105,6 @@ class Prepared:
             smallest = min(state.seen, key=lambda assignment: assignment.memory, default=None)
             if smallest is not None:
                 yield self._solution(smallest, 0.0, started)
-
-    def evaluate_recipe(
-        self, placed: GraphModule, *, gathers_again: bool, budget: MemoryBudget | None = None
-    ) -> Assignment | None:
-        """Return the assignment with the layouts of `placed`, also those that the search does not consider.
-
-        None if a reshard has no steps. Parameters are gathered again in the backward, or kept.
-        """
-        return recipe_assignment(
-            self.structure, self.skeleton, self.node_costs, placed, gathers_again=gathers_again, budget=budget
-        )
 
     def _search(self, goal: Goal) -> _Search:
         """Return the search that found plans for the same goal, unless it was cut short, or a new one."""

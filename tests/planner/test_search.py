@@ -26,6 +26,7 @@ from autoshard.planner.problem import captured_problem
 from autoshard.planner.recomputation import SlowerError
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.ties import TIE
+from benchmarks.recipe_costs import recipe_assignment
 from examples.llama import TINY, Llama
 from passes.base import Pass, PassContext
 from passes.errors import CompilerError, UnknownOpError
@@ -309,7 +310,7 @@ def test_layouts_are_the_same_whether_what_is_gathered_is_kept() -> None:
             placed = seeded(problem, folded, recipes_of(name, mesh))
             PassManager((Propagate(), InsertReshards())).run(placed, PassContext(mesh))
             layouts.append({node.name: layouts_of(node) for node in placed.graph.nodes if has_layout(node)})
-            priced = prepared.evaluate_recipe(placed, gathers_again=name.startswith("fsdp"))
+            priced = recipe_assignment(prepared, placed, gathers_again=name.startswith("fsdp"))
             assert priced is not None
             steps.append(priced.objective)
         assert layouts[0] == layouts[1]

@@ -19,6 +19,7 @@ from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
 from autoshard.planner.standings import SearchTask
+from benchmarks.recipe_costs import estimate
 from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
 from passes.search.prepared import Prepared
@@ -71,7 +72,7 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
     task, found = prepared()
     experts = Experts(task.problem, task.folded)
     recipes = dict(experts)[name]
-    objective, _ = experts.estimate(recipes, found)
+    objective = estimate(experts, recipes, found)
     step = in_chunks(task.problem, task.evaluate(recipes)).cost.step_time
     assert objective == pytest.approx(step, rel=0.05)
 
@@ -87,7 +88,7 @@ def test_a_recipe_is_priced_with_its_own_layouts_whatever_the_search_considers(m
     assert few_strategies < all_strategies
     for name in ("megatron", "fsdp"):
         recipes = dict(experts)[name]
-        assert experts.estimate(recipes, few) == pytest.approx(experts.estimate(recipes, found))
+        assert estimate(experts, recipes, few) == pytest.approx(estimate(experts, recipes, found))
 
 
 @pytest.mark.slow
@@ -99,5 +100,5 @@ def test_the_model_hears_that_messages_next_to_products_are_sent_in_chunks() -> 
     assert other is not None
     experts = Experts(task.problem, task.folded)
     recipes = dict(experts)
-    in_chunks, apart = ([experts.estimate(recipes[name], one)[0] for name in ("megatron", "zero2")] for one in (found, other))
+    in_chunks, apart = ([estimate(experts, recipes[name], one) for name in ("megatron", "zero2")] for one in (found, other))
     assert in_chunks[0] < 0.99 * apart[0] and in_chunks[1] == pytest.approx(apart[1])

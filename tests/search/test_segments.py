@@ -16,6 +16,7 @@ from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
 from autoshard.planner.standings import SearchTask
+from benchmarks.recipe_costs import estimate
 from passes.search.model.axis_groups import single_axes
 from passes.search.prepared import Prepared
 
@@ -67,6 +68,6 @@ def test_messages_of_unlike_layers_cost_what_is_simulated(name: str) -> None:
     task, found = prepared(UNLIKE)
     experts = Experts(task.problem, task.folded)
     recipes = dict(experts)[name]
-    objective, _ = experts.estimate(recipes, found)
+    objective = estimate(experts, recipes, found)
     step = evaluate(task.problem, task.folded, recipes, effort=FULL).cost.step_time
     assert objective == pytest.approx(step, rel=0.05)

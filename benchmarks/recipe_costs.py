@@ -1,4 +1,4 @@
-"""Evaluate the plan of a recipe by the search's objective."""
+"""Price the plan of a recipe by the search's objective, to hold that against the simulator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.recipe_candidates import Experts
+from autoshard.planner.recomputation import memory_budget_of
 from passes.ir.graph import (
     has_layout,
     has_needs,
@@ -22,30 +25,43 @@ from passes.ir.graph import (
     returned,
 )
 from passes.ir.layout import Layout
+from passes.recipes import recipe_named
 from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.node_costs import NodeCosts
 from passes.search.model.skeleton import Member, Skeleton, VariableSkeleton, with_costs
 from passes.search.model.step_structure import StepStructure
 from passes.search.model.strategies import Strategy
 from passes.search.model.transitions import Transitions
 from passes.search.model.value_edges import values_of
+from passes.search.prepared import Prepared
 from passes.search.solvers.evaluate import Assignment, evaluate
 
 
+def estimate(experts: Experts, recipes: Recipes, prepared: Prepared) -> float:
+    """Return the seconds of a recipe's step."""
+    problem = experts.problem
+    budget, again = memory_budget_of(problem, prepared), _gathers_again(problem, recipes)
+    found = recipe_assignment(prepared, experts.placed(recipes), gathers_again=again, budget=budget)
+    assert found is not None, "a recipe's reshards have steps"
+    return found.objective
+
+
+def _gathers_again(problem: Problem, recipes: Recipes) -> bool:
+    """Return whether all gathered parameters are gathered again in the backward."""
+    axes = zip(problem.resharding(recipes), problem.mesh.sizes, strict=True)
+    chosen = [recipe_named(name) for name, size in axes if name is not None and size > 1]
+    storing = [recipe for recipe in chosen if recipe.store is not None]
+    return bool(storing) and all(recipe.frees_gathered for recipe in storing)
+
+
 def recipe_assignment(
-    structure: StepStructure,
-    skeleton: Skeleton,
-    node_costs: NodeCosts,
-    placed: GraphModule,
-    *,
-    gathers_again: bool,
-    budget: MemoryBudget | None,
+    prepared: Prepared, placed: GraphModule, *, gathers_again: bool, budget: MemoryBudget | None = None
 ) -> Assignment | None:
     """Return the assignment with the layouts of `placed`: the graph with reshards added and every node placed.
 
-    Each variable has one strategy, which the search need not consider, and reshards may be inside of a variable. None if a
-    reshard has no steps.
+    Each variable has one strategy, which the search need not consider, and reshards may be inside of a variable. Parameters are
+    gathered again in the backward, or kept. None if a reshard has no steps.
     """
+    structure, skeleton, node_costs = prepared.structure, prepared.skeleton, prepared.node_costs
     layouts = _Layouts.of(structure, skeleton, placed)
     variables = tuple(layouts.variable(number, one) for number, one in enumerate(skeleton.variables))
     values = tuple(values_of(structure, skeleton.owners, skeleton.ends, frozenset(), is_placed=True))
