@@ -82,20 +82,21 @@ def test_hardware_of_another_type() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["model", "ep", "x", "cp", "sp"])
+@pytest.mark.parametrize("name", ["model", "ep", "x", "sp"])
 def test_an_axis_of_which_nothing_says_whether_it_carries_data(name: str) -> None:
     mesh = Mesh(f"dp=2,{name}=4")
     assert message(batch_axes_of, Options(), mesh) == (
         f"MeshError: nothing says whether the batch is split over axis {name!r} of the mesh dp=2,{name}=4; give "
         f"Options(recipe={{'dp': 'fsdp', '{name}': 'fsdp'}}) if it is, Options(recipe={{'dp': 'fsdp', '{name}': 'megatron'}}) "
         f"or Options(inputs={{'*': {{'{name}': 'R'}}}}) if every rank of it has the same batch, or a plan (plan=...), or call "
-        "the axis 'dp' or 'tp'"
+        "the axis 'dp', 'tp' or, for the sequence, 'cp'"
     )
 
 
 def test_an_axis_that_says_whether_it_carries_data() -> None:
     assert batch_axes_of(Options(), Mesh("pod=2,dp_replicate=2,tp=2,dp_shard=2,data=2")) == (0, 1, 3, 4)
     assert batch_axes_of(Options(), Mesh("dp=2,x=1")) == (0,)
+    assert batch_axes_of(Options(), Mesh("dp=2,cp=2,context=2")) == (0,)
     assert batch_axes_of(Options(inputs={"tokens": {"x": "R"}}), Mesh("dp=2,x=4")) == (0,)
 
 

@@ -23,7 +23,9 @@ def recipes_of(recipe: str | Mapping[str, str | None] | None, mesh: Mesh) -> tup
 
 
 def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
-    """Return `megatron` for an axis named `tp`, `fsdp` for axes with a data-parallel name, None for every other."""
+    """Return `megatron` for an axis named `tp`, `fsdp_context` for one named `cp` or `context`, `fsdp` for axes with a
+    data-parallel name, None for every other.
+    """
     return tuple(map(usual_recipe, mesh.names))
 
 

@@ -118,7 +118,7 @@ class Problem:
         """
         _, first = _first_batch(inputs)
         axes = () if self.split_when_padded else _dividing(self.batch_axes or (), self.mesh, first)
-        given = self.padded_axes if self.batch_axes is None else range(self.mesh.ndim)
+        given = self.padded_axes if self.batch_axes is None else self._given_axes
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
         constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
         return tuple(
@@ -127,6 +127,13 @@ class Problem:
             for axis in given
             if (name, self.mesh.names[axis]) not in constrained
         )
+
+    @property
+    def _given_axes(self) -> tuple[int, ...]:
+        """Return the axes over which the caller splits the batch, or nothing: all but those for the sequence, which a plan
+        decides.
+        """
+        return tuple(axis for axis, name in enumerate(self.mesh.names) if name not in CONTEXT_AXES)
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
@@ -175,10 +182,13 @@ class Problem:
 
         No recipe splits inputs that are split as the caller says, or whole because their axes do not divide them.
         """
-        if self.batch_axes is not None or self.padded_axes:
+        if self.padded_axes:
             return None
         name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
         axes = data_axes(recipes)
+        if self.batch_axes is not None:
+            own = tuple(axis for axis in axes if axis not in self._given_axes)
+            axes = (*self.batch_axes, *own) if own else ()
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
         names = " x ".join(self.mesh.names[axis] for axis in axes)
         return f"input {name!r} has a batch of {batch}, which {names} = {ways} does not divide" if batch % ways else None

@@ -93,6 +93,7 @@ def test_a_plan_is_the_same_every_time() -> None:
 def test_the_rule_of_thumb_goes_by_the_names_of_axes() -> None:
     assert rule_of_thumb(Mesh("dp=2,tp=2")) == ("fsdp", "megatron")
     assert rule_of_thumb(Mesh("tp=2,replica=2")) == ("megatron", "fsdp")
+    assert rule_of_thumb(Mesh("cp=2,x=2")) == ("fsdp_context", None)
 
 
 def test_parameters_inputs_and_outputs_are_described() -> None:

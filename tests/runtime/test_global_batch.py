@@ -21,8 +21,9 @@ def test_a_tensor_as_long_as_a_part_of_the_batch_is_not_taken_for_one() -> None:
     assert _is_clear("mask", {"tokens": tokens[:4], "mask": mask[:3]}, mask[:3], splits)
 
 
-def test_how_a_sequence_is_split_is_not_known_before_a_plan() -> None:
-    splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), Options(recipe={"dp": "fsdp", "cp": "context"}), None).splits()
+@pytest.mark.parametrize("options", [Options(recipe={"dp": "fsdp", "cp": "context"}), Options()])
+def test_how_a_sequence_is_split_is_not_known_before_a_plan(options: Options) -> None:
+    splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), options, None).splits()
     assert splits.data_axes == (0,)
     with pytest.raises(InputError) as error:
         splits.whole("tokens", torch.zeros(4, 4), 4)

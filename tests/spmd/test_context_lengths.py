@@ -176,18 +176,27 @@ def test_a_kernel_is_told_how_long_its_padded_operands_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("lengths", [(7, 9), (8, 7)])
-def test_calls_on_two_real_ranks_take_sequences_that_they_do_not_divide(lengths: tuple[int, ...]) -> None:
-    for errors in run_on_ranks(partial(_train, lengths), 2, timeout=200):
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((7, 9), Options(recipe=RING, compile="eager")),
+        ((8, 7), Options(recipe=RING, compile="eager")),
+        ((8, 7), Options(compile="eager")),  # a rule of thumb
+        ((8, 7), Options(compile="eager", hardware="h100")),  # a search
+    ],
+    ids=["odd, ring", "even, ring", "even, default", "even, searched"],
+)
+def test_calls_on_two_real_ranks_take_sequences_that_they_do_not_divide(lengths: tuple[int, ...], options: Options) -> None:
+    for errors in run_on_ranks(partial(_train, lengths, options), 2, timeout=200):
         assert max(errors) < TOLERANCE
 
 
-def _train(lengths: tuple[int, ...], rank: int) -> list[float]:
+def _train(lengths: tuple[int, ...], options: Options, rank: int) -> list[float]:
     """Return the relative error of the loss, and of the worst gradient, of a step of each length."""
     torch.manual_seed(0)
     cases = [decoder(layers=1, seq=length) for length in lengths]
     alone, mesh = cases[0].model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = autoshard(alone, mesh, cases[0].args, options=Options(recipe=RING, compile="eager"))
+    model = autoshard(alone, mesh, cases[0].args, options=options)
     errors = list[float]()
     for case in cases:
         alone.zero_grad()
