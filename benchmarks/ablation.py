@@ -35,7 +35,7 @@ from benchmarks.grid_models import wide_mlp
 from examples import llama
 from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
-from passes.search.solvers import cutting_planes, mip, mip_columns, multipliers
+from passes.search.solvers import mip, mip_columns, multipliers
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.transition_factors import TransitionFactor
 
@@ -144,9 +144,7 @@ HEURISTICS = {
     "recomputation in the objective": Heuristic(
         ((prepared, "recomputation_savings", lambda *_: ()),), (recomputation_savings,)
     ),
-    "price of bytes by cutting planes": Heuristic(
-        ((optimize, "fit_memory", lambda *_: True),), (cutting_planes, tune_multipliers.fit_memory)
-    ),
+    "least memory first": Heuristic(((optimize, "fit_memory", lambda *_: True),), (tune_multipliers.fit_memory,)),
     "multipliers by linear programs": Heuristic(((tune_multipliers, "ROUNDS", 0),), (mip.Formulation.multipliers,)),
     "multipliers averaged": Heuristic(
         ((multipliers.Multipliers, "between", lambda self, _: self),),

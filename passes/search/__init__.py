@@ -12,9 +12,8 @@ together have to fit the memory budget.
 The bound. Weights for the three resources of each segment and a price per byte (Lagrange multipliers) turn the objective
 into a sum of unary and pairwise costs that is at most the step. The minimum of that sum is bounded from below by
 sequential tree-reweighted message passing (TRW-S): messages along the factors move cost to the variables until what
-every variable has to pay adds up; this is a dual ascent. Good multipliers make the bound high. They are the duals of a
-linear program: of the assignments seen so far (Kelley's cutting planes) while none fits the memory, then of the
-strategies whose costs are near the bound.
+every variable has to pay adds up; this is a dual ascent. Good multipliers make the bound high. They are the duals of
+the linear program of the strategies whose costs are near the bound.
 
 The assignment. Rounding the messages, variable by variable, gives assignments; the best that fits is the incumbent. The
 messages also give each strategy a reduced cost: how far over the bound all assignments with it are. A strategy over the
@@ -28,8 +27,7 @@ In reading order:
 1. `optimize` drives the search; `search_state` holds its bound and incumbent, `goal` what it looks for.
 2. `model.factor_graph` defines variables, values and segments; `model.objective` the terms that each adds to the step.
 3. The bound: `solvers.relaxation` applies `solvers.multipliers` to the objective; `solvers.dual_ascent` bounds it by
-   messages in `solvers.transition_factors`, along `solvers.adjacency`. `tune_multipliers` and `solvers.cutting_planes`
-   find the multipliers.
+   messages in `solvers.transition_factors`, along `solvers.adjacency`. `tune_multipliers` finds the multipliers.
 4. Assignments: `solvers.dual_rounding` reads them off the messages, `solvers.evaluate` costs one; `solvers.restriction`
    chooses strategies, `solvers.mip` states their program, `solvers.highs` solves it.
 5. The factor graph of a program: `model.tied_layers` and `model.step_structure` read the graph, `model.strategies`

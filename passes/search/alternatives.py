@@ -16,7 +16,7 @@ from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.dual_rounding import min_marginals, rounded
-from passes.search.solvers.evaluate import Assignment, evaluate
+from passes.search.solvers.evaluate import Assignment, evaluations
 from passes.search.solvers.mip import Formulation
 from passes.search.solvers.restriction import cheapest
 
@@ -93,12 +93,8 @@ class _Restricted:
         picked = rounded(dual, [self.variable, *rest])
         changed = list(self.searched.assignment.strategies)
         changed[self.variable] = picked[self.variable]
-        found = []
-        for strategies in (picked, changed):
-            for keeps in dict.fromkeys((self.relaxation.multipliers.byte, 0.0, float("inf"))):
-                assignment = evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget)
-                found += [assignment] if assignment is not None else []
-        return found
+        byte = self.relaxation.multipliers.byte
+        return [one for each in (picked, changed) for one in evaluations(self.transitions, each, byte, self.budget)]
 
     def solved(self, numbers: Sequence[int], dual: Dual, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the best assignment among strategies near the bound and those at hand."""

@@ -1,7 +1,7 @@
 """Search for the assignment with the shortest step: bound it from below, find assignments from above, until they meet.
 
 1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone.
-2. If no assignment seen so far fits, find a price per byte under which one does (`tune_multipliers.fit_memory`).
+2. If no assignment seen so far fits, look at those of the least memory (`tune_multipliers.fit_memory`).
 3. Tune the multipliers, and solve the program of the strategies near the bound (`tune_multipliers.tune`).
 4. If still none fits, solve the program of bytes alone: without one in it, the search ends here.
 5. Widen: solve the program of all strategies that can be in an assignment within 1 %, 5 %, ... of the bound, or better
@@ -51,14 +51,9 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
     yield bounds.result(bounds.incumbent)
 
 
-def assignments(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> Iterator[tuple[Assignment, float]]:
-    """Yield the results of `optimize` for a factor graph."""
-    yield from optimize(SearchState(Transitions(graph, unit_costs), goal))
-
-
 def solve(graph: FactorGraph, unit_costs: UnitCosts, goal: Goal) -> tuple[Assignment, float]:
-    """Return the last of `assignments`."""
-    return list(assignments(graph, unit_costs, goal))[-1]
+    """Return the last of the results of `optimize` for a factor graph."""
+    return list(optimize(SearchState(Transitions(graph, unit_costs), goal)))[-1]
 
 
 def _widen(state: SearchState) -> None:

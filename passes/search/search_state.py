@@ -9,7 +9,7 @@ from passes.search.goal import Goal
 from passes.search.model.transitions import Transitions
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.dual_rounding import rounded
-from passes.search.solvers.evaluate import Assignment, evaluate
+from passes.search.solvers.evaluate import Assignment, evaluate, evaluations
 from passes.search.solvers.mip import Formulation
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.relaxation import Relaxation
@@ -55,10 +55,8 @@ class SearchState:
         self.dual.ascend(SWEEPS, tolerance)
         self.bounds.raise_lower(self.dual_bound)
         strategies = rounded(self.dual, range(len(self.dual.unary)))
-        for keeps in dict.fromkeys((self.relaxation.multipliers.byte, 0.0, float("inf"))):
-            assignment = self._keeping(evaluate(self.transitions, strategies, keeps=keeps, budget=self.budget))
-            if assignment is None:
-                return
+        for found in evaluations(self.transitions, strategies, self.relaxation.multipliers.byte, self.budget):
+            assignment = self._keeping(found)
             self.seen.append(assignment)
             if self._fits(assignment):
                 self.bounds.offer(assignment)
@@ -70,9 +68,10 @@ class SearchState:
 
     def offer_solved(self, assignment: Assignment | None) -> None:
         """Offer the solution of a program, which may keep other values than the goal says."""
-        kept = self._keeping(assignment)
-        if kept is assignment or (kept is not None and self._fits(kept)):
-            self.bounds.offer(kept)
+        if assignment is not None:
+            kept = self._keeping(assignment)
+            if kept is assignment or self._fits(kept):
+                self.bounds.offer(kept)
 
     def pruned(self, threshold: float) -> Dual:
         """Return the dual without strategies and transitions that are in no assignment shorter than `threshold` seconds."""
@@ -87,12 +86,14 @@ class SearchState:
     def _fits(self, assignment: Assignment) -> bool:
         return self.budget is None or self.budget.fits(assignment.memory)
 
-    def _keeping(self, assignment: Assignment | None) -> Assignment | None:
+    def _keeping(self, assignment: Assignment) -> Assignment:
         """Return the same strategies with gathered parameters kept as the goal says."""
-        if assignment is None or self.goal.keep_gathered is None:
+        if self.goal.keep_gathered is None:
             return assignment
         keeps, byte = 0.0 if self.goal.keep_gathered else float("inf"), self.relaxation.multipliers.byte
-        return evaluate(self.transitions, assignment.strategies, keeps=keeps, repeats=byte, budget=self.budget)
+        found = evaluate(self.transitions, assignment.strategies, keeps=keeps, repeats=byte, budget=self.budget)
+        assert found is not None, "the transitions are those of an assignment"
+        return found
 
 
 @dataclass
@@ -113,9 +114,9 @@ class Bounds:
         """Take a lower bound that was proven."""
         self.lower = max(self.lower, seconds)
 
-    def offer(self, assignment: Assignment | None) -> None:
+    def offer(self, assignment: Assignment) -> None:
         """Take an assignment that fits as the incumbent if it is better."""
-        if assignment is not None and (self.incumbent is None or assignment.objective < self.incumbent.objective):
+        if self.incumbent is None or assignment.objective < self.incumbent.objective:
             self.incumbent = assignment
 
     def result(self, assignment: Assignment) -> tuple[Assignment, float]:

@@ -1,17 +1,15 @@
-"""Find the multipliers with the highest bound, and those under which assignments fit the memory."""
+"""Find assignments that fit the memory, and the multipliers with the highest bound."""
 
 from __future__ import annotations
 
 from passes.search.model.memory_budget import GB, MemoryBudget
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
-from passes.search.solvers.cutting_planes import best_multipliers
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
 ROUNDS = 8  # of tuning by the linear program of the strategies near the bound, at most
 GAIN = 5e-4  # of the bound: a round that adds less is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
-CUTS = 6  # rounds of cutting planes that look for a price on bytes; each halves the distance to the last
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
 NEAR = 0.002  # of the bound: strategies within this of it are in the linear program
 CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
@@ -21,22 +19,12 @@ SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an 
 
 
 def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
-    """Find a price of bytes under which the relaxation rounds to an assignment that fits; return False if none exists.
-
-    At first only bytes count: if even that bound exceeds what fits, no assignment does.
-    """
-    segments = ((0.0, 0.0, 0.0),) * len(state.factor_graph.segments)
+    """Look at the assignments to which the relaxation rounds if only bytes count; return False if by its bound none fits."""
+    usual, segments = state.relaxation.multipliers, ((0.0, 0.0, 0.0),) * len(state.factor_graph.segments)
     state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
     if state.dual.bound > (budget.most - state.factor_graph.base) / GB:
         return False
-    if not state.seen:
-        return True
-    multipliers = best_multipliers(state.seen, budget)
-    for _ in range(CUTS):
-        state.reweigh(multipliers, ROUGH)
-        if state.bounds.incumbent is not None and state.clock.is_late:
-            break
-        multipliers = best_multipliers(state.seen, budget).between(multipliers)
+    state.reweigh(usual, ROUGH)
     return True
 
 

@@ -10,7 +10,7 @@ from passes.ir.layout import Layout, Shard
 from passes.ir.text import parse_graph
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, coarse_groups
-from passes.search.optimize import assignments
+from passes.search.optimize import solve
 from passes.search.prepared import prepare
 from tests.planner.test_search import on_meta
 from tests.search.random_graphs import random_graph
@@ -54,7 +54,7 @@ def test_strategies_use_the_axes_of_a_group_alike(seed: int) -> None:
 def objective(text: str, axis_groups: AxisGroups | None) -> float:
     gm, mesh = parse_graph(text)
     prepared = prepare(gm, Mesh(mesh.names, mesh.sizes, hardware="h100"), axis_groups)
-    return list(assignments(prepared.factor_graph, prepared.node_costs.unit_costs, Goal(gap=1e-6)))[-1][0].objective
+    return solve(prepared.factor_graph, prepared.node_costs.unit_costs, Goal(gap=1e-6))[0].objective
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -38,14 +38,10 @@ def pinned_layouts(node: Node, free: Sequence[Layout], mesh: Mesh, axis_groups: 
 def _padded(layouts: Sequence[Layout], shape: tuple[int, ...], mesh: Mesh, axis_groups: AxisGroups) -> Iterator[Layout]:
     """Yield layouts that pad dim 0, on sets of axes that split no dim evenly."""
     even = {_sharded_axes(layout) for layout in layouts}
-    for layout in layouts:
-        for group in axis_groups:
-            wider = layout
-            if shape and all(layout.on(axis) == R and mesh.sizes[axis] > 1 for axis in group):
-                for axis in group:
-                    wider = wider.with_on(axis, next_digit(wider, 0, mesh))
-            if _sharded_axes(wider) not in even and is_storable(wider, shape, mesh):
-                yield wider
+    for layout, group in product(layouts, axis_groups if shape else ()):
+        wider = _split(layout, 0, group, mesh)
+        if _sharded_axes(wider) not in even and is_storable(wider, shape, mesh):
+            yield wider
 
 
 def _padded_by_calls(
@@ -55,12 +51,17 @@ def _padded_by_calls(
     shape = tuple(tensor_of(node).shape)
     dims = dict.fromkeys(int(str(user.args[1])) for user in node.users if user.target is PAD_END)
     for layout, dim, group in product(layouts, dims, axis_groups):
-        wider = layout
-        if all(layout.on(axis) == R and mesh.sizes[axis] > 1 for axis in group):
-            for axis in group:
-                wider = wider.with_on(axis, next_digit(wider, dim, mesh))
+        wider = _split(layout, dim, group, mesh)
         if wider != layout and is_storable(wider, shape, mesh):
             yield wider
+
+
+def _split(layout: Layout, dim: int, group: Sequence[int], mesh: Mesh) -> Layout:
+    """Return a layout that splits `dim` over the axes of a group, too, if they split nothing yet."""
+    if all(layout.on(axis) == R and mesh.sizes[axis] > 1 for axis in group):
+        for axis in group:
+            layout = layout.with_on(axis, next_digit(layout, dim, mesh))
+    return layout
 
 
 def _sharded_axes(layout: Layout) -> tuple[bool, ...]:

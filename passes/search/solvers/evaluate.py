@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,15 @@ class Assignment:
     objective: float
     memory: float
     loads: Floats
+
+
+def evaluations(
+    transitions: Transitions, strategies: list[int], byte: float, budget: MemoryBudget | None
+) -> list[Assignment]:
+    """Return the assignments of these strategies that keep what is worth `byte` seconds a byte, all, and nothing; none if a
+    transition is impossible."""
+    found = [evaluate(transitions, strategies, keeps=keeps, budget=budget) for keeps in dict.fromkeys((byte, 0.0, math.inf))]
+    return [assignment for assignment in found if assignment is not None]
 
 
 def evaluate(

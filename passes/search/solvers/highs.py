@@ -34,7 +34,6 @@ class MixedIntegerProgram:
     """A program under construction: columns with costs and bounds from 0 up, rows with bounds on both sides."""
 
     costs: list[float] = field(default_factory=list)
-    lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     row_lower: list[float] = field(default_factory=list)
@@ -46,7 +45,6 @@ class MixedIntegerProgram:
     def column(self, cost: float = 0.0, upper: float = 1.0, *, integer: bool = False) -> int:
         """Add a column and return its number."""
         self.costs.append(cost)
-        self.lower.append(0.0)
         self.upper.append(upper)
         self.integer.append(integer)
         return len(self.costs) - 1
@@ -95,7 +93,7 @@ class MixedIntegerProgram:
     def _model(self) -> highspy.HighsLp:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.costs), len(self.row_lower)
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = (np.array(x) for x in (self.costs, self.lower, self.upper))
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = np.array(self.costs), np.zeros(len(self.costs)), np.array(self.upper)
         lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
         order = np.argsort(np.array(self.rows, dtype=np.int64), kind="stable")
         starts = np.concatenate([[0], np.cumsum(np.bincount(self.rows, minlength=lp.num_row_))])
