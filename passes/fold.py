@@ -44,6 +44,10 @@ class Fold(Pass):
     3. The layers around the removed ones become neighbours: the next layer's forward takes the values of the layer
        kept below, the backward of the layer below those of the next layer.
     4. If a value of a layer is used beyond its neighbours, all layers are kept.
+    5. Of a forward graph whose backward will be traced (`is_forward`), one period is kept, if a layer follows the run. A
+       call without a module belongs to the layer before it, and its backward to the one after it: if such calls next to
+       the run are not those in it, the run is kept as in 2, with one more layer on either side. With `keeps_ends`, it
+       is kept as in 2 anyway.
 
     `distinct` are parameters, by FQN, that options single out, each with a tag: layers are equal only if the tags
     of their parameters are.
@@ -87,13 +91,15 @@ class Fold(Pass):
 
     distinct: tuple[tuple[str, str], ...] = ()  # FQN of a parameter or buffer, tag
     margin: int = 0  # equal layers kept in addition on either side, next to layers that differ; effects of these reach no further
+    is_forward: bool = False
+    keeps_ends: bool = True  # of a forward: a period on both sides of a run, as its ends differ in programs of it
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         graph = Indexed.of(gm.graph, dict(self.distinct))
         foldings = []
         for level in range(depth_of(graph)):
             layers = Layers.of(graph, level)
-            foldings += [_folding(layers, prefix, indices, self.margin) for prefix, indices in layers.lists()]
+            foldings += [self._fold_list(layers, prefix, indices) for prefix, indices in layers.lists()]
         chosen = _chosen(foldings)
         for folding in foldings:
             for node, why in folding.declined:
@@ -103,6 +109,14 @@ class Fold(Pass):
                 ctx.remark(self, output_node(gm.graph), f"{run}", routine=True)
         _apply(gm, graph, chosen)
         return bool(chosen)
+
+    def _fold_list(self, layers: Layers, prefix: str, indices: tuple[int, ...]) -> _Folding:
+        """Return the folding of a list."""
+        if not self.is_forward:
+            return _folding(layers, prefix, indices, self.margin)
+        found = _folding(layers, prefix, indices, self.margin, keeps_last=self.keeps_ends)
+        is_sure = all(_are_between_alike(layers, run, indices) for run in found.runs)
+        return found if is_sure else _folding(layers, prefix, indices, self.margin + 1)
 
 
 @dataclass(frozen=True)
@@ -116,23 +130,34 @@ class _Folding:
     declined: tuple[tuple[Node, str], ...] = ()  # the reasons why runs of equal layers are not folded
 
 
-def _folding(layers: Layers, prefix: str, indices: tuple[int, ...], margin: int) -> _Folding:
+def _folding(
+    layers: Layers, prefix: str, indices: tuple[int, ...], margin: int, *, keeps_last: bool = True
+) -> _Folding:
     """Return the folding of a list that removes most nodes."""
     best = _Folding(prefix)
     for period in range(1, MAX_PERIOD + 1):
         kept = len(indices) - sum(len(run.removed) for run in best.runs)
-        if kept <= 2 * period + 2:  # the fewest layers that a longer period would keep
+        if kept <= (2 if keeps_last else 1) * period + 2:  # the fewest layers that a longer period would keep
             break
         found = _Folding(prefix)
-        for run in _runs(prefix, indices, layers.signatures(prefix, indices, period), period, margin):
-            found = _joined(found, _one_run(layers, run))
+        signatures = layers.signatures(prefix, indices, period)
+        for run in _runs(prefix, indices, signatures, period, margin, keeps_last=keeps_last):
+            found = _joined(found, _one_run(layers, run, keeps_last=keeps_last))
         if len(found.removed) > len(best.removed) or not best.runs:
             best = replace(found, declined=found.declined if found.runs else best.declined + found.declined)
     return best
 
 
+def _are_between_alike(layers: Layers, run: Run, indices: tuple[int, ...]) -> bool:
+    """Return whether calls of no module that belong to the layers next to the kept ones are those of the removed ones."""
+    start = indices.index(run.below[0])
+    before = zip(indices[max(start - 1, 0) : start], run.below[-1:], strict=False)
+    pairs = (*before, *zip(run.above, run.below, strict=False))
+    return all(layers.between(run.prefix, one) == layers.between(run.prefix, other) for one, other in pairs)
+
+
 def _runs(
-    prefix: str, indices: tuple[int, ...], signatures: list[int], period: int, margin: int
+    prefix: str, indices: tuple[int, ...], signatures: list[int], period: int, margin: int, *, keeps_last: bool
 ) -> Iterator[Run]:
     """Yield the longest runs of layers that equal the one a period away, if at least a period of them can be
     removed."""
@@ -141,8 +166,9 @@ def _runs(
         end = start + period  # one past the last layer
         while end < len(indices) and signatures[end] == signatures[end - period]:
             end += 1
-        first = start + margin
-        count = (end - margin - first) // period * period - 2 * period
+        first, is_followed = start + margin, end + period <= len(indices)
+        kept = period if is_followed and not keeps_last else 2 * period
+        count = (end - margin - first) // period * period - kept
         if count > 0:
             cuts = first + period, first + period + count
             above = indices[cuts[1] : cuts[1] + period]
@@ -152,7 +178,7 @@ def _runs(
             start += 1
 
 
-def _one_run(layers: Layers, run: Run) -> _Folding:
+def _one_run(layers: Layers, run: Run, *, keeps_last: bool) -> _Folding:
     """Return the folding of one run, or the reason to decline it."""
     graph = layers.graph
     origin = {}  # removed node -> its layer's number among the removed ones, its own number in the layer
@@ -164,7 +190,7 @@ def _one_run(layers: Layers, run: Run) -> _Folding:
         for user in graph.users[node]:
             if user in origin:
                 continue
-            layer = _substitute(run, number, layers.layer[user])
+            layer = _substitute(run, number, layers.layer[user], keeps_last=keeps_last)
             new = layers.members[layer][order] if layer is not None else user
             if new >= user:
                 return _declined(run, graph.nodes[node], f"%{graph.nodes[user].name} uses a value of it")
@@ -178,13 +204,13 @@ def _one_run(layers: Layers, run: Run) -> _Folding:
     return _Folding(run.prefix, (run,), removed, tuple(rewired))
 
 
-def _substitute(run: Run, number: int, user: Layer | None) -> Layer | None:
+def _substitute(run: Run, number: int, user: Layer | None, *, keeps_last: bool) -> Layer | None:
     """Return the layer whose value replaces that of removed layer `number` in `user`, None if there is none."""
     if user is None or user[0] != run.prefix:
         return None
     if user[1] in run.above and len(run.removed) + run.above.index(user[1]) - number <= run.period:
         return run.prefix, run.below[number % run.period]
-    if user[1] in run.below and number <= run.below.index(user[1]):
+    if keeps_last and user[1] in run.below and number <= run.below.index(user[1]):
         return run.prefix, run.above[number % run.period]
     return None
 

@@ -174,7 +174,7 @@ def _rehearse(call: _Call, mode: Any, functions: Functions, *, watches_state: bo
     """
     inputs = call.fresh(mode)
     copied = call.copied(inputs)
-    held = Held(copied.model, (copied.args, copied.kwargs), functions) if watches_state else None
+    held = Held.by(copied.model, (copied.args, copied.kwargs), functions) if watches_state else None
     watch = _Watch(inputs)
     with mode, WatchedOps(watch.before, watch.after):
         result = copied.output(watch.called)

@@ -15,7 +15,7 @@ import random
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Functions:
     outside: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
     draws: str = ""  # the function that drew or seeded random numbers outside of a graph
     checkpoints: bool = False
-    _seen: set[CodeType] = field(default_factory=set)
+    _seen: dict[int, CodeType] = field(default_factory=dict)  # by id: the hash of code reads all of it
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -64,12 +64,18 @@ class Functions:
             sys.setprofile(before)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self, held: Held) -> Iterator[None]:
         """Note the Python functions that run until the block ends, and whether numbers were drawn, but not by which
-        function: at a third of the time.
+        function: at a third of the time. What a function names outside of itself is `held` as it is found there first.
         """
         before, drawn = sys.gettrace(), _generators()
-        sys.settrace(lambda frame, event, argument: self._call(frame))
+        seen = self._seen
+
+        def called(frame: Any, event: str, argument: Any) -> None:
+            if id(frame.f_code) not in seen:  # of many thousands
+                self._call(frame, held)
+
+        sys.settrace(called)
         try:
             yield
         finally:
@@ -77,14 +83,16 @@ class Functions:
         if _generators() != drawn:
             self.draws = self.draws or "random"
 
-    def _call(self, frame: Any) -> None:
+    def _call(self, frame: Any, held: Held | None = None) -> None:
         code = frame.f_code
-        if code in self._seen:
+        if id(code) in self._seen:
             return
-        self._seen.add(code)
+        self._seen[id(code)] = code
         self.checkpoints = self.checkpoints or code.co_filename == _CHECKPOINT
         if _is_users(code.co_filename):
             self.outside[code] = _outside(frame)
+            if held is not None:
+                held.hold(self.outside[code])
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
         if event == "call":
@@ -99,7 +107,7 @@ class Functions:
     def names(self) -> frozenset[str]:
         """Return the names that the code of the user, and of torch's modules, reads."""
         of_torch = (
-            code for code in self._seen if Path(code.co_filename).parent == _MODULES and code.co_name != "__getattr__"
+            code for code in self._seen.values() if Path(code.co_filename).parent == _MODULES and code.co_name != "__getattr__"
         )
         return frozenset().union(*map(names_read, (*self.outside, *of_torch)))
 
@@ -148,9 +156,20 @@ def _outside(frame: Any) -> dict[str, Any]:
 class Held:
     """The values that a model and the functions that it runs hold: to be compared after a run."""
 
-    def __init__(self, model: nn.Module, arguments: Any, functions: Functions) -> None:
+    def __init__(self) -> None:
         self._before: dict[int, tuple[str, Any, Any]] = {}
         self._modules: set[int] = set()  # the attributes of modules, by id
+
+    @staticmethod
+    def by(model: nn.Module, arguments: Any, functions: Functions) -> Held:
+        """Return what a model, its arguments and functions hold."""
+        held = Held()
+        held._add_model(model, arguments)
+        for outside in functions.outside.values():
+            held.hold(outside)
+        return held
+
+    def _add_model(self, model: nn.Module, arguments: Any) -> None:
         self._add("an argument", arguments, _DEPTH_MAX)
         for prefix, module in model.named_modules():
             cached = _cached_properties(type(module))
@@ -159,9 +178,11 @@ class Held:
             for kind in type(module).__mro__:
                 if not kind.__module__.startswith(("torch.", "builtins")):
                     self._add(kind.__name__, _Class(kind), _DEPTH_MAX)
-        for outside in functions.outside.values():
-            for name, value in outside.items():
-                self._add(name, _Class(value) if isinstance(value, type) else value, _DEPTH_MAX)
+
+    def hold(self, variables: Mapping[str, Any]) -> None:
+        """Add what variables hold, by name."""
+        for name, value in variables.items():
+            self._add(name, _Class(value) if isinstance(value, type) else value, _DEPTH_MAX)
 
     def changed(self, *, but_flags: bool = False) -> str:
         """Return the path of an object that is no longer as it was, or "".

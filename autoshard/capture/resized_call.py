@@ -112,18 +112,19 @@ class _Run:
 def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> _Run:
     """Return what a run of the code calls, returns and reads. Raises _Unlike if it does what no graph can.
 
-    It runs twice: the first run may set a flag in a config, and only after it is it known which functions run, and so which
-    objects they could change.
+    It runs again if the first run changes something: it may have set a flag in a config, and a later one finds that set.
     """
     args, kwargs = call.with_leaves(dict(leaves))
-    functions, own = Functions(), Held(fake.module, (args, kwargs), Functions())
-    with _quiet(), mode, functions.noted(), called_functions():
-        fake.module(*args, **kwargs)
+    functions, own, outer = Functions(), Held.by(fake.module, (args, kwargs), Functions()), Held()
+    with _quiet(), mode, functions.noted(outer), called_functions() as called:
+        output = fake.module(*args, **kwargs)
     if changed := own.changed(but_flags=True):
         raise _Unlike(f"it changes {changed}")
     if functions.draws or functions.checkpoints or functions.stored():
         raise _Unlike("it draws numbers, makes a checkpoint or assigns a variable outside of it")
-    held = Held(fake.module, (args, kwargs), functions)
+    if not own.changed() and not outer.changed():
+        return _Run(called, describe_output(output), functions.names)
+    held = Held.by(fake.module, (args, kwargs), functions)
     with _quiet(), mode, called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := held.changed():

@@ -39,7 +39,7 @@ from passes.ir.graph import (
     set_value,
 )
 from passes.ir.mesh import Mesh
-from passes.ir.more_layers import with_all_layers
+from passes.ir.more_layers import ends_alike, with_all_layers
 from passes.manager import PassManager
 
 # Equal layers kept on either side, in addition to those that stay in the joint graph: if two layers use a value, its
@@ -77,16 +77,22 @@ def shallow_graph(
 
 
 @uncollected()
-def few_layers(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None:
+def few_layers(
+    captured: Captured, fold: Fold, mesh: Mesh, programs: Iterable[GraphModule] = ()
+) -> GraphModule | None:
     """Return the joint graph of `captured`, traced from the fewest of its equal layers; None if that is not possible.
+
+    `programs` are LOCAL graphs of the model in other sizes: where the last of equal layers is unlike the first in one of
+    them, it is kept.
 
     It is not the fold of the whole graph: next to the layers that are left out, gradients may be summed elsewhere. Only
     together with a graph of all layers, in other sizes, does it stand for the whole.
     """
-    gm = copy_graph(captured.call.graph_module)
-    _describe(gm, captured)
-    _share_parts(gm)
-    if not fold.run(gm, PassContext(mesh)):
+    fold = replace(fold, is_forward=True, keeps_ends=False)
+    gm = _few_in_forward(captured, fold, mesh)
+    if gm is not None and not all(ends_alike(repeats_of(gm).runs, one) for one in programs):
+        gm = _few_in_forward(captured, replace(fold, keeps_ends=True), mesh)
+    if gm is None:
         return None
     found = repeats_of(gm)
     kept = {input_of(node): captured.call.tensors[input_of(node)] for node in placeholders(gm.graph)}
@@ -96,6 +102,14 @@ def few_layers(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None
         return None
     set_repeats(joint, replace(found, nodes=_copies(joint, found.runs)))
     return None if literals else joint
+
+
+def _few_in_forward(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None:
+    """Return dynamo's graph of few layers; None if no layers are equal."""
+    gm = copy_graph(captured.call.graph_module)
+    _describe(gm, captured)
+    _share_parts(gm)
+    return gm if fold.run(gm, PassContext(mesh)) else None
 
 
 def is_alike(captured: Captured, other: GraphModule) -> bool:

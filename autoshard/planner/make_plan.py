@@ -119,7 +119,9 @@ def make_plan(
     progress("capture")
     problem = captured_problem(request)
     earlier = tuple(one for one in request.programs if is_alike(problem.captured, one.captured.graph_module))
-    few = few_layers(problem.captured, equal_layers(problem), problem.mesh) if earlier else None
+    few = None
+    if earlier:
+        few = few_layers(problem.captured, equal_layers(problem), problem.mesh, [one.local for one in earlier])
     timer.seconds["capture"] = time.perf_counter() - started
 
     @cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from passes.ir.folded_layers import index_in
 from passes.ir.graph import (
     InputRole,
     Output,
@@ -149,6 +150,11 @@ class Layers:
             found[prefix].append(index)
         for prefix, indices in found.items():
             yield prefix, tuple(sorted(indices))
+
+    def between(self, prefix: str, index: int) -> tuple[int, ...]:
+        """Return the kinds of the calls that belong to a layer, and to no module of it: those that follow it in a loop."""
+        own = self.members.get((prefix, index), ())
+        return tuple(self.graph.kinds[i] for i in own if index_in(prefix, self.graph.fqns[i]) is None)
 
     def signatures(self, prefix: str, indices: tuple[int, ...], reach: int) -> list[int]:
         """Return numbers that are equal for equal layers; values of neighbours up to `reach` layers away count by

@@ -85,14 +85,36 @@ def covered_draws(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) 
     return None if None in found else [number for number in found if number is not None]
 
 
+def ends_alike(runs: tuple[Run, ...], before: GraphModule) -> bool:
+    """Return whether the last of the layers that `runs` remove have in `before`, a graph with all layers, the calls of
+    the layers that stand for them.
+    """
+    level = _level(runs)
+    if level is None:
+        return False
+    calls: dict[Layer | None, list[Any]] = {}
+    for node, (layer, key) in _Places(before, level).places.items():
+        calls.setdefault(layer, []).append((key, _kinds(node)))
+    return all(
+        calls.get((run.prefix, one)) == calls.get((run.prefix, other))
+        for run in runs
+        for one, other in zip(run.removed[-run.period :], run.below, strict=True)
+    )
+
+
+def _level(runs: tuple[Run, ...]) -> int | None:
+    """Return the level of the lists that `runs` are of; None if they are not of one level."""
+    levels = {sum(map(str.isdecimal, run.prefix.split("."))) for run in runs}
+    return levels.pop() if len(levels) == 1 else None
+
+
 class _Cover:
     """The node of `few` for each of `before`."""
 
     def __init__(self, few: GraphModule, runs: tuple[Run, ...], before: GraphModule) -> None:
-        levels = {sum(map(str.isdecimal, run.prefix.split("."))) for run in runs}
-        if len(levels) != 1:
+        level = _level(runs)
+        if level is None:
             raise _Unlike
-        level = levels.pop()
         self.few, self.before, self.runs = few, before, runs
         self.there, self.here = _Places(few, level), _Places(before, level)
         self.stand_ins = {

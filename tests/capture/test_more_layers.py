@@ -131,6 +131,7 @@ def test_numbers_computed_from_sizes_are_those_of_the_call() -> None:
         lambda x, index: x.sin() if x.shape[0] > 6 else x,  # another call in each layer
         lambda x, index: x * 2 if index == 4 and x.shape[0] > 6 else x,  # in one layer
         lambda x, index: x * (1 + (index == 4 and x.shape[0] > 6)),  # another number in one layer
+        lambda x, index: x * (1 + (index == 0 and x.shape[0] > 6)),  # after the first, whose backward the next one has
         lambda x, index: x * (1 + (index == 4 and x.shape[0] < 7)),  # no longer another number
     ],
 )

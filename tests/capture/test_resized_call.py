@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from autoshard.capture.capture import Captured, capture_call
 from autoshard.capture.tracing import trace
+from passes._torch import called_functions
+from passes.errors import CaptureError
 from tests.models import gpt, llama
 
 Args = tuple[Any, ...]
@@ -222,6 +224,31 @@ def test_numbers_drawn_by_the_code_are_no_constants() -> None:
     earlier = capture_call(model, (torch.ones(6, 8),), training=True)
     with pytest.raises(Exception, match="random"):
         capture_call(model, (torch.ones(12, 8),), training=True, earlier=[earlier])
+
+
+_SEEN = list[int]()
+
+
+def _kept_outside(model: Computed, x: Tensor) -> Tensor:
+    if x.shape[0] > 6:
+        _SEEN.append(x.shape[0])
+    return x.relu()
+
+
+def test_what_the_code_keeps_outside_of_the_model_is_not_lost() -> None:
+    model = Computed(_kept_outside)
+    earlier = capture_call(model, (torch.ones(6, 8),), training=True)
+    with pytest.raises(CaptureError, match="_SEEN"):
+        capture_call(model, (torch.ones(12, 8),), training=True, earlier=[earlier])
+
+
+@pytest.mark.parametrize(("function", "count"), [(_sliced, 1), (_settled, 2)])
+def test_code_runs_again_only_if_it_changes_something(function: Callable[[Computed, Tensor], Any], count: int) -> None:
+    model = Computed(function)
+    earlier = capture_call(model, (torch.ones(6, 8),), training=True)
+    with mock.patch("autoshard.capture.resized_call.called_functions", wraps=called_functions) as runs:
+        capture_call(model, (torch.ones(12, 8),), training=True, earlier=[earlier])
+    assert runs.call_count == count
 
 
 def test_a_run_leaves_the_model_as_it_was() -> None:

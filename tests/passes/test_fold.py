@@ -134,6 +134,28 @@ def test_a_margin_of_equal_layers_stays_on_either_side() -> None:
     assert repeats_of(gm).runs == (Run("layers", (2,), (3, 4), (5,)),)
 
 
+LOOP = "%b{k}: f32[4, 8] = clamp(%a{k}, 0.0)      # net.py:9\n{out}: f32[4, 8] = relu(%b{k})      # net.py:9"
+AFTER = "%a{k}: f32[4, 8] = mm({h}, {w})\n" + LOOP  # calls of no module follow the layer's own
+AFTER_OTHER, OTHER_AFTER = AFTER.replace("0.0", "1.0"), OTHER.replace("%a", "%c").replace("{out}", "%a{k}") + "\n" + LOOP
+
+
+@pytest.mark.parametrize(
+    ("layers", "keeps_ends", "run"),
+    [
+        ([*[AFTER] * 7, OTHER_AFTER], False, Run("layers", (1,), (2, 3, 4, 5, 6), (7,))),
+        ([*[AFTER] * 7, OTHER_AFTER], True, Run("layers", (1,), (2, 3, 4, 5), (6,))),
+        ([AFTER_OTHER, *[AFTER] * 6, OTHER_AFTER], False, Run("layers", (2,), (3, 4), (5,))),
+        ([*[AFTER] * 7, AFTER_OTHER], False, Run("layers", (2,), (3, 4), (5,))),
+    ],
+)
+def test_a_forward_keeps_one_of_equal_layers_if_calls_next_to_them_are_equal(
+    layers: list[str], keeps_ends: bool, run: Run
+) -> None:
+    gm = chain(layers)
+    assert Fold(is_forward=True, keeps_ends=keeps_ends).run(gm, PassContext(MESH))
+    assert repeats_of(gm).runs == (run,)
+
+
 def test_equal_runs_around_another_layer_fold_each() -> None:
     assert removed(chain([*[DENSE] * 6, OTHER, *[DENSE] * 6])) == [(2, 3, 4), (9, 10)]
 
