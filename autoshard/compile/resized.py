@@ -22,6 +22,7 @@ from passes._torch import fake_mode_of, module_of
 from passes.ir.fake_calls import fake_call
 from passes.ir.graph import (
     InputRole,
+    add_like,
     facts_of,
     input_of,
     is_random,
@@ -135,14 +136,16 @@ class _Sizes:
         """
         graph, copies, inputs = Graph(), dict[Node, Node](), iter(saved)
         for node in gm.graph.nodes:
-            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            new = copies[node] = add_like(graph, node)
+            if node.op == "call_function":
+                self._resize(node, new, copies)
+                continue
+            new.args = map_arg(node.args, copies.__getitem__)
             if node.op == "placeholder":
                 kept, value = next(inputs, (None, None))
                 source = self.named[node.name] if kept is None else self.sources[kept]
                 self._note(node, source)
                 set_value(new, value if source is None else value_of(self.pairs[source]))
-            elif node.op == "call_function":
-                self._resize(node, new, copies)
         for own, before in zip(returned(gm.graph), ends, strict=False):
             if own is not None or before is not None:
                 self._check_is(own, before)
@@ -161,10 +164,11 @@ class _Sizes:
             kwargs = self._argument(node.kwargs, source.kwargs, now.kwargs)
         except _Unlike:  # its name may also be that of a call that is not in this half
             self._note(node, None)
+            _set_arguments(new, node.args, node.kwargs, copies)
             set_value(new, self._moved(node, new))
             return
         self._note(node, source)
-        new.args, new.kwargs = map_arg(args, copies.__getitem__), map_arg(kwargs, copies.__getitem__)
+        _set_arguments(new, args, kwargs, copies)
         set_value(new, value_of(now))
 
     def _note(self, node: Node, source: Node | None) -> None:
@@ -215,6 +219,13 @@ class _Sizes:
         for source in node.all_input_nodes:
             if source not in self.present or _type(value_of(source)) != _type(value_of(self.pairs[source])):
                 self._check_stays(source)
+
+
+def _set_arguments(new: Node, args: Any, kwargs: Any, copies: Mapping[Node, Node]) -> None:
+    """Give a node arguments, with copies for the nodes in them."""
+    new.args = map_arg(args, copies.__getitem__)
+    if kwargs:
+        new.kwargs = map_arg(kwargs, copies.__getitem__)
 
 
 def _numbers(nodes: Iterable[Node]) -> dict[Node, int]:

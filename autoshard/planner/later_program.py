@@ -26,7 +26,6 @@ from passes.ir.graph import Origin, copy_graph, is_random, output_node, repeats_
 from passes.ir.more_layers import AllLayers, covered_draws, with_all_layers
 from passes.ir.propagation_edges import Edge
 from passes.manager import PassManager
-from passes.observers import Verifier
 from passes.verify import verify
 
 
@@ -68,18 +67,22 @@ def lowered_by_layers(
 ) -> Lowered | None:
     """Run the passes on the layers of `folded`; return the program of all layers, or None if no `earlier` one is like it.
 
-    `decision` names the nodes of `folded`. The program is verified with all of its layers.
+    `decision` names the nodes of `folded`. The few layers are verified before and after their shapes are local; all others
+    have the calls of these, on values of the same types.
     """
     gm, ctx = copy_graph(folded.graph), PassContext(problem.mesh, unknown_ops=problem.options.unknown_ops)
     phases = phases_of(problem, gm, decision.recipes, decision.solution, decision.recomputation)
-    passes = (*phases.place, *phases.lower, *phases.rematerialize)
-    recorder = Recorder(passes)
-    PassManager(passes, (*observers, Verifier(), recorder)).run(gm, ctx)
+    whole = (*phases.place, *phases.make_explicit, *phases.make_collectives)
+    local = (*phases.make_local, *phases.rematerialize)
+    recorder = Recorder((*whole, *local))
+    for passes in (whole, local):
+        PassManager(passes, (*observers, recorder)).run(gm, ctx)
+        verify(gm, problem.mesh)
     for one in earlier:
         found = with_all_layers(gm, folded.repeats.runs, one.local)
         collectives = None if found is None else _collectives(found, gm, recorder.facts["collectives"], one.plan)
         if found is not None and collectives is not None:
-            verify(found.graph, problem.mesh)
+            found.graph.graph.lint()
             return Lowered(
                 found.graph,
                 _facts(recorder.facts, folded.repeats, problem.captured.parameters) | {"collectives": collectives},

@@ -23,6 +23,7 @@ from passes.ir.graph import (
     InputRole,
     Output,
     OutputRole,
+    add_like,
     draw_of,
     facts_of,
     has_input,
@@ -123,6 +124,7 @@ class _Cover:
             for number, index in enumerate(run.removed)
         }
         self.covered: dict[Node, Node] = {}
+        self.copies: dict[Node, Node] = {}  # the nodes of the result by those of `before`
         self._cover()
 
     def _cover(self) -> None:
@@ -145,18 +147,23 @@ class _Cover:
     def graph(self) -> GraphModule:
         """Return the graph of all layers in the new sizes."""
         self._check_ends()
-        graph, copies = Graph(), dict[Node, Node]()
+        graph, copies = Graph(), self.copies
         mode = fake_mode_of([value for node in self.there.places for value in results_of(node)])
         for node in self.before.graph.nodes:
-            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            new = copies[node] = add_like(graph, node)
             if node.op == "output":
+                new.args = map_arg(node.args, copies.__getitem__)
                 continue
             found = self.covered[node]
-            if node.op != "placeholder":
+            if node.op == "placeholder":
+                new.args = node.args
+            else:
                 pair, like = (node, found), self.here.nodes.get(self.there.places[found], node)
-                new.args = map_arg(self._argument(pair, node.args, like.args, found.args), copies.__getitem__)
-                new.kwargs = map_arg(self._argument(pair, node.kwargs, like.kwargs, found.kwargs), copies.__getitem__)
-            update_facts(new, layouts=facts_of(found).layouts, needs=facts_of(found).needs, pins=facts_of(found).pins)
+                new.args = self._argument(pair, node.args, like.args, found.args)
+                if node.kwargs or found.kwargs:
+                    new.kwargs = self._argument(pair, node.kwargs, like.kwargs, found.kwargs)
+            facts = facts_of(found)
+            update_facts(new, layouts=facts.layouts, needs=facts.needs, pins=facts.pins)
             set_value(new, value_of(found) if self.is_own(node) else _again(mode, new, found))
         made = module_of(graph, self.few)
         made.meta = dict(self.before.meta)
@@ -188,14 +195,14 @@ class _Cover:
         return output
 
     def _argument(self, pair: tuple[Node, Node], own: Any, like: Any, now: Any) -> Any:
-        """Return an argument of a node, given that of the one that covers it: its own nodes, with the new constants.
+        """Return an argument of a node, given that of the one that covers it: copies of its own nodes, and new constants.
 
         `like` is the argument, in the earlier sizes, of the one that covers it.
         """
         if isinstance(own, Node) or isinstance(now, Node):
             if not isinstance(own, Node) or not isinstance(now, Node) or not self._is_read_alike(*pair, own, now):
                 raise _Unlike
-            return own
+            return self.copies[own]
         if type(own) is not type(now) or type(own) is not type(like):
             raise _Unlike
         if isinstance(own, tuple | list):

@@ -3,6 +3,7 @@
 from passes.ir.graph.again import made_again
 from passes.ir.graph.calls import (
     add_call,
+    add_like,
     add_reshard,
     copy_graph,
     inserting_after,
@@ -97,6 +98,7 @@ __all__ = [
     "add_pin",
     "add_reshard",
     "copy_facts",
+    "add_like",
     "copy_graph",
     "draw_of",
     "facts_of",

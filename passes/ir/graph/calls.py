@@ -75,6 +75,13 @@ def _swap(value: Any, queue: list[Node]) -> Any:
     return value
 
 
+def add_like(graph: Graph, node: Node) -> Node:
+    """Add a node like one of another graph, with its name and facts; the caller sets its arguments."""
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    new.meta = dict(node.meta)
+    return new
+
+
 def copy_graph(gm: GraphModule) -> GraphModule:
     """Return a separate graph with the same nodes, names and facts; fake values are shared."""
     graph = Graph()
