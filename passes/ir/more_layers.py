@@ -93,14 +93,16 @@ def ends_alike(runs: tuple[Run, ...], before: GraphModule) -> bool:
     level = _level(runs)
     if level is None:
         return False
-    calls: dict[Layer | None, list[Any]] = {}
-    for node, (layer, key) in _Places(before, level).places.items():
-        calls.setdefault(layer, []).append((key, _kinds(node)))
-    return all(
-        calls.get((run.prefix, one)) == calls.get((run.prefix, other))
+    pairs = [
+        ((run.prefix, one), (run.prefix, other))
         for run in runs
         for one, other in zip(run.removed[-run.period :], run.below, strict=True)
-    )
+    ]
+    calls: dict[Layer | None, list[Any]] = {layer: [] for pair in pairs for layer in pair}
+    for node, (layer, key) in _Places(before, level).places.items():
+        if layer in calls:
+            calls[layer].append((key, _kinds(node)))
+    return all(calls[one] == calls[other] for one, other in pairs)
 
 
 def _level(runs: tuple[Run, ...]) -> int | None:
