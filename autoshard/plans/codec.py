@@ -30,6 +30,8 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 def encode(value: object) -> Any:
     """Return a value of declared types in the form that `json` writes."""
+    if type(value) in _NAMES:
+        return value
     if isinstance(value, Layout):
         return " ".join(map(str, value.placements))
     if isinstance(value, Replicate | Shard | Partial):
@@ -48,9 +50,10 @@ def encode(value: object) -> Any:
     return value
 
 
-def _saved(kind: Any) -> list[str]:
+@cache
+def _saved(kind: Any) -> tuple[str, ...]:
     """Return the names of the fields that are written."""
-    return [field.name for field in fields(kind) if "unsaved" not in field.metadata]
+    return tuple(field.name for field in fields(kind) if "unsaved" not in field.metadata)
 
 
 def decode(kind: type[T], data: object, where: str = "") -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -191,6 +192,7 @@ def depth_of(graph: Indexed) -> int:
     return max((sum(map(str.isdecimal, fqn.split("."))) for fqn in dict.fromkeys(graph.fqns)), default=0)
 
 
+@lru_cache(maxsize=1 << 14)
 def layer_in(fqn: str, level: int) -> tuple[Layer, str] | None:
     """Return the layer and the rest: `stages.2.blocks.7.w` at level 1 is `("stages.2.blocks", 7), "w"`."""
     parts = fqn.split(".")

@@ -7,7 +7,7 @@ Functions named after a fact read it or set it; `update_facts` sets several.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from torch.fx import Node
 
@@ -83,7 +83,8 @@ NOTHING = Facts()
 
 def facts_of(node: Node) -> Facts:
     """Return the record of `node`."""
-    return cast(Facts, node.meta.get(KEY, NOTHING))
+    found: Facts = node.meta.get(KEY, NOTHING)
+    return found
 
 
 def update_facts(node: Node, **changes: object) -> None:

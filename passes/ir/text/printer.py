@@ -50,6 +50,7 @@ from passes.ir.text.lexer import DTYPE_NAMES, name_of_function
 
 WIDTH = 120  # characters; a longer return line is written one value per line
 GAP = " " * 6  # before a comment
+_NUMBERS = (int, float, bool, type(None))
 
 
 def format_graph(gm: GraphModule, mesh: Mesh) -> str:
@@ -129,7 +130,7 @@ def _format_call(node: Node, mesh: Mesh) -> str:
         return f"{described.role.value}({json.dumps(described.name)})"
     if node.op != "call_function":
         raise CompilerError(f"%{node.name} is a {node.op}; a graph has placeholders, calls of functions and one output")
-    needs = _Needs(node, mesh)
+    needs = _Needs(node, mesh) if has_needs(node) else None
     arguments = [_format_argument(arg, needs) for arg in node.args]
     arguments += [f"{name}={_format_argument(arg, needs)}" for name, arg in node.kwargs.items()]
     return f"{format_target(node.target)}({', '.join(arguments)})"
@@ -156,6 +157,8 @@ class _Needs:
 
 
 def _format_argument(value: Any, needs: _Needs | None = None) -> str:
+    if type(value) in _NUMBERS:  # most arguments are
+        return repr(value)
     match value:
         case Node():
             return f"%{value.name}{needs.suffix(value) if needs is not None else ''}"
@@ -172,7 +175,7 @@ def _format_argument(value: Any, needs: _Needs | None = None) -> str:
             return f"device({value})"
         case complex():
             return f"complex({value.real!r}, {value.imag!r})"
-        case None | bool() | int() | float() | torch.layout() | torch.memory_format():
+        case int() | float() | torch.layout() | torch.memory_format():
             return repr(value)
     raise CompilerError(f"cannot write {value!r}, a {type(value).__name__}, as an argument in graph text")
 
