@@ -4,6 +4,9 @@ Each case is planned with everything on, then with one heuristic replaced by the
 the simulated step of the chosen plan as a part of that with everything on (the worst, and the mean), by how much the
 solver's proven gap grows (the mean, in points), the processor seconds as a part, and the lines that the heuristic takes.
 `--each` prints the same for each case. A heuristic that moves nothing can go.
+
+With `--alone`, the solver solves each case by itself, in all the memory that it takes without a limit, in 80 % of that, and in
+half of it with recomputation. The step is then the objective, and nothing is simulated.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,12 +34,16 @@ from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import Folded, fold, in_chunks
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
+from autoshard.planner.solver_candidate import stated
 from autoshard.planner.standings import SearchTask
 from benchmarks.grid_models import wide_mlp
 from examples import llama
+from examples.gpt import gpt2
 from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
+from passes.search.goal import Goal
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
-from passes.search.solvers import mip, mip_columns, multipliers
+from passes.search.model.axis_groups import single_axes
+from passes.search.solvers import mip, mip_columns
 from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.transition_factors import TransitionFactor
 
@@ -64,6 +72,7 @@ CASES = {
     "small memory": Case(small_llama, "dp=4,tp=2", "a100", {"batch": 64, "seq": 1024}, 0.6),
     "wide mlp": Case(wide_mlp, "dp=4,tp=8", "h100", {"batch": 1024}),
     "slow links": Case(wide_mlp, "dp=2,tp=2", "a100-pcie", {"batch": 4096, "hidden": 8192}),
+    "gpt2": Case(gpt2, "dp=8", "h100", {"batch": 8}),
     "three axes": Case(wide_mlp, "dp=8,cp=2,tp=8", "h100", {"batch": 16384, "hidden": 8192}),
 }
 
@@ -146,10 +155,6 @@ HEURISTICS = {
     ),
     "least memory first": Heuristic(((optimize, "fit_memory", lambda *_: True),), (tune_multipliers.fit_memory,)),
     "multipliers by linear programs": Heuristic(((tune_multipliers, "ROUNDS", 0),), (mip.Formulation.multipliers,)),
-    "multipliers averaged": Heuristic(
-        ((multipliers.Multipliers, "between", lambda self, _: self),),
-        (multipliers.Multipliers.between, multipliers._shared),
-    ),
     "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", 0.0),)),
     "program of bytes alone": Heuristic(((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
@@ -213,17 +218,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("heuristics", nargs="*", help=f"of {', '.join(HEURISTICS)}; by default all")
     parser.add_argument("--case", action="append", help=f"of {', '.join(CASES)}; by default all")
+    parser.add_argument("--alone", action="store_true", help="the solver alone, without simulation")
     parser.add_argument("--each", action="store_true", help="print each case, too")
     given = parser.parse_args()
-    stated = {name: _stated(CASES[name]) for name in given.case or CASES}
-    usual = {name: planned(*one) for name, one in stated.items()}
+    runs = dict[str, Callable[[], Result]]()
+    for name in given.case or CASES:
+        runs |= _alone(name, CASES[name]) if given.alone else {name: partial(planned, *_stated(CASES[name]))}
+    usual = {name: run() for name, run in runs.items()}
     for name, one in usual.items():
         print(f"{name}: {one.step * 1e3:.2f} ms, gap {one.gap:.2%}, {one.seconds:.1f} s", flush=True)
     print("| off | step: worst | mean | gap | seconds | lines |\n|---|---|---|---|---|---|")
     for name in given.heuristics or HEURISTICS:
         heuristic = HEURISTICS[name]
         with heuristic.off():
-            found = {case: planned(*one).over(usual[case]) for case, one in stated.items()}
+            found = {case: run().over(usual[case]) for case, run in runs.items()}
         print(_row(name, list(found.values()), heuristic.lines), flush=True)
         if given.each:
             for case, one in found.items():
@@ -241,17 +249,20 @@ def _row(name: str, found: Sequence[Result], lines: int) -> str:
 
 def _stated(case: Case) -> tuple[Problem, Folded]:
     """Return the problem of a case and its folded graph; with `memory`, it is planned without a limit first."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with torch.device("meta"):
-        model, args = case.build(**case.sizes)
-    options = Options(mixed_precision=policy)
-    request = PlanRequest(model, args, {}, Mesh(case.mesh, hardware=case.hardware), options)
-    problem = captured_problem(request.checked())
+    problem = _problem(case)
     folded = fold(problem)
     if case.memory is None:
         return problem, folded
     limit = int(case.memory * planned(problem, folded).peak)
-    return replace(problem, options=replace(options, memory_limit=limit)), folded
+    return replace(problem, options=replace(problem.options, memory_limit=limit)), folded
+
+
+def _problem(case: Case) -> Problem:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device("meta"):
+        model, args = case.build(**case.sizes)
+    mesh = Mesh(case.mesh, hardware=case.hardware)
+    return captured_problem(PlanRequest(model, args, {}, mesh, Options(mixed_precision=policy)).checked())
 
 
 def planned(problem: Problem, folded: Folded) -> Result:
@@ -266,6 +277,32 @@ def planned(problem: Problem, folded: Folded) -> Result:
     objective = search.objective if search.objective is not None else found.cost.step_time
     gap = search.solver_gap if search.solver_gap is not None else 1.0
     return Result(found.cost.step_time, objective, gap, seconds, found.cost.peak_memory)
+
+
+def _alone(name: str, case: Case) -> dict[str, Callable[[], Result]]:
+    """Return searches of a case in all memory, in 80 % of what that takes, and in half of it with recomputation."""
+    problem = _problem(case)
+    folded = fold(problem)
+    nbytes = solved(problem, folded, Goal()).peak
+    less, least = (Goal(memory_limit=part * nbytes) for part in (0.8, 0.5))
+    return {
+        f"{name}, all memory": partial(solved, problem, folded, Goal()),
+        f"{name}, 80 %": partial(solved, problem, folded, less),
+        f"{name}, 50 % with recomputation": partial(solved, problem, folded, least, recomputes=True),
+    }
+
+
+def solved(problem: Problem, folded: Folded, goal: Goal, *, recomputes: bool = False) -> Result:
+    """State the problem of the solver and solve it, with nothing known of earlier searches."""
+    started = time.process_time()
+    task = SearchTask(problem, replace(folded, placed={}, prepared={}), FULL)
+    prepared = stated(task, single_axes(problem.mesh))
+    assert prepared is not None
+    try:
+        *_, last = prepared.solutions(replace(goal, recomputation=prepared.recomputation if recomputes else ()))
+    except MemoryLimitError:
+        return FAILED
+    return Result(last.objective, last.objective, last.gap, time.process_time() - started, int(last.memory))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,7 @@ def tune(state: SearchState) -> None:
     """Tune the multipliers to raise the bound, then solve the program of all strategies that were near it.
 
     The multipliers are the duals of the linear program of the strategies near the bound. Strategies near the bound
-    under those join the program, and so on. New multipliers are averaged with the old ones, as those of few strategies
-    oscillate.
+    under those join the program, and so on.
     """
     best = state.dual_bound, state.relaxation.multipliers
     restriction, idle = _near_bound(state), 0
@@ -49,7 +48,7 @@ def tune(state: SearchState) -> None:
         multipliers = state.formulation(restriction).multipliers(state.clock.for_program)
         if state.is_done or multipliers is None:
             break
-        state.reweigh(multipliers.between(best[1]))
+        state.reweigh(multipliers)
         gain = state.dual_bound - best[0]
         idle = 0 if gain > GAIN * best[0] else idle + 1
         if gain > 0:
