@@ -44,7 +44,6 @@ from passes.search.goal import Goal
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
 from passes.search.model.axis_groups import single_axes
 from passes.search.solvers import mip, mip_columns
-from passes.search.solvers.dual_ascent import Dual
 from passes.search.solvers.transition_factors import TransitionFactor
 
 Build = Callable[..., tuple[nn.Module, tuple[Any, ...]]]
@@ -162,7 +161,6 @@ HEURISTICS = {
     "users share a transition's cost": Heuristic(
         ((TransitionFactor, "share", lambda _: None),), (TransitionFactor.share,)
     ),
-    "transitions pruned": Heuristic(((Dual, "_prune_transitions", lambda *_: None),), (Dual._prune_transitions,)),
     "pruning sweeps": Heuristic(((search_state, "PRUNING_SWEEPS", 1), (tune_multipliers, "PRUNING_SWEEPS", 1))),
     "less communication if equal": Heuristic(((mip_columns, "TIE", 0.0), (mip, "TIE", 0.0))),
     "axes in groups": Heuristic(

@@ -79,14 +79,12 @@ class Dual:
             transitions = factor.costs
             least = np.minimum.reduce(transitions, axis=2)
             transitions -= least[:, :, None]
-            self._prune_transitions(transitions)
             costs = costs + (least[0] if len(least) == 1 else np.add.reduce(least, axis=0))[factor.maker.at]
         for number, user in self.adjacency.incoming[variable]:
             factor = self.factors[number]
             transitions = factor.costs[user]
             least = np.minimum.reduce(transitions, axis=0)
             transitions -= least
-            self._prune_transitions(transitions)
             costs = costs + least[factor.users[user].at]
         low = float(np.minimum.reduce(costs))
         self.bound += low
@@ -96,11 +94,6 @@ class Dual:
             self.pruned[variable] |= costs > self.slack
         costs[self.pruned[variable]] = INFEASIBLE
         self.unary[variable] = costs
-
-    def _prune_transitions(self, transitions: Floats) -> None:
-        """Prune what costs more than the slack."""
-        if self.slack < INFEASIBLE:
-            np.copyto(transitions, INFEASIBLE, where=transitions > self.slack)
 
     def _visit(self, variable: int, *, forward: bool) -> None:
         """Collect, then pass an equal part of the reduced costs to each factor that leads ahead."""
