@@ -78,7 +78,7 @@ def _swap(value: Any, queue: list[Node]) -> Any:
 def add_like(graph: Graph, node: Node) -> Node:
     """Add a node like one of another graph, with its name and facts; the caller sets its arguments."""
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    new.meta = dict(node.meta)
+    new.meta.update(node.meta)  # as an attribute of a node takes long to set
     return new
 
 
