@@ -3,9 +3,10 @@
 Gloo processes, each on a node of its own (`benchmarks/throttled.py`, as root), train a small Llama on one long sequence that is
 sharded over them, with `context(ring)` and with `context(gather)`; gloo's threads have priority, as in
 `benchmarks/overlap_gloo.py`, and the compute thread of each rank has a part of a core. `calibrate` measures device and links
-first; all steps are predicted by its figures. The two take turns, one step each; the median of `--rounds` counts. Prints, per
-length, measured and predicted steps with their ratio, the ring as a part of the gather, and whether the way that is predicted to
-be faster is the faster one. With `--profile`, also what each message and the calls of each module take alone.
+before each length, and all its steps are predicted by these figures. The two take turns, one step each; the median of `--rounds`
+counts. Prints, per length, measured and predicted steps with their ratio, the ring as a part of the gather, and whether the way
+that is predicted to be faster is the faster one. With `--profile`, also what each message and the calls of each module take
+alone.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def measure(lengths: Sequence[int], kv_heads: int, rounds: int, *, is_quick: boo
     with before_others(is_realtime=False):
         dist.init_process_group("gloo")
         devices = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    with steady_device(CORE):
-        calibration = calibrate(devices, is_quick=is_quick)
-    if dist.get_rank() == 0:
-        print(format_calibration(calibration), flush=True)
-    machine = replace(calibration.hardware, name="throttled")
     for length in lengths:
+        with steady_device(CORE):  # before each length, as a machine that others share is slower at times
+            calibration = calibrate(devices, is_quick=is_quick)
+        if dist.get_rank() == 0:
+            print(format_calibration(calibration), flush=True)
+        machine = replace(calibration.hardware, name=f"throttled, {length}")
         steps = _steps(length, kv_heads, machine, devices, rounds, profiles=profiles)
         if dist.get_rank() == 0:
             print("\n".join(lines(steps)), flush=True)

@@ -30,7 +30,7 @@ class Effort:
 
 # Processes that share a core alternate in ticks of the scheduler, 4 to 10 ms: a round on CPU spans several ticks.
 QUICK = Effort((32, 64, 128), 32 * MIB, 64, (4 * KIB, 1 * MIB), 3, 2e-3)
-CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 512, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7, 50e-3)
+CPU = Effort((32, 64, 128, 256, 512, 1024), 256 * MIB, 2048, (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB), 7, 50e-3)
 CUDA = Effort(
     (128, 256, 512, 1024, 2048, 4096, 8192), 1024 * MIB, 4096, (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB), 11, 2e-3
 )
