@@ -112,9 +112,9 @@ class Options:
     recipe: str | Mapping[str, str | None] | None = "auto"
     """`"auto"`: search for the layouts with the shortest predicted step, and compare them with all recipes; on unknown
     hardware, use `megatron` on an axis named `tp`, `fsdp_context` on one named `cp` or `context`, and `fsdp` on axes with a
-    data-parallel name (`dp`, `data`, `fsdp`, ...). Or a recipe: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"context"`, `"megatron"`, two of them joined
-    (`"fsdp+megatron"`: the last is for the last axis), or one per axis: `{"dp": "fsdp", "tp": "megatron"}`. `None`: only
-    the placements below.
+    data-parallel name (`dp`, `data`, `fsdp`, ...). Or a recipe: `"ddp"`, `"zero2"`, `"fsdp"`, `"hsdp"`, `"context"`,
+    `"megatron"`, two of them joined (`"fsdp+megatron"`: the last is for the last axis), or one per axis:
+    `{"dp": "fsdp", "tp": "megatron"}`. `None`: only the placements below.
     """
 
     hardware: str | Hardware | None = "auto"
