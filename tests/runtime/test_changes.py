@@ -437,8 +437,44 @@ def test_what_changed_is_told_once(one_rank: DeviceMesh, caplog: pytest.LogCaptu
         sharded.alpha = 1.0
         sharded(X, Y)
     warned = [record.getMessage() for record in caplog.records if record.name == "autoshard.programs"]
-    assert warned == ["the model changed, and is captured again: alpha: 1.0 is 0.5 now"]
+    assert warned == ["the model changed, and is captured again: alpha: 1.0 -> 0.5"]
     assert len(sharded.programs) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: setattr(model, "residual", False), "residual: True -> False"),
+        (lambda model: setattr(model.config, "extra", {"a": 1}), "config.extra is new"),
+        (lambda model: delattr(model.config, "nested"), "config.nested is gone"),
+        (lambda model: model.head.register_forward_hook(lambda *_: None), "head._forward_hooks is new"),
+        (
+            lambda model: model.head.weight.requires_grad_(False),
+            "head.weight: float32[4, 4], trained -> float32[4, 4], frozen",
+        ),
+    ],
+)
+def test_how_a_change_is_told(one_rank: DeviceMesh, change: Callable[[Any], object], told: str) -> None:
+    """An object that is new or gone is one change, whatever it holds."""
+    sharded: Any = autoshard(Model(), one_rank, options=EAGER)
+    sharded(X, Y)
+    states = sharded._autoshard.states
+    before, states.names = states.current, None
+    change(sharded)
+    states.update(sharded, Model)
+    assert states.changes(before) == (told,)
+
+
+def test_a_change_of_a_tied_weight_is_told_once(one_rank: DeviceMesh) -> None:
+    model = Model()
+    model.twin = model.head
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    sharded(X, Y)
+    states = sharded._autoshard.states
+    before = states.current
+    sharded.twin.weight.requires_grad_(False)
+    states.update(sharded, Model)
+    assert states.changes(before) == ("head.weight: float32[4, 4], trained -> float32[4, 4], frozen",)
 
 
 def test_a_submodule_of_another_dtype(one_rank: DeviceMesh) -> None:

@@ -49,6 +49,16 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Tied:
+    """A tensor that was met before, at another path."""
+
+    path: str
+
+    def __repr__(self) -> str:
+        return f"tied to {self.path}"
+
+
+@dataclass(frozen=True)
 class Entry:
     """A value that capture may read, and the attributes that lead to it, beginning at its module; none: always read."""
 
@@ -135,14 +145,18 @@ class ModelStates:
         self.names = None if everything else frozenset().union(self.names or (), names or ())
 
     def changes(self, before: int) -> tuple[str, ...]:
-        """Return what differs between an earlier state and the present one, but for training flags: "dropout.p: 0.1 is
-        0.5 now".
+        """Return what differs between an earlier state and the present one, but for training flags: "dropout.p: 0.1 -> 0.5".
+
+        Of an object that is new or gone, what it holds is not listed.
         """
         found = self._changes(self.known[before], self.known[self.current])
+        whole = tuple(f"{path}." for path, ends in found.items() if any(map(_is_missing, ends)))
         return tuple(
-            f"{path}: {_format(old)} is {_format(new)} now"
+            f"{path} is {'new' if _is_missing(old) else 'gone'}"
+            if _is_missing(old) or _is_missing(new)
+            else f"{path}: {_format(old)} -> {_format(new)}"
             for path, (old, new) in found.items()
-            if path.rpartition(".")[2] != "training"
+            if path.rpartition(".")[2] != "training" and not path.startswith(whole)
         )
 
     def _changes(self, old: Description, new: Description) -> dict[str, tuple[Any, Any]]:
@@ -154,6 +168,10 @@ class ModelStates:
             if one.is_read(self.names) and other.is_read(self.names):
                 found[path] = (one.value, other.value)
         return dict(sorted(found.items()))
+
+
+def _is_missing(value: Any) -> bool:
+    return isinstance(value, _Missing)
 
 
 def _format(value: Any) -> str:
@@ -171,8 +189,7 @@ def _format(value: Any) -> str:
 
 
 class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
+    """Stand for the value at a path where there is none."""
 
 
 _MISSING = Entry(_Missing())
@@ -248,6 +265,8 @@ class Describing:
         if tensor is None:
             return None
         first = self.seen.setdefault(id(tensor), path)
+        if first != path:
+            return Tied(first)
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         return first, tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, placements
 

@@ -129,6 +129,7 @@ class RuntimeState:
     programs: list[Program] = field(default_factory=list)
     by_key: dict[tuple[Mode, Key], Program] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
+    repeated: set[str] = field(default_factory=set)  # axes whose ranks gave equal batches, as was said once
 
     def mode(self, model: nn.Module, *, gradients: bool) -> Mode:
         """Return what a program depends on besides its arguments; parameters that are new are taken over."""
@@ -410,7 +411,8 @@ def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> N
     ]
     compared = check_equal_values(state.groups, given)
     is_plain = not any(isinstance(tensor, DTensor) for tensor in tensors_of(call.leaves).values())
-    axes = compared.repeated_axes() if is_plain else ()
+    axes = [axis for axis in (compared.repeated_axes() if is_plain else ()) if axis not in state.repeated]
+    state.repeated.update(axes)
     if axes and state.groups.rank == state.groups.mesh.ranks[0]:
         _log.warning(
             "the ranks of axis %s gave equal inputs, but each rank is to give its own part of the batch: the same samples "
