@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +52,7 @@ MEGATRON_2019 = "megatron_2019"  # tensor parallelism without sequence paralleli
 Build = Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]  # of a batch, to a model and its arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """The ways in which a published stack runs a step differently from autoshard."""
 
@@ -60,6 +62,7 @@ class Stack:
     selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
     pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
     awaits_tensor: bool = True  # messages of tensor parallelism are awaited where they are sent
+    runs_to_end: bool = False  # recomputation runs a layer to its end: a checkpoint that is not compiled
     # Bytes that it reads and writes beyond what autoshard's program does:
     copied: int = 0  # per parameter that a rank computes with, to join parameters or gradients in messages
     updated: int = 0  # per parameter that a rank updates
@@ -132,21 +135,22 @@ def titan_stack(recipe: str, *, block: bool = False, pipelines: bool = False) ->
     recompute = "block" if block else "auto"
     is_older = "megatron" not in recipe
     return Stack(
-        Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
-        hardware_named("h100-500w"),
-        "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md",
-        () if block else SELECTIVE,
-        pipelines,
-        FSDP_COPIES,
-        CLIP + (FOREACH if is_older else 0),
-        EAGER_LOSS if is_older else 0,
+        options=Options(recipe=recipe, mixed_precision=BF16, recompute=recompute, memory_limit=ANY),
+        hardware=hardware_named("h100-500w"),
+        source="pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md",
+        selective=() if block else SELECTIVE,
+        pipelines=pipelines,
+        copied=FSDP_COPIES,
+        updated=CLIP + (FOREACH if is_older else 0),
+        scored=EAGER_LOSS if is_older else 0,
     )
 
 
 MEGATRON = Stack(
-    Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
-    hardware_named("a100"),
-    "Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
+    options=Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
+    hardware=hardware_named("a100"),
+    source="Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
+    runs_to_end=True,  # CheckpointFunction in megatron/mpu/random.py calls the layer again
     copied=DDP_COPIES,
     updated=UNSCALE + CLIP,
     scored=MEGATRON_LOSS - COMPILED_SPLIT_LOSS,
@@ -253,6 +257,8 @@ def step(build: Build, mesh: str, batch: int, stack: Stack) -> Timeline:
     folded = fold(problem)
     trial = _trial(problem, folded, stack)
     program = _pipelined(problem, folded, trial) if stack.pipelines else trial.program
+    if stack.runs_to_end:
+        program = _run_to_end(program)
     return run_step(_awaited(program) if stack.awaits_tensor else program, stack.options)
 
 
@@ -280,6 +286,27 @@ def _fused(gm: GraphModule) -> GraphModule:
         if not why_not_one(site):
             make_one(site, "published")
     return gm
+
+
+def _run_to_end(program: Program) -> Program:
+    """Return the program with what the recomputation of a layer leaves out, as nothing reads it, run again as well."""
+    again = {(_layer(task), node) for task in program.tasks if task.backward for node in task.nodes}
+    left, tasks = defaultdict[str, list[Task]](list), list[Task]()
+    for task in program.tasks:
+        of_weights = all(name.startswith("parameter.") for name in task.inputs)  # a stack keeps them as it multiplies them
+        if not (task.backward or of_weights) and (_layer(task), task.nodes[-1]) not in again:
+            left[_layer(task)].append(replace(task, name=f"again.{task.name}", inputs=(), outputs=(), backward=True))
+    for task in program.tasks:
+        if task.backward and (layer := _layer(task)):
+            tasks += left.pop(layer, ())
+        tasks.append(task)
+    return replace(program, tasks=tuple(tasks))
+
+
+def _layer(task: Task) -> str:
+    """Return the layer that a task is of ("blocks.3"), or "" for none."""
+    found = re.match(r"\w+\.\d+", task.fqn)
+    return found[0] if found else ""
 
 
 def _awaited(program: Program) -> Program:

@@ -6,8 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published import ROWS, Row, _awaited, _gpt_config, _gpt_rate, _llama_row, predict, titan_stack
+from benchmarks.published import (
+    CLIP,
+    EAGER_LOSS,
+    FOREACH,
+    FSDP_COPIES,
+    ROWS,
+    Row,
+    _awaited,
+    _gpt_config,
+    _gpt_rate,
+    _llama_row,
+    _run_to_end,
+    predict,
+    titan_stack,
+)
 from examples import llama
+from passes.cost.program import Task
 from passes.cost.simulate import simulate
 from passes.recipes import registry
 from tests.cost.programs import gather, kernel, program
@@ -20,6 +35,28 @@ def test_a_message_of_tensor_parallelism_is_awaited_where_it_is_sent() -> None:
     assert simulate(_awaited(given)).step_time == 7.0
     other = replace(given, tasks=tuple(replace(task, axes=("dp",) if task.axes else ()) for task in given.tasks))
     assert _awaited(other) == other
+
+
+def test_a_checkpoint_that_is_not_compiled_runs_a_layer_to_its_end_again() -> None:
+    def of(layer: str, name: str, *inputs: str, seconds: float, backward: bool = False) -> Task:
+        task = kernel(name, seconds, *inputs, backward=backward)
+        return replace(task, fqn=f"blocks.{layer}.mlp", nodes=(name.removeprefix("backward."),))
+
+    given = program(
+        of("0", "cast", "parameter.w", seconds=4.0),
+        of("0", "up", "x", seconds=1.0),
+        of("0", "down", "up", "cast", seconds=2.0),
+        of("0", "backward.up", "x", seconds=1.0, backward=True),
+        of("0", "backward.grad", "backward.up", seconds=3.0, backward=True),
+    )
+    whole = _run_to_end(given)
+    assert [task.name for task in whole.tasks] == ["cast", "up", "down", "again.down", "backward.up", "backward.grad"]
+    assert simulate(whole).step_time == simulate(given).step_time + 2.0
+
+
+def test_a_stack_s_bytes_are_counted_for_what_they_are() -> None:
+    stack = titan_stack("fsdp")
+    assert (stack.copied, stack.updated, stack.scored) == (FSDP_COPIES, CLIP + FOREACH, EAGER_LOSS)
 
 
 def test_the_rate_of_a_gpt_is_the_paper_s() -> None:
