@@ -152,7 +152,7 @@ def _nemo_runs(recipe: str, run: Callable[[Stack], Run]) -> Iterator[Run]:
     """Yield a run that keeps all that its backward needs, and one that recomputes each layer."""
     for recompute in ("none", "block"):
         options = Options(recipe=recipe, mixed_precision=BF16, recompute=recompute)
-        yield run(Stack(options=options, hardware=in_float8(hardware_named("h100")), source=NEMO, awaits_tensor=False))
+        yield run(Stack(options=options, hardware=in_float8(hardware_named("h100")), source=NEMO, awaits=()))
 
 
 def _layers(seq: int, stages: int) -> Build:

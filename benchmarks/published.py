@@ -36,6 +36,7 @@ from autoshard.planner.request import PlanRequest
 from benchmarks.published_models import megatron, titan
 from examples import gpt, llama
 from passes.base import PassContext
+from passes.cost.collective_time import collective_seconds
 from passes.cost.program import COMPUTE, Program, Task
 from passes.cost.simulate import Timeline
 from passes.hardware.hardware import Hardware, hardware_named
@@ -46,7 +47,7 @@ from passes.ir.matmul_chunks.sites import sites_in
 from passes.manager import PassManager
 from passes.recipes import Decision, Decisions, Recipe, Site, recipe_named, register_recipe
 
-TP = "tp"  # the axis of tensor parallelism
+DP, TP = "dp", "tp"  # the axes of data and of tensor parallelism
 MEGATRON_2019 = "megatron_2019"  # tensor parallelism without sequence parallelism
 
 Build = Callable[[int], tuple[nn.Module, tuple[Tensor, ...]]]  # of a batch, to a model and its arguments
@@ -61,7 +62,8 @@ class Stack:
     source: str
     selective: tuple[str, ...] = ()  # kinds of values that its selective recomputation keeps; else as the options say
     pipelines: bool = False  # async tensor parallelism: one operator wherever torch has one
-    awaits_tensor: bool = True  # messages of tensor parallelism are awaited where they are sent
+    awaits: tuple[str, ...] = (TP,)  # axes whose messages are awaited where they are sent
+    keeps_cast: bool = False  # parameters are kept in the dtype of products: a step casts none of them
     runs_to_end: bool = False  # recomputation runs a layer to its end: a checkpoint that is not compiled
     # Bytes that it reads and writes beyond what autoshard's program does:
     copied: int = 0  # per parameter that a rank computes with, to join parameters or gradients in messages
@@ -71,7 +73,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Row:
-    """A published run. `batch` is that of one micro-batch on all ranks, of which a step has `micro_batches`."""
+    """A published run. `batch` is that of one micro-batch on all ranks, of which a step has `micro_batches`.
+
+    Of a pipeline, model and mesh are those of its last stage; a rank has `chunks` of its layers, apart from each other.
+    """
 
     name: str
     kind: str
@@ -83,6 +88,8 @@ class Row:
     stack: Stack = field(repr=False)
     speed: Callable[[Row, float], float] = field(repr=False)  # of a step of so many seconds, in `unit`
     micro_batches: int = 1
+    stages: int = 1
+    chunks: int = 1
 
 
 # Stacks ------------------------------------------------------------------------------------------------------------------
@@ -124,9 +131,10 @@ FOREACH = 8 + 8 + 12 + 12 + 8 + 8 + 8 + 16 - FUSED_UPDATE
 EAGER_LOSS = 6 + 16 + 4 + 16 + 6 - COMPILED_LOSS
 # Megatron-LM of 2021: the buckets of DDP, copied into and out of (--DDP-impl torch in run_table_1.sh); gradients unscaled and
 # clipped in float32 (megatron/optimizer/optimizer.py); a loss of eight kernels over logits (megatron/mpu/cross_entropy.py): a
-# conversion, max, a difference, exp, sum, a quotient, in the backward a product and a conversion.
+# conversion, max, a difference, exp, sum, a quotient, in the backward a product and a conversion. Parameters are multiplied in
+# float16, and written to from those in float32 once a step.
 DDP_COPIES = 2 * (2 + 2)
-UNSCALE = 8
+UNSCALE, TO_HALF = 8, 4 + 2
 MEGATRON_LOSS = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
 
 
@@ -150,9 +158,10 @@ MEGATRON = Stack(
     options=Options(recipe=f"ddp+{MEGATRON_2019}", mixed_precision=FP16, recompute="block", memory_limit=ANY),
     hardware=hardware_named("a100"),
     source="Narayanan et al. 2021, arXiv 2104.04473, table 1; examples/sc21/run_table_1.sh of NVIDIA/Megatron-LM",
+    keeps_cast=True,
     runs_to_end=True,  # CheckpointFunction in megatron/mpu/random.py calls the layer again
     copied=DDP_COPIES,
-    updated=UNSCALE + CLIP,
+    updated=UNSCALE + CLIP + TO_HALF,
     scored=MEGATRON_LOSS - COMPILED_SPLIT_LOSS,
 )
 
@@ -191,11 +200,23 @@ def _gpt_row(name: str, kind: str, published: float, config: gpt.Config, mesh: s
     return Row(name, kind, published, "TFLOP/s", _gpt(config), mesh, batch, stack, _gpt_rate(config), micro)
 
 
+def _pipeline_row(
+    name: str, published: float, config: gpt.Config, mesh: str, batch: int, micro: int, stages: int, chunks: int = 1
+) -> Row:
+    """Return a run with its own DDP (--DDP-impl local), which reduces gradients after the backward."""
+    stage, rate = _gpt(replace(config, layers=config.layers // stages)), _gpt_rate(config)
+    stack = replace(MEGATRON, awaits=(DP, TP))
+    return Row(
+        name, PIPELINE, published, "TFLOP/s", stage, mesh, batch, stack,
+        lambda row, seconds: rate(row, seconds) / stages, micro, stages, chunks,
+    )  # fmt: skip
+
+
 def _gpt_config(layers: int, dim: int, heads: int) -> gpt.Config:
     return gpt.Config(layers=layers, dim=dim, heads=heads, vocab=51200, seq=2048)
 
 
-FSDP, TENSOR, ASYNC = "fsdp", "fsdp + tp", "fsdp + async tp"
+FSDP, TENSOR, ASYNC, PIPELINE = "fsdp", "fsdp + tp", "fsdp + async tp", "ddp + tp + pp"
 FULL = titan_stack("fsdp+megatron", block=True)
 ROWS = (
     _llama_row("Llama 3 8B, 8 GPUs, FSDP", FSDP, 6667, llama.LLAMA3_8B, "dp=8", 16, titan_stack("fsdp")),
@@ -213,6 +234,12 @@ ROWS = (
     _gpt_row("GPT 3.6B, 64 GPUs, TP", "ddp + tp", 138, _gpt_config(30, 3072, 32), "dp=32,tp=2", 512),
     _gpt_row("GPT 7.5B, 128 GPUs, TP", "ddp + tp", 142, _gpt_config(36, 4096, 32), "dp=32,tp=4", 512),
     _gpt_row("GPT 18.4B, 256 GPUs, TP", "ddp + tp", 135, _gpt_config(40, 6144, 48), "dp=32,tp=8", 256, 4),
+    _pipeline_row("GPT 39.1B, 512 GPUs, PP", 138, _gpt_config(48, 8192, 64), "dp=32,tp=8", 128, 12, 2),
+    _pipeline_row("GPT 76.1B, 1024 GPUs, PP", 140, _gpt_config(60, 10240, 80), "dp=32,tp=8", 64, 28, 4, 3),
+    _pipeline_row("GPT 145.6B, 1536 GPUs, PP", 148, _gpt_config(80, 12288, 96), "dp=24,tp=8", 48, 48, 8, 2),
+    _pipeline_row("GPT 310.1B, 1920 GPUs, PP", 155, _gpt_config(96, 16384, 128), "dp=15,tp=8", 15, 144, 16, 2),
+    _pipeline_row("GPT 529.6B, 2520 GPUs, PP", 163, _gpt_config(105, 20480, 128), "dp=9,tp=8", 9, 280, 35, 3),
+    _pipeline_row("GPT 1008B, 3072 GPUs, PP", 163, _gpt_config(128, 25600, 160), "dp=6,tp=8", 6, 512, 64),
 )  # fmt: skip
 
 
@@ -220,18 +247,41 @@ ROWS = (
 
 
 def predict(row: Row) -> float:
-    """Return the seconds of a step as it was run: those of the last micro-batch, which is reduced and applied, and of
-    the others.
+    """Return the seconds of a step as it was run: those of the last micro-batch, which is reduced and applied, of the
+    others, and of the stages of a pipeline.
+
+    A stage waits for as many micro-batches as there are other stages, each of a part of its layers (Narayanan et al. 2021,
+    section 2.2).
     """
     register_recipe(_WITHOUT_SEQUENCE)
     seconds = step(row.model, row.mesh, row.batch, row.stack).step_time + seconds_beside(row)
-    if row.micro_batches > 1:
-        inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
-        ranks = Mesh(row.mesh).size // Mesh(inner).size
-        options = replace(row.stack.options, recipe=MEGATRON_2019, optimizer=None)
-        alone = step(row.model, inner, row.batch // ranks, replace(row.stack, options=options))
-        seconds += (row.micro_batches - 1) * alone.step_time
-    return seconds
+    others = row.micro_batches - 1 + (row.stages - 1) / row.chunks
+    if not others:
+        return seconds
+    inner = ",".join(axis for axis in row.mesh.split(",") if axis.startswith(TP))
+    ranks = Mesh(row.mesh).size // Mesh(inner).size
+    options = replace(row.stack.options, recipe=MEGATRON_2019, optimizer=None)
+    alone = step(row.model, inner, row.batch // ranks, replace(row.stack, options=options))
+    return seconds + others * alone.step_time + _seconds_between_stages(row)
+
+
+def _seconds_between_stages(row: Row) -> float:
+    """Return the seconds in which a stage of Megatron-LM sends and receives, while it computes nothing.
+
+    After each chunk of a micro-batch a rank sends its part of the activations over the network while it receives another,
+    and its node gathers the parts (section 4.1 of the paper); as it does with the gradients.
+    """
+    if row.stages == 1:
+        return 0.0
+    mesh, machine = Mesh(row.mesh), row.stack.hardware
+    with torch.device("meta"):
+        model, (tokens, *_) = row.model(row.batch)
+    config: Any = model.config
+    parts = mesh.sizes[mesh.index(TP)]
+    nbytes = 2 * tokens.numel() // (mesh.size // parts) * int(config.dim)
+    sent = machine.across.setup + machine.across.latency + nbytes / parts / machine.across.bandwidth
+    one = sent + collective_seconds("all_gather", nbytes, mesh.group_shape((TP,)), machine)
+    return 2 * (row.micro_batches * row.chunks + row.stages - 1) * one
 
 
 def seconds_beside(row: Row) -> float:
@@ -257,9 +307,11 @@ def step(build: Build, mesh: str, batch: int, stack: Stack) -> Timeline:
     folded = fold(problem)
     trial = _trial(problem, folded, stack)
     program = _pipelined(problem, folded, trial) if stack.pipelines else trial.program
+    if stack.keeps_cast:
+        program = _without_casts(program)
     if stack.runs_to_end:
         program = _run_to_end(program)
-    return run_step(_awaited(program) if stack.awaits_tensor else program, stack.options)
+    return run_step(_awaited(program, stack.awaits), stack.options)
 
 
 def _trial(problem: Problem, folded: Folded, stack: Stack) -> Trial:
@@ -288,13 +340,22 @@ def _fused(gm: GraphModule) -> GraphModule:
     return gm
 
 
+def _without_casts(program: Program) -> Program:
+    """Return the program with casts of parameters that take no time."""
+    return replace(program, tasks=tuple(replace(t, seconds=0.0) if _reads_weights(t) else t for t in program.tasks))
+
+
+def _reads_weights(task: Task) -> bool:
+    """Return whether a kernel of the forward reads parameters alone."""
+    return not (task.backward or task.is_sending) and all(name.startswith("parameter.") for name in task.inputs)
+
+
 def _run_to_end(program: Program) -> Program:
     """Return the program with what the recomputation of a layer leaves out, as nothing reads it, run again as well."""
     again = {(_layer(task), node) for task in program.tasks if task.backward for node in task.nodes}
     left, tasks = defaultdict[str, list[Task]](list), list[Task]()
     for task in program.tasks:
-        of_weights = all(name.startswith("parameter.") for name in task.inputs)  # a stack keeps them as it multiplies them
-        if not (task.backward or of_weights) and (_layer(task), task.nodes[-1]) not in again:
+        if not (task.backward or _reads_weights(task)) and (_layer(task), task.nodes[-1]) not in again:
             left[_layer(task)].append(replace(task, name=f"again.{task.name}", inputs=(), outputs=(), backward=True))
     for task in program.tasks:
         if task.backward and (layer := _layer(task)):
@@ -309,14 +370,16 @@ def _layer(task: Task) -> str:
     return found[0] if found else ""
 
 
-def _awaited(program: Program) -> Program:
-    """Return the program with the messages of tensor parallelism awaited where they are sent: nothing runs beside."""
-    return replace(program, tasks=tuple(map(_awaited_task, program.tasks)))
+def _awaited(program: Program, axes: tuple[str, ...]) -> Program:
+    """Return the program with the messages over each of `axes` awaited where they are sent: nothing runs beside."""
+    return replace(program, tasks=tuple([_awaited_task(task) if _is_awaited(task, axes) else task for task in program.tasks]))
+
+
+def _is_awaited(task: Task, axes: tuple[str, ...]) -> bool:
+    return task.is_collective and len(task.axes) == 1 and task.axes[0] in axes
 
 
 def _awaited_task(task: Task) -> Task:
-    if task.axes != (TP,) or not task.is_collective:
-        return task
     return replace(task, kind="compute", stream=COMPUTE, prefetchable=False, deferrable=False)
 
 

@@ -17,13 +17,18 @@ from benchmarks.published import (
     _gpt_config,
     _gpt_rate,
     _llama_row,
+    _pipeline_row,
     _run_to_end,
+    _seconds_between_stages,
+    _without_casts,
     predict,
     titan_stack,
 )
-from examples import llama
+from examples import gpt, llama
+from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Task
 from passes.cost.simulate import simulate
+from passes.hardware.hardware import Group
 from passes.recipes import registry
 from tests.cost.programs import gather, kernel, program
 
@@ -32,9 +37,9 @@ def test_a_message_of_tensor_parallelism_is_awaited_where_it_is_sent() -> None:
     message = replace(gather("g", 2.0, "w", prefetchable=True), axes=("tp",))
     given = program(kernel("a", 1.0), message, kernel("b", 3.0, "a"), kernel("c", 1.0, "g"))
     assert simulate(given).step_time == 5.0
-    assert simulate(_awaited(given)).step_time == 7.0
+    assert simulate(_awaited(given, ("tp",))).step_time == 7.0
     other = replace(given, tasks=tuple(replace(task, axes=("dp",) if task.axes else ()) for task in given.tasks))
-    assert _awaited(other) == other
+    assert _awaited(other, ("tp",)) == other
 
 
 def test_a_checkpoint_that_is_not_compiled_runs_a_layer_to_its_end_again() -> None:
@@ -52,6 +57,21 @@ def test_a_checkpoint_that_is_not_compiled_runs_a_layer_to_its_end_again() -> No
     whole = _run_to_end(given)
     assert [task.name for task in whole.tasks] == ["cast", "up", "down", "again.down", "backward.up", "backward.grad"]
     assert simulate(whole).step_time == simulate(given).step_time + 2.0
+
+
+def test_a_stack_that_keeps_parameters_as_they_are_multiplied_casts_none() -> None:
+    given = program(kernel("cast", 4.0, "parameter.w"), kernel("up", 1.0, "x", "cast"))
+    assert simulate(_without_casts(given)).step_time == 1.0
+
+
+def test_stages_send_a_part_of_each_chunk_both_ways_and_gather_it() -> None:
+    tiny = gpt.Config(layers=4, dim=8, heads=2, vocab=16, seq=4)
+    row = _pipeline_row("tiny", 1.0, tiny, "dp=2,tp=2", 4, 3, 2, 2)
+    a100 = row.stack.hardware
+    nbytes = 2 * 2 * tiny.seq * tiny.dim
+    gathered = collective_seconds("all_gather", nbytes, Group(2), a100)
+    sent = a100.across.setup + a100.across.latency + nbytes / 2 / a100.across.bandwidth
+    assert _seconds_between_stages(row) == pytest.approx(2 * (3 * 2 + 1) * (sent + gathered))
 
 
 def test_a_stack_s_bytes_are_counted_for_what_they_are() -> None:
