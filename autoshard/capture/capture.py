@@ -28,6 +28,7 @@ from autoshard.capture.resized_call import resized_call
 from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
 from autoshard.capture.tracing import trace
 from passes._torch import (
+    OutsideRead,
     fake_mode,
     lazy_code,
     select_decompositions,
@@ -62,9 +63,9 @@ class Captured:
 
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
-    are those that the traced code reads (None: not known). `known` is the joint graph, or that of a few of many equal
-    layers, if it need not be traced. `is_comparable` says that the call was not unlike all earlier ones, so that it is
-    worth while to compare later ones.
+    are those that the traced code reads (None: not known), `outside` what it reads from outside of the model. `known` is
+    the joint graph, or that of a few of many equal layers, if it need not be traced. `is_comparable` says that the call was
+    not unlike all earlier ones, so that it is worth while to compare later ones.
     """
 
     call: FlatCall
@@ -72,6 +73,7 @@ class Captured:
     tied: dict[str, str]
     training: bool
     names: frozenset[str] | None = None
+    outside: tuple[OutsideRead, ...] = ()
     known: GraphModule | None = None
     is_comparable: bool = True
 
@@ -186,12 +188,13 @@ def capture_call(
             if resized is not None:
                 like = alike[resized.number]
                 names = None if like.names is None else like.names | resized.names
-                return Captured(resized.call, like.modules, fake.tied, training, names)
+                return Captured(resized.call, like.modules, fake.tied, training, names, like.outside)
         fake = fake_module(module, mode, place, compute_dtype)
         traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
     modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
-    return Captured(flat, modules, fake.tied, training, traced.module.names, is_comparable=not is_compared)
+    read = traced.module.names, traced.module.outside
+    return Captured(flat, modules, fake.tied, training, *read, is_comparable=not is_compared)
 
 
 def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

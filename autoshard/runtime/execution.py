@@ -23,7 +23,14 @@ from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
-from passes._torch import DTensorSpec, dtensor_of_local, dtensor_spec, local_of_dtensor, reentrant_checkpoint
+from passes._torch import (
+    DTensorSpec,
+    OutsideRead,
+    dtensor_of_local,
+    dtensor_spec,
+    local_of_dtensor,
+    reentrant_checkpoint,
+)
 from passes.errors import CompilerError, UserError
 from passes.ir.graph import InputRole, OutputRole, has_input, input_of
 from passes.ir.layout import Layout
@@ -36,8 +43,8 @@ class LocalProgram:
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
     module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
-    where they are issued. `names` are those that the captured code reads (None: not known). Each call
-    stores `new_values` in the module's objects.
+    where they are issued. `names` are those that the captured code reads (None: not known), `outside` what it reads from
+    outside of the model. Each call stores `new_values` in the module's objects.
     """
 
     graph: GraphModule
@@ -51,6 +58,7 @@ class LocalProgram:
     dump: GraphDump | None = None
     overlap: OverlapPhase | None = None
     names: frozenset[str] | None = None
+    outside: tuple[OutsideRead, ...] = ()
     new_values: NewValues = NOTHING_NEW
 
 

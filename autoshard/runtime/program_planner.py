@@ -177,6 +177,7 @@ def _local_program(planned: Planned, options: Options) -> LocalProgram:
         dump=dump_of(options),
         overlap=OverlapPhase.of(options, plan.mesh),
         names=planned.captured.names,
+        outside=planned.captured.outside,
         new_values=planned.captured.call.new_values,
     )
 

@@ -42,13 +42,34 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class OutsideRead:
+    """A value that traced code reads from outside of its module and arguments, such as a global.
+
+    `steps` lead to it from `root`, a Python module, a class or the cell of a variable: each is the name of an attribute, or
+    the key of an item (True).
+    """
+
+    name: str  # "train.ALPHA"
+    root: Any = field(repr=False)
+    steps: tuple[tuple[Any, bool], ...]
+
+    def value(self) -> Any:
+        """Return the value that it has now. Raises AttributeError or LookupError where it is gone."""
+        found = self.root
+        for key, is_item in self.steps:
+            found = found[key] if is_item else getattr(found, key)
+        return found
+
+
+@dataclass(frozen=True)
 class TracedModule:
     """A module's call as a flat graph: no Python, no structure, every tensor that it reads is a placeholder.
 
     `inputs` are the tensors of the placeholders (the very objects of module and arguments), `sources` say where they
     came from; `rebuild` turns values of the graph's outputs into what the module returns.
-    `names` are those that the traced code reads: variables, attributes, and strings (None: not known). `draws` are the
-    stacks of its calls of Python's `random`, whose numbers are among `inputs`.
+    `names` are those that the traced code reads: variables, attributes, and strings (None: not known); `outside` are the
+    values that it reads from elsewhere. `draws` are the stacks of its calls of Python's `random`, whose numbers are among
+    `inputs`.
     """
 
     graph_module: GraphModule
@@ -58,6 +79,7 @@ class TracedModule:
     side_effects: tuple[SideEffect, ...]
     left_out: tuple[LeftOut, ...] = ()
     names: frozenset[str] | None = None
+    outside: tuple[OutsideRead, ...] = ()
     draws: tuple[str, ...] = ()
 
 

@@ -36,7 +36,28 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = torch.linspace(1, -1, 12).reshape(3, 4)
 
 
+GAMMA = 1.0  # read by the model, as are the next two
+
+
+def rescaling() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    by = 1.0
+
+    def rescaled(x: Tensor) -> Tensor:
+        return x * by
+
+    def change(to: float) -> None:
+        nonlocal by
+        by = to
+
+    return rescaled, change
+
+
+rescaled, rescale = rescaling()
+
+
 class Block(nn.Module):
+    slope = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -44,7 +65,7 @@ class Block(nn.Module):
         self.gain = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x)).tanh() * self.gain
+        return self.dropout(self.linear(x)).tanh() * self.gain * self.slope
 
 
 class Model(nn.Module):
@@ -67,7 +88,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         h: Any = checkpoint(self.block, x, use_reentrant=False) if self.gradient_checkpointing else self.block(x)
         h = self.norm(h + x if self.residual else h) + self.offset * self.constant
-        h = self.head(h) * self.alpha * self.config.scale * self.config.nested["power"] * times
+        h = rescaled(self.head(h)) * GAMMA * self.alpha * self.config.scale * self.config.nested["power"] * times
         for factor in self.factors:
             h = h * factor
         return h if y is None else F.mse_loss(h, y)
@@ -288,6 +309,30 @@ setting("a parametrization: `parametrizations.weight_norm(model.head)`", lambda 
 setting("`prune.l1_unstructured(model.head, 'weight', 0.5)`", lambda model: prune.l1_unstructured(model.head, "weight", 0.5))
 setting("`nn.init.constant_(model.head.weight, 0.5)`", lambda model: nn.init.constant_(model.head.weight, 0.5))
 setting("there and back: `model.double(); model.float()`", lambda model: model.double().float())
+
+
+def elsewhere(text: str, change: Callable[[], object], undo: Callable[[], object]) -> None:
+    """Add a way that changes what the model reads from outside of it."""
+
+    def done(model: Any) -> Any:
+        change()
+        try:
+            return model(X, Y)
+        finally:
+            undo()
+
+    WAYS[text] = done
+
+
+def set_global(name: str, value: Any) -> Callable[[], None]:
+    return lambda: globals().update({name: value})
+
+
+elsewhere("a global: `train.GAMMA = 0.5`", set_global("GAMMA", 0.5), set_global("GAMMA", 1.0))
+elsewhere("a global function: `train.rescaled = torch.sin`", set_global("rescaled", torch.sin), set_global("rescaled", rescaled))
+elsewhere("a variable of an enclosing function", lambda: rescale(2.0), lambda: rescale(1.0))
+elsewhere("a class's attribute: `Block.slope = 2.0`", lambda: setattr(Block, "slope", 2.0), lambda: setattr(Block, "slope", 1.0))
+setting("a global that no code reads: `train.epoch = 3`", lambda model: globals().update(epoch=3))
 
 
 @way("`model.half()`")

@@ -22,55 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard.capture.changes import Change
 from autoshard.capture.held_objects import DEPTH_MAX, INTERNAL, inside_of
-from autoshard.capture.signature import format_tensor, is_constant
+from autoshard.capture.signature import is_constant
 from autoshard.runtime.calls.alone import Alone
+from autoshard.runtime.calls.descriptions import MISSING, Description, Entry, Same, Tied, format_changes, of_constant
+from autoshard.runtime.calls.outside_values import OutsideValues
 from autoshard.runtime.calls.stored_values import StoredValues
-from passes._torch import alike_as_now, required_gradients, unchanged_since_now
+from passes._torch import OutsideRead, alike_as_now, required_gradients, unchanged_since_now
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _DYNAMIC = ("__dict__", "vars")  # code that reads one of these may read any attribute
-
-
-@dataclass(frozen=True, eq=False)
-class Same:
-    """A value that is compared by identity."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"a {type(self.value).__name__}"
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A tensor that was met before, at another path."""
-
-    path: str
-
-    def __repr__(self) -> str:
-        return f"tied to {self.path}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A value that capture may read, and the attributes that lead to it, beginning at its module; none: always read."""
-
-    value: Any
-    names: tuple[str, ...] = ()
-
-    def is_read(self, names: frozenset[str] | None) -> bool:
-        """Return whether code that reads `names` may read this value (None: any)."""
-        return names is None or names.issuperset(self.names)
-
-
-Description = dict[str, Entry]
 
 
 @dataclass
@@ -85,6 +46,7 @@ class ModelStates:
     given_forward: Any = None  # that the model's instance had when it was sharded, instead of its class's
     training: tuple[bool, ...] = ()  # per module
     trained: tuple[bool, ...] = ()  # per parameter: it requires a gradient
+    outside: OutsideValues = field(default_factory=OutsideValues)
     _parameters: tuple[nn.Parameter, ...] = ()
     _unchanged: Callable[[], bool] = lambda: False
     _alike: Callable[[], bool] = lambda: False
@@ -104,6 +66,7 @@ class ModelStates:
         return (
             self._handles == RemovableHandle.next_id
             and self._unchanged()
+            and self.outside.are_unchanged()
             and (self._alike() or required_gradients(self._parameters) == self.trained)  # in another mode, the second
         )
 
@@ -129,15 +92,21 @@ class ModelStates:
         self._parameters = tuple(model.parameters())
         self.trained, self._alike = required_gradients(self._parameters), alike_as_now(self._parameters)
         self.training = tuple(module.training for module in model.modules())
-        return found.entries
+        return found.entries | self.outside.describe()
 
     def forget(self) -> None:
         """Describe the model again at the next call."""
         self._unchanged = lambda: False
 
-    def read(self, names: frozenset[str] | None, changes: tuple[Change, ...]) -> None:
-        """Note what the code of a captured call reads (None: not known, so that it may be anything), and what it changes.
+    def read(
+        self, names: frozenset[str] | None, outside: tuple[OutsideRead, ...], changes: tuple[Change, ...]
+    ) -> None:
+        """Note what the code of a captured call reads (`names`: None, if it may be anything), and what it changes.
+
+        A value `outside` of the model that no call read before counts as unchanged since.
         """
+        new = self.outside.add(outside)
+        self.known = [new | known for known in self.known]
         self.stored = self.stored.with_call(names, changes)
         if self.stored.changes:
             self.forget()
@@ -145,54 +114,19 @@ class ModelStates:
         self.names = None if everything else frozenset().union(self.names or (), names or ())
 
     def changes(self, before: int) -> tuple[str, ...]:
-        """Return what differs between an earlier state and the present one, but for training flags: "dropout.p: 0.1 -> 0.5".
-
-        Of an object that is new or gone, what it holds is not listed.
-        """
+        """Return what differs between an earlier state and the present one, but for training flags."""
         found = self._changes(self.known[before], self.known[self.current])
-        whole = tuple(f"{path}." for path, ends in found.items() if any(map(_is_missing, ends)))
-        return tuple(
-            f"{path} is {'new' if _is_missing(old) else 'gone'}"
-            if _is_missing(old) or _is_missing(new)
-            else f"{path}: {_format(old)} -> {_format(new)}"
-            for path, (old, new) in found.items()
-            if path.rpartition(".")[2] != "training" and not path.startswith(whole)
-        )
+        return format_changes({path: ends for path, ends in found.items() if path.rpartition(".")[2] != "training"})
 
     def _changes(self, old: Description, new: Description) -> dict[str, tuple[Any, Any]]:
         found = {}
         for path in old.keys() | new.keys():
-            one, other = old.get(path, _MISSING), new.get(path, _MISSING)
+            one, other = old.get(path, MISSING), new.get(path, MISSING)
             if one.value == other.value or self.stored.is_ignored(path):
                 continue
             if one.is_read(self.names) and other.is_read(self.names):
                 found[path] = (one.value, other.value)
         return dict(sorted(found.items()))
-
-
-def _is_missing(value: Any) -> bool:
-    return isinstance(value, _Missing)
-
-
-def _format(value: Any) -> str:
-    match value:
-        case (type(), given):
-            return given if isinstance(given, str) and value[0] is not str else repr(given)
-        case (str(), torch.Size() as shape, torch.dtype() as dtype, _, requires_grad, _):
-            return format_tensor(shape, dtype) + (", trained" if requires_grad else ", frozen")
-        case (Same(one), *others) if others:
-            return f"a {type(one).__name__}"
-        case tuple():
-            return f"{len(value)} hooks"
-        case _:
-            return repr(value)
-
-
-class _Missing:
-    """Stand for the value at a path where there is none."""
-
-
-_MISSING = Entry(_Missing())
 
 
 def describe(model: nn.Module, kind: type[nn.Module], forward: Any) -> Describing:
@@ -276,7 +210,7 @@ class Describing:
             self.add(path, self._tensor(path, value), names)
             return
         if is_constant(value):
-            self.add(path, (type(value), repr(value)) if isinstance(value, float | slice) else (type(value), value), names)
+            self.add(path, of_constant(value), names)
             return
         inside = inside_of(value)
         is_known = self.seen.setdefault(id(value), path) != path

@@ -149,6 +149,7 @@ class RuntimeState:
         """Return the state of a copy of `model`: the programs of its present state run on the copy's parameters."""
         self.mode(model, gradients=True)
         states = ModelStates(self.states.names, self.states.stored, given_forward=copied.__dict__.get("forward"))
+        states.outside.add(self.states.outside.reads.values())
         states.update(copied, self.kind)
         programs = [
             replace(
@@ -329,7 +330,7 @@ def install(
         lay_out(model, state.place, local.parameters)
         state.stored, state.taken_over = True, {}
         state.states.settle(model, state.kind)
-    state.states.read(local.names, local.new_values.changes)
+    state.states.read(local.names, local.outside, local.new_values.changes)
     seconds = time.perf_counter() - started
     local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
     program = Program(mode, described, seconds, bind(built.program, local, model, state.place, state.groups.watch))

@@ -22,6 +22,7 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from passes._torch.dynamo.outside_reads import outside_reads
 from passes._torch.dynamo.side_effects import source_name, watch_side_effects
 from passes._torch.dynamo.substitutes import (
     UnknownLengthError,
@@ -79,6 +80,7 @@ def trace_module(
         tuple(effects),
         tuple(dict.fromkeys(left_out)),
         frozenset().union(*map(names_read, output.traced_code)),
+        outside_reads(output.output_graph.guards, module, output.import_sources),
         tuple(draws),
     )
 

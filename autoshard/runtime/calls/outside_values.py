@@ -1,0 +1,84 @@
+"""Notice changes of what captured code reads from outside of the model: globals, attributes of classes, variables of
+enclosing functions, and the functions that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from autoshard.capture.signature import is_constant
+from autoshard.runtime.calls.descriptions import Description, Entry, Missing, Same, of_constant
+from passes._torch import OutsideRead
+
+_SIZED = (list, tuple, dict, set, frozenset)
+
+
+class OutsideValues:
+    """The values that the code of captured calls reads from outside of the model, as they were last."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, OutsideRead] = {}
+        self._getters: list[Callable[[], Any]] = []
+        self._values: list[Any] = []
+        self._described: list[Any] = []
+        self._sized: list[int] = []  # numbers of containers: they may change in place
+
+    def add(self, reads: Iterable[OutsideRead]) -> Description:
+        """Add what a captured call reads, and return the values that were not read before."""
+        new = {name: read for name, read in ((f"global {read.name}", read) for read in reads) if name not in self.reads}
+        self.reads |= new
+        described = self.describe()
+        return {name: described[name] for name in new}
+
+    def describe(self) -> Description:
+        """Return the values that all have now."""
+        self._getters = [_getter(read) for read in self.reads.values()]
+        self._values = [_value(read) for read in self.reads.values()]
+        self._described = [_described(value) for value in self._values]
+        self._sized = [number for number, value in enumerate(self._values) if isinstance(value, _SIZED)]
+        return {name: Entry(value) for name, value in zip(self.reads, self._described, strict=True)}
+
+    def are_unchanged(self) -> bool:
+        """Return whether each is what it was."""
+        try:
+            now = [get() for get in self._getters]
+        except (AttributeError, LookupError):
+            return False
+        numbers: Iterable[int] = self._sized if all(map(is_, now, self._values)) else range(len(now))
+        if any(_described(now[number]) != self._described[number] for number in numbers):
+            return False
+        self._values = now
+        return True
+
+
+def _getter(read: OutsideRead) -> Callable[[], Any]:
+    """Return a function that reads a value, and does little else."""
+    keys = [str(key) for key, is_item in read.steps if not is_item]
+    if len(keys) < len(read.steps):
+        return read.value
+    space = getattr(read.root, "__dict__", {})
+    if len(keys) == 1 and keys[0] in space:
+        return partial(itemgetter(keys[0]), space)
+    return partial(attrgetter(".".join(keys)), read.root)
+
+
+def _value(read: OutsideRead) -> Any:
+    try:
+        return read.value()
+    except (AttributeError, LookupError):
+        return Missing()
+
+
+def _described(value: Any) -> Any:
+    """Describe a value: what is read of a list, dict or object is among the values itself."""
+    if isinstance(value, Missing):
+        return value
+    if isinstance(value, _SIZED):
+        return type(value), len(value)
+    if is_constant(value):
+        return of_constant(value)
+    return Same(value) if callable(value) or isinstance(value, torch.Tensor) else Same(type(value))
