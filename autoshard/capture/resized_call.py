@@ -33,6 +33,7 @@ _log = logging.getLogger("autoshard.capture")
 _WITHOUT_EFFECT = ("zeros", "_log_api_usage_once")  # calls whose value is not used
 
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor"})
+_ATTRIBUTES = {"numpy_T": "T", "mT": "mT", "mH": "mH", "matrix_H": "H"}  # ops, as which torch 2.14 traces them
 _VIEWS = frozenset({"getitem", "view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute"})
 
 
@@ -205,6 +206,8 @@ class _Resized:
         """
         name = name_of(node.target)
         for call in self.called:
+            if call.name == "getattr" and name in _ATTRIBUTES and call.args[1] == _ATTRIBUTES[name]:
+                call = replace(call, name=name, args=call.args[:1])
             try:
                 if call.name != name:
                     raise _Unlike(f"it calls {call.name} where it called {node.target}")

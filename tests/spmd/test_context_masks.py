@@ -79,6 +79,16 @@ def reference(kind: str) -> Reference:
     return Reference.of(Case(Masked(kind).double(), (torch.randn(2, SEQ, 12, dtype=torch.float64), ids), {}))
 
 
+def takes_mask_and_causal() -> bool:
+    """Return whether attention of this torch takes a mask together with `is_causal=True`, as torch 2.13 does."""
+    q = torch.zeros(1, 1, 2, 2)
+    try:
+        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(2, 2), is_causal=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("kind", "mesh", "recipe"),
     [
@@ -115,6 +125,8 @@ def reference(kind: str) -> Reference:
     ],
 )
 def test_a_masked_step_gives_the_numbers_of_one_device(kind: str, mesh: str, recipe: str) -> None:
+    if kind in ("causal, one row", "causal, rows") and not takes_mask_and_causal():
+        pytest.skip("this torch takes a mask or is_causal=True, not both")
     whole = reference(kind)
     ranks = whole.plan(mesh, Options(recipe=recipe))
     plan = ranks.planned.plan
