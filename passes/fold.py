@@ -48,6 +48,8 @@ class Fold(Pass):
        call without a module belongs to the layer before it, and its backward to the one after it: if such calls next to
        the run are not those in it, the run is kept as in 2, with one more layer on either side. With `keeps_ends`, it
        is kept as in 2 anyway.
+    6. With `by_ends`, none of a run is kept but the layers on either side, if they are equal to those in it but for what
+       they read of others, and what reads them.
 
     `distinct` are parameters, by FQN, that options single out, each with a tag: layers are equal only if the tags
     of their parameters are.
@@ -93,6 +95,7 @@ class Fold(Pass):
     margin: int = 0  # equal layers kept in addition on either side, next to layers that differ; effects of these reach no further
     is_forward: bool = False
     keeps_ends: bool = True  # of a forward: a period on both sides of a run, as its ends differ in programs of it
+    by_ends: bool = False  # of a forward
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         graph = Indexed.of(gm.graph, dict(self.distinct))
@@ -115,6 +118,8 @@ class Fold(Pass):
         if not self.is_forward:
             return _folding(layers, prefix, indices, self.margin)
         found = _folding(layers, prefix, indices, self.margin, keeps_last=self.keeps_ends)
+        if self.by_ends:
+            found = _by_ends(layers, found, indices)
         is_sure = all(_are_between_alike(layers, run, indices) for run in found.runs)
         return found if is_sure else _folding(layers, prefix, indices, self.margin + 1)
 
@@ -146,6 +151,20 @@ def _folding(
         if len(found.removed) > len(best.removed) or not best.runs:
             best = replace(found, declined=found.declined if found.runs else best.declined + found.declined)
     return best
+
+
+def _by_ends(layers: Layers, folding: _Folding, indices: tuple[int, ...]) -> _Folding:
+    """Return a folding that keeps none of a run but the layers next to it, where these are equal to it inside."""
+    found = _Folding(folding.prefix, declined=folding.declined)
+    for run in folding.runs:
+        wide, start = run, indices.index(run.below[0])
+        before = indices[max(start - 1, 0) : start]
+        if run.period == len(before) and layers.are_alike_inside(run.prefix, (*before, *run.below, *run.above)):
+            wide = replace(run, below=before, removed=run.below + run.removed, by_ends=True)
+        one = _one_run(layers, wide, keeps_last=False)
+        is_sure = one.runs and _are_between_alike(layers, wide, indices)
+        found = _joined(found, one if is_sure else _one_run(layers, run, keeps_last=False))
+    return found
 
 
 def _are_between_alike(layers: Layers, run: Run, indices: tuple[int, ...]) -> bool:

@@ -82,16 +82,18 @@ def few_layers(
 ) -> GraphModule | None:
     """Return the joint graph of `captured`, traced from the fewest of its equal layers; None if that is not possible.
 
-    `programs` are LOCAL graphs of the model in other sizes: where the last of equal layers is unlike the first in one of
-    them, it is kept.
+    `programs` are LOCAL graphs of the model in other sizes: where the first and the last layer lack calls of those between
+    in one of them, one of these is kept, too, and where the last of equal layers is unlike the first, both are.
 
     It is not the fold of the whole graph: next to the layers that are left out, gradients may be summed elsewhere. Only
     together with a graph of all layers, in other sizes, does it stand for the whole.
     """
-    fold = replace(fold, is_forward=True, keeps_ends=False)
-    gm = _few_in_forward(captured, fold, mesh)
-    if gm is not None and not all(ends_alike(repeats_of(gm).runs, one) for one in programs):
-        gm = _few_in_forward(captured, replace(fold, keeps_ends=True), mesh)
+    fold, earlier = replace(fold, is_forward=True), list(programs)
+    gm = _few_in_forward(captured, replace(fold, keeps_ends=False, by_ends=True), mesh)
+    if gm is not None and not _are_ends_alike(gm, earlier):
+        gm = _few_in_forward(captured, replace(fold, keeps_ends=False), mesh)
+    if gm is not None and not _are_ends_alike(gm, earlier):
+        gm = _few_in_forward(captured, fold, mesh)
     if gm is None:
         return None
     found = repeats_of(gm)
@@ -102,6 +104,10 @@ def few_layers(
         return None
     set_repeats(joint, replace(found, nodes=_copies(joint, found.runs)))
     return None if literals else joint
+
+
+def _are_ends_alike(gm: GraphModule, programs: Iterable[GraphModule]) -> bool:
+    return all(ends_alike(repeats_of(gm).runs, one) for one in programs)
 
 
 def _few_in_forward(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None:

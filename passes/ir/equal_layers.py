@@ -166,6 +166,20 @@ class Layers:
             numbers.setdefault(self._signature((prefix, index), rank, reach), len(numbers)) for index in indices
         ]
 
+    def are_alike_inside(self, prefix: str, indices: tuple[int, ...]) -> bool:
+        """Return whether layers are equal but for what reads them, and for which values of one type they read of others."""
+        first, *others = (self._inside((prefix, index)) for index in indices)
+        return all(one == first for one in others)
+
+    def _inside(self, own: Layer) -> Any:
+        graph = self.graph
+
+        def named(other: int) -> Any:
+            return self.named[other] if self.layer[other] == own else _type(value_of(graph.nodes[other]))
+
+        calls = [(self.named[i], *map(named, graph.inputs[i])) for i in self.members[own]]
+        return calls, [(role, rest, None if i is None else named(i)) for role, rest, i in self.results.get(own, ())]
+
     def _signature(self, own: Layer, rank: Mapping[Layer, int], reach: int) -> Any:
         graph, here = self.graph, rank[own]
 

@@ -3,6 +3,8 @@
 Tracing takes time per layer, and equal layers are traced alike: a few of them, in new sizes, tell how the others look in
 these. The graph in the earlier sizes says how layers are joined. It is taken only where it covers the small graph: each of
 its calls is one of the layer that stands for its own, and reads the same values of that layer and of those before and after.
+Where the first and the last layer stand for those between, both have the call, with the same constants and types, and one
+reads the same values: the last in the forward, as the first has no layer before it, and the first in the backward.
 Constants are those of the small graph, but for the keys of random numbers.
 """
 
@@ -69,7 +71,8 @@ def with_all_layers(few: GraphModule, runs: tuple[Run, ...], before: GraphModule
     """
     try:
         cover = _Cover(few, runs, before)
-        return AllLayers(cover.graph(), {node.name: found.name for node, found in cover.covered.items()})
+        cover.check_ends()
+        return AllLayers(_Joined(cover).graph(), {node.name: found.name for node, found in cover.covered.items()})
     except _Unlike:
         return None
 
@@ -88,21 +91,28 @@ def covered_draws(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) 
 
 def ends_alike(runs: tuple[Run, ...], before: GraphModule) -> bool:
     """Return whether the last of the layers that `runs` remove have in `before`, a graph with all layers, the calls of
-    the layers that stand for them.
+    the layers that stand for them: the same ones, or, if two stand for one, some of each.
     """
     level = _level(runs)
     if level is None:
         return False
     pairs = [
-        ((run.prefix, one), (run.prefix, other))
+        ((run.prefix, one), (run.prefix, other), run.by_ends)
         for run in runs
-        for one, other in zip(run.removed[-run.period :], run.below, strict=True)
+        for kept in _stand_ins(run)
+        for one, other in zip(run.removed[-run.period :], kept, strict=True)
     ]
-    calls: dict[Layer | None, list[Any]] = {layer: [] for pair in pairs for layer in pair}
+    calls: dict[Layer | None, dict[Key, Any]] = {layer: {} for *pair, _ in pairs for layer in pair}
     for node, (layer, key) in _Places(before, level).places.items():
         if layer in calls:
-            calls[layer].append((key, _kinds(node)))
-    return all(calls[one] == calls[other] for one, other in pairs)
+            calls[layer][key] = _kinds(node)
+    found = [(calls[one].items(), calls[other].items(), has_more) for one, other, has_more in pairs]
+    return all(one <= other if has_more else list(one) == list(other) for one, other, has_more in found)
+
+
+def _stand_ins(run: Run) -> tuple[tuple[int, ...], ...]:
+    """Return the layers that stand for a period of the removed ones, once or together with others."""
+    return (run.below, run.above) if run.by_ends else (run.below,)
 
 
 def _level(runs: tuple[Run, ...]) -> int | None:
@@ -121,80 +131,135 @@ class _Cover:
         self.few, self.before, self.runs = few, before, runs
         self.there, self.here = _Places(few, level), _Places(before, level)
         self.stand_ins = {
-            (run.prefix, index): (run.prefix, run.below[number % run.period])
+            (run.prefix, index): tuple((run.prefix, kept[number % run.period]) for kept in _stand_ins(run))
             for run in runs
             for number, index in enumerate(run.removed)
         }
         self.covered: dict[Node, Node] = {}
-        self.copies: dict[Node, Node] = {}  # the nodes of the result by those of `before`
+        self.others: dict[Node, Node] = {}  # of the second layer that stands for one
+        self.shared: set[Node] = set()  # calls in each layer that few layers have once
+        self.compared: set[tuple[Node, Node]] = set()
         self._cover()
 
     def _cover(self) -> None:
         parts: dict[Any, Node] = {}
         own = 0
         for node, (layer, key) in self.here.places.items():
-            found = self.there.nodes.get((self.stand_ins.get(layer, layer) if layer else None, key))
+            layers = (None,) if layer is None else self.stand_ins.get(layer, (layer,))
+            found, *others = (self.there.nodes.get((one, key)) for one in layers)
             part = _part(node)
-            if found is None and part in parts:  # `self.cos[:n]` in each layer, which few layers have once
-                found = parts[part]
+            if (found is None or None in others) and part in parts:  # `self.cos[:n]` in each layer, which few layers have once
+                found, others = parts[part], []
+                self.shared.add(node)
             else:
                 own += layer not in self.stand_ins
             if found is None or _kinds(node) != _kinds(found):
                 raise _Unlike
             self.covered[node] = found
+            for other in others:
+                self.others[node] = self._like(found, other)
             parts.setdefault(part, found)
         if not own == len(set(self.covered.values())) == len(self.there.places):
             raise _Unlike
 
-    def graph(self) -> GraphModule:
-        """Return the graph of all layers in the new sizes."""
-        self._check_ends()
-        graph, copies = Graph(), self.copies
-        mode = fake_mode_of([value for node in self.there.places for value in results_of(node)])
-        for node in self.before.graph.nodes:
-            new = copies[node] = add_like(graph, node)
-            if node.op == "output":
-                new.args = map_arg(node.args, copies.__getitem__)
-                continue
-            found = self.covered[node]
-            if node.op == "placeholder":
-                new.args = node.args
-            else:
-                pair, like = (node, found), self.here.nodes.get(self.there.places[found], node)
-                new.args = self._argument(pair, node.args, like.args, found.args)
-                if node.kwargs or found.kwargs:
-                    new.kwargs = self._argument(pair, node.kwargs, like.kwargs, found.kwargs)
-            facts = facts_of(found)
-            update_facts(new, layouts=facts.layouts, needs=facts.needs, pins=facts.pins)
-            set_value(new, value_of(found) if self.is_own(node) else _again(mode, new, found))
-        made = module_of(graph, self.few)
-        made.meta = dict(self.before.meta)
-        return made
+    def _like(self, found: Node, other: Node | None) -> Node:
+        """Return `other`, the call of one end that is `found` in the other end, if only what they read may differ."""
+        if other is None:
+            raise _Unlike
+        if (found, other) not in self.compared:
+            is_alike = _kinds(found) == _kinds(other) and _type(value_of(found)) == _type(value_of(other))
+            if not is_alike or (draw_of(found) is None and _constants(found) != _constants(other)):
+                raise _Unlike
+            self.compared.add((found, other))
+        return other
 
     def is_own(self, node: Node) -> bool:
         """Return whether a node of the graph of all layers is in that of a few, too."""
         return self.here.places[node] == self.there.places[self.covered[node]]
 
-    def _check_ends(self) -> None:
+    def check_ends(self) -> None:
         """Check that results are those of the layers that stand for their own."""
         ends = dict(zip(outputs_of(self.few.graph), returned(self.few.graph), strict=True))
         own = 0
         for output, value in zip(outputs_of(self.before.graph), returned(self.before.graph), strict=True):
             moved = self._moved(output)
-            own += moved == output
-            if moved not in ends or (None if value is None else self.covered[value]) is not ends[moved]:
+            own += moved == [output]
+            found = [self.covered.get(value), self.others.get(value)] if len(moved) > 1 else [self.covered.get(value)]
+            if any(one not in ends or ends[one] is not end for one, end in zip(moved, found, strict=True)):
                 raise _Unlike
         if own != len(ends):
             raise _Unlike
 
-    def _moved(self, output: Output) -> Output:
+    def _moved(self, output: Output) -> list[Output]:
+        """Return the results of the layers that stand for that of a result."""
         if output.role not in (OutputRole.GRADIENT, OutputRole.BUFFER):
-            return output
+            return [output]
         for run in self.runs:
             index = index_in(run.prefix, output.name)
             if index is not None and (run.prefix, index) in self.stand_ins:
-                return Output(output.role, moved_to(run.prefix, self.stand_ins[run.prefix, index][1], output.name))
-        return output
+                own = self.stand_ins[run.prefix, index]
+                return [Output(output.role, moved_to(run.prefix, number, output.name)) for _, number in own]
+        return [output]
+
+    def is_read_alike(self, node: Node, found: Node, own: Node, now: Node) -> bool:
+        """Return whether `node` reads from its layer, or as many layers away, what `found` reads from there."""
+        covered = self.covered[own]
+        (source, key), (other, key_now) = self.here.places[own], self.there.places[now]
+        layer, stand_in = self.here.places[node][0], self.there.places[found][0]
+        is_by_ends = own in self.others or (source is not None and node in self.others)  # so that only the distance tells
+        if covered is now and (own in self.shared or not is_by_ends):
+            return True
+        if (
+            not (source and other and layer and stand_in)
+            or key != key_now
+            or _type(value_of(covered)) != _type(value_of(now))
+        ):
+            return False
+        away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
+        return away is not None and away == away_now
+
+
+class _Joined:
+    """The graph of all layers in the new sizes, while it is made."""
+
+    def __init__(self, cover: _Cover) -> None:
+        self.cover = cover
+        self.copies: dict[Node, Node] = {}  # its nodes by those of the earlier graph
+
+    def graph(self) -> GraphModule:
+        """Return the graph. Raises _Unlike where a call reads other values than those that stand for it."""
+        cover, graph, copies = self.cover, Graph(), self.copies
+        mode = fake_mode_of([value for node in cover.there.places for value in results_of(node)])
+        for node in cover.before.graph.nodes:
+            new = copies[node] = add_like(graph, node)
+            if node.op == "output":
+                new.args = map_arg(node.args, copies.__getitem__)
+                continue
+            found = cover.covered[node]
+            if node.op == "placeholder":
+                new.args = node.args
+            else:
+                try:
+                    self._set_arguments(new, node, found)
+                except _Unlike:
+                    if node not in cover.others:
+                        raise
+                    found = cover.others[node]
+                    self._set_arguments(new, node, found)
+            facts = facts_of(found)
+            update_facts(new, layouts=facts.layouts, needs=facts.needs, pins=facts.pins)
+            set_value(new, value_of(found) if cover.is_own(node) else _again(mode, new, found))
+        made = module_of(graph, cover.few)
+        made.meta = dict(cover.before.meta)
+        return made
+
+    def _set_arguments(self, new: Node, node: Node, found: Node) -> None:
+        """Give `new`, the copy of `node`, the arguments of `found`."""
+        pair, like = (node, found), self.cover.here.nodes.get(self.cover.there.places[found], node)
+        args = self._argument(pair, node.args, like.args, found.args)
+        if node.kwargs or found.kwargs:
+            new.kwargs = self._argument(pair, node.kwargs, like.kwargs, found.kwargs)
+        new.args = args
 
     def _argument(self, pair: tuple[Node, Node], own: Any, like: Any, now: Any) -> Any:
         """Return an argument of a node, given that of the one that covers it: copies of its own nodes, and new constants.
@@ -202,7 +267,7 @@ class _Cover:
         `like` is the argument, in the earlier sizes, of the one that covers it.
         """
         if isinstance(own, Node) or isinstance(now, Node):
-            if not isinstance(own, Node) or not isinstance(now, Node) or not self._is_read_alike(*pair, own, now):
+            if not isinstance(own, Node) or not isinstance(now, Node) or not self.cover.is_read_alike(*pair, own, now):
                 raise _Unlike
             return self.copies[own]
         if type(own) is not type(now) or type(own) is not type(like):
@@ -220,22 +285,6 @@ class _Cover:
         if like != now:
             raise _Unlike
         return own  # the key of random numbers, which are others in each layer
-
-    def _is_read_alike(self, node: Node, found: Node, own: Node, now: Node) -> bool:
-        """Return whether `node` reads from its layer, or as many layers away, what `found` reads from there."""
-        covered = self.covered[own]
-        if covered is now:
-            return True
-        (source, key), (other, key_now) = self.here.places[own], self.there.places[now]
-        layer, stand_in = self.here.places[node][0], self.there.places[found][0]
-        if (
-            not (source and other and layer and stand_in)
-            or key != key_now
-            or _type(value_of(covered)) != _type(value_of(now))
-        ):
-            return False
-        away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
-        return away is not None and away == away_now
 
 
 class _Places:
@@ -313,6 +362,11 @@ def _dims(node: Node) -> Any:
     """Return the dims that the results of a placed node are sharded over, on each axis."""
     layouts = layouts_of(node) if has_layout(node) else ()
     return [[(type(one), getattr(one, "dim", None)) for one in layout.placements] for layout in layouts]
+
+
+def _constants(value: Node) -> Any:
+    """Return the arguments of a node but for the nodes in them."""
+    return str(map_arg((value.args, value.kwargs), lambda one: None))
 
 
 def _type(value: Any) -> Any:

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from autoshard.capture.capture import Captured, capture, capture_call
 from autoshard.capture.shallow import few_layers, is_alike, whole_graph
 from passes.fold import Fold
-from passes.ir.graph import outputs_of, value_of
+from passes.ir.folded_layers import Run
+from passes.ir.graph import outputs_of, repeats_of, value_of
 from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph
 from tests.capture.test_shallow import KINDS, Stack
@@ -58,7 +59,7 @@ def _text(gm: GraphModule) -> str:
 
 def _check(second: Captured, first: GraphModule) -> GraphModule | None:
     """Check that the graph of the second call, if it follows from the first one's, is what tracing it gives."""
-    few = few_layers(second, Fold(), MESH)
+    few = few_layers(second, Fold(), MESH, [first])
     found = None if few is None or not is_alike(second, first) else whole_graph(few, [first])
     if found is not None:
         assert _text(found) == _text(second.graph_module)
@@ -132,6 +133,8 @@ def test_numbers_computed_from_sizes_are_those_of_the_call() -> None:
         lambda x, index: x * 2 if index == 4 and x.shape[0] > 6 else x,  # in one layer
         lambda x, index: x * (1 + (index == 4 and x.shape[0] > 6)),  # another number in one layer
         lambda x, index: x * (1 + (index == 0 and x.shape[0] > 6)),  # after the first, whose backward the next one has
+        lambda x, index: x * (1 + (index == 7 and x.shape[0] > 6)),  # after the last
+        lambda x, index: x * (1 + (index in (0, 7) and x.shape[0] > 6)),  # in neither of those between
         lambda x, index: x * (1 + (index == 4 and x.shape[0] < 7)),  # no longer another number
     ],
 )
@@ -139,7 +142,49 @@ def test_layers_that_differ_in_some_sizes_are_traced(change: Callable[[torch.Ten
     _sized(change)
 
 
-@pytest.mark.parametrize("frozen", [1, 4, 7])
+class Reading(nn.Module):
+    """Layers that read what the one before them returns, and what `source` says: of which layer, for each."""
+
+    def __init__(self, source: Callable[[int], int]) -> None:
+        super().__init__()
+        self.layers, self.source = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)), source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [x, x.cos()]
+        for index, layer in enumerate(self.layers):
+            kept.append(layer(kept[-1] * kept[self.source(index)].sin()))
+        return kept[-1].mean()
+
+
+@pytest.mark.parametrize(
+    ("source", "is_taken"),
+    [
+        (lambda index: index + 1, True),  # the layer before, once more
+        (lambda index: 0, False),  # the input
+        (lambda index: index % 2, False),  # in turn
+        (lambda index: min(index, 2), False),  # the first layer
+        (lambda index: max(index, 1), False),  # two layers before
+    ],
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_all_layers_read_what_they_read(source: Callable[[int], int], is_taken: bool, requires_grad: bool) -> None:
+    model = Reading(source)
+    first = capture(model, (torch.ones(6, 8, requires_grad=requires_grad),), training=True).graph_module
+    second = _captured(model, torch.ones(9, 8, requires_grad=requires_grad))
+    assert (_check(second, first) is not None) == is_taken
+
+
+def test_the_first_and_the_last_layer_stand_for_those_between() -> None:
+    model, args, _ = gpt(layers=5)
+    first = capture(model, args, training=True).graph_module
+    second = _captured(model, *(one[:4] for one in args))
+    few = few_layers(second, Fold(), MESH, [first])
+    assert few is not None
+    assert repeats_of(few).runs == (Run("blocks", (0,), (1, 2, 3), (4,), by_ends=True),)
+    assert _check(second, first) is not None
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 4, 7, 9])
 def test_a_graph_of_other_trained_parameters_is_not_taken(frozen: int) -> None:
     model = Once("plain")
     first = capture(model, _rows(12), training=True).graph_module

@@ -156,6 +156,22 @@ def test_a_forward_keeps_one_of_equal_layers_if_calls_next_to_them_are_equal(
     assert repeats_of(gm).runs == (run,)
 
 
+@pytest.mark.parametrize(
+    ("layers", "run"),
+    [
+        ([DENSE] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), by_ends=True)),
+        ([OTHER, *[DENSE] * 6], Run("layers", (1,), (2, 3, 4, 5), (6,), by_ends=True)),
+        ([*[DENSE] * 6, OTHER], Run("layers", (1,), (2, 3, 4, 5), (6,))),
+        ([AFTER] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), by_ends=True)),
+        ([*[AFTER] * 7, AFTER_OTHER], Run("layers", (2,), (3, 4), (5,))),
+    ],
+)
+def test_a_forward_keeps_the_layers_next_to_equal_ones_if_these_are_equal_inside(layers: list[str], run: Run) -> None:
+    gm = chain(layers)
+    assert Fold(is_forward=True, keeps_ends=False, by_ends=True).run(gm, PassContext(MESH))
+    assert repeats_of(gm).runs == (run,)
+
+
 def test_equal_runs_around_another_layer_fold_each() -> None:
     assert removed(chain([*[DENSE] * 6, OTHER, *[DENSE] * 6])) == [(2, 3, 4), (9, 10)]
 
