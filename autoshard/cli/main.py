@@ -1,7 +1,7 @@
 """Run a command of `python -m autoshard <command>`.
 
-Exit codes: 0 done; 2 the request cannot be fulfilled, with one message on stderr that says what to change; 130 stopped
-by the user. Anything else is a bug of autoshard, with its traceback.
+Exit codes: 0 done; 1 `check` or `bisect` found numbers that differ; 2 the request cannot be fulfilled, with one message on
+stderr that says what to change; 130 stopped by the user. Any traceback is a bug of autoshard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from passes.errors import UserError
 
-DONE, USERS_FAULT, STOPPED = 0, 2, 130
+DONE, DIFFERENT, USERS_FAULT, STOPPED = 0, 1, 2, 130
 
 _COMMANDS = {  # the module of each, which is imported when it is called, and what it does
     "plan": ("plan_command", "find a plan, print it, save it"),
@@ -23,6 +23,7 @@ _COMMANDS = {  # the module of each, which is imported when it is called, and wh
     "diff": ("questioning", "what is different between two saved plans"),
     "explain": ("questioning", "why something is as it is"),
     "replay": ("questioning", "run the passes after a dump again"),
+    "check": ("questioning", "whether the numbers are those of one device"),
     "bisect": ("questioning", "the first pass that changes the numbers"),
     "calibrate": ("calibrating", "measure this machine"),
     "crossover": ("asking", "from which size on a sharded product is faster"),
@@ -42,14 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if arguments is None else arguments
         given = _parser(next(iter(words), "")).parse_args(words)
-        given.run(given)
+        return DONE if given.run(given) is not False else DIFFERENT
     except UserError as error:
         print(f"autoshard: {error}", file=sys.stderr)
         return USERS_FAULT
     except KeyboardInterrupt:
         print("autoshard: stopped", file=sys.stderr)
         return STOPPED
-    return DONE
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m autoshard",
         description="Plan the training of a PyTorch model on a mesh of devices: here, without any of them.",
-        epilog="exit codes: 0 done, 2 what was asked cannot be done, 130 stopped",
+        epilog="exit codes: 0 done, 1 a check found numbers that differ, 2 what was asked cannot be done, 130 stopped",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="command", parser_class=_Parser)
     if command in _COMMANDS:

@@ -1,8 +1,9 @@
-"""Commands `diff`, `explain`, `replay` and `bisect`: ask questions about a saved plan or a dump."""
+"""Commands `diff`, `explain`, `replay`, `check` and `bisect`: ask questions about a plan, a dump, or a model's numbers."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from autoshard.cli.plan_command import add_problem, find_plan, options_of_command, sizes_of
 from autoshard.cli.target import load_target
 from autoshard.debug.bisection import bisect
+from autoshard.debug.checking import check
 from autoshard.debug.replay import replay
 from autoshard.inspection.sharding_plan import ShardingPlan
 from passes.errors import UserError
@@ -33,10 +35,11 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     again.add_argument("--recipe", help="that places a graph dumped before the seeds: fsdp+megatron")
     again.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to write what each pass makes of it")
     again.set_defaults(run=_replay)
-    wrong = commands.add_parser("bisect", description=_bisect.__doc__)
-    add_problem(wrong, target="file.py:function; it gives (model, args) and is called on cpu: with values")
-    wrong.add_argument("--recipe", default="auto", help="as for `plan`")
-    wrong.set_defaults(run=_bisect)
+    for name, run in (("check", _check), ("bisect", _bisect)):
+        numbers = commands.add_parser(name, description=run.__doc__)
+        add_problem(numbers, target="file.py:function; it gives (model, args) and is called on cpu: with values")
+        numbers.add_argument("--recipe", default="auto", help="as for `plan`")
+        numbers.set_defaults(run=run)
 
 
 def _diff(given: argparse.Namespace) -> None:
@@ -62,10 +65,23 @@ def _replay(given: argparse.Namespace) -> None:
     print(f"# ran {', '.join(found.ran)}")
 
 
-def _bisect(given: argparse.Namespace) -> None:
+def _check(given: argparse.Namespace) -> bool:
+    """Run the program of every rank in this process, and compare outputs, gradients and buffers with one device. The exit code
+    is 1 if any differs."""
+    return _printed(given, check)
+
+
+def _bisect(given: argparse.Namespace) -> bool:
     """Run the program after every pass, on simulated ranks once it is one of a device, and compare it with the model: after
-    which pass are the numbers wrong first, and which value is it?"""
+    which pass are the numbers wrong first, and which value is it? The exit code is 1 if any is."""
+    return _printed(given, bisect)
+
+
+def _printed(given: argparse.Namespace, compare: Callable[..., object]) -> bool:
+    """Build the model with values, print what a comparison found, and return whether the numbers are right."""
     target = load_target(given.target, sizes_of(given), device="cpu")
     with torch.set_grad_enabled(not given.inference):
         mesh = Mesh(given.mesh, hardware=given.hardware)
-        print(bisect(target.model, mesh, target.args, target.kwargs, options=options_of_command(given)))
+        found = compare(target.model, mesh, target.args, target.kwargs, options=options_of_command(given))
+    print(found)
+    return bool(found)

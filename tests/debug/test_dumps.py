@@ -251,6 +251,18 @@ def test_bisect_blames_a_rule_where_the_passes_are_right() -> None:
     assert "the rule of autoshard_test.centred on tp: S(1) -> S(1)" in str(found)
 
 
+@pytest.mark.parametrize(("recipe", "code", "told"), [("megatron", 1, "not equal on 2"), ("ddp", 0, "equal on 2")])
+def test_check_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, code: int, told: str
+) -> None:
+    """A rule of the model's op is wrong where `tp` splits its columns."""
+    (tmp_path / "model.py").write_text(
+        "from tests.debug.test_checking import made\ndef make():\n    model, x = made()\n    return model, (x,)\n"
+    )
+    assert main(["check", f"{tmp_path}/model.py:make", "--mesh", "tp=2", "--recipe", recipe]) == code
+    assert capsys.readouterr().out.startswith(told)
+
+
 def test_bisect_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.Linear(4, 6), (torch.ones(8, 4),)\n"
