@@ -104,7 +104,8 @@ class _Nudge:
 
     def _moved(self, value: Tensor, known: Tensor) -> Tensor:
         numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-        is_rounded = (numbers != numbers.round()) & ~torch.isin(numbers.double(), known)
+        is_rounded = numbers != numbers.round()
+        is_rounded = is_rounded.masked_scatter(is_rounded, ~is_among(numbers[is_rounded].double(), known))
         moved = torch.where(is_rounded, nudged(numbers, self.precision, self.generator), numbers)
         # The strides of the result are those that its op gave it:
         return value.copy_(torch.view_as_complex(moved) if value.is_complex() else moved)
@@ -116,6 +117,28 @@ def _numbers(values: Any) -> list[Tensor]:
     return [
         (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).double().flatten() for leaf in leaves
     ]
+
+
+def is_among(values: Tensor, known: Tensor) -> Tensor:
+    """Return for each of `values`, which are no whole numbers, whether it is one of `known`; both are flat float64.
+
+    `torch.isin` sorts all numbers, and takes seconds for those of an image. Few are equal, as a rule, so that it is given
+    those only whose hash is that of one on the other side.
+    """
+    known = known[known != known.round()]
+    bits = (len(values) + len(known)).bit_length() + 3  # one in eight, at most, has the hash of another number
+    own, other = _hashed(values, bits), _hashed(known, bits)
+    table = torch.zeros(1 << bits, dtype=torch.bool, device=values.device)
+    table.index_fill_(0, other, True)
+    found = table.index_select(0, own)
+    table.zero_().index_fill_(0, own[found], True)
+    return found.masked_scatter(found, torch.isin(values[found], known[table.index_select(0, other)]))
+
+
+def _hashed(values: Tensor, bits: int) -> Tensor:
+    """Return a number of so many bits for each float64."""
+    number = values.view(torch.int64) * 0x5851F42D4C957F2D  # Knuth's multiplier of MMIX; it wraps around
+    return number.bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def _has_digits(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import InputError, Options, UserError, check, plan, rule
-from autoshard.debug.rounding import Rounding
+from autoshard.debug.rounding import Rounding, is_among
 from autoshard.debug.simulated_ranks import Call
 from tests.models import build
 
@@ -219,3 +219,14 @@ def test_determinants_do_not_depend_on_strides() -> None:
     model, x = Determinants(), torch.randn(4, 4, dtype=torch.float64)
     found = check(model, "dp=2", (x,), options=Options(recipe="fsdp", compile="eager"))
     assert found and found.compared > 20, str(found)
+
+
+@pytest.mark.parametrize(("count", "copied"), [(1, 1), (50, 0), (3000, 100), (3000, 3000)])
+def test_numbers_that_are_among_others_are_found(count: int, copied: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(count, generator=generator).double()
+    others = torch.randn(count, generator=generator).double()
+    known = torch.cat([torch.tensor([0.0, -0.0, 3.0, torch.inf, torch.nan], dtype=torch.float64), others, values[:copied]])
+    given = torch.cat([values, torch.tensor([torch.nan], dtype=torch.float64)])
+    assert torch.equal(is_among(given, known), torch.isin(given, known))
+    assert not is_among(given, known[:5]).any() and not is_among(given[:0], known).any()
