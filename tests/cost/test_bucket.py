@@ -16,7 +16,7 @@ from passes.ir.mesh import Mesh
 from tests.cost.programs import gather, kernel, program
 
 MESH = Mesh("dp=64", hardware="h100")  # eight nodes: a collective costs about 0.3 ms, whatever its size
-KiB = 1 << 10
+KiB, MiB = 1 << 10, 1 << 20
 
 
 def _priced(task: Task, nbytes: int) -> Task:
@@ -105,6 +105,19 @@ def test_each_axis_gets_the_size_that_suits_it() -> None:
     assert found == {(("dp",), "f32"): 1 << 30, (("tp",), "f32"): 0}
     apart = schedule(bucket(given, found)).timeline.step_time
     assert apart < schedule(given, buckets=tried).timeline.step_time
+
+
+def test_a_size_between_the_smallest_and_the_largest_sends_earlier_with_less_latency() -> None:
+    calm = replace(hardware_named("h100"), name="calm", contention=0.0)
+    tasks = list[Task]()
+    for n in range(16):
+        reduction = replace(gather(f"r{n}", 0, f"h{n}", deferrable=True), kind="reduce_scatter")
+        tasks += [kernel(f"h{n}", 1e-4), _priced(reduction, 16 * MiB)]
+    given = replace(program(*tasks), mesh=Mesh("dp=64", hardware=calm))
+    found, best = bucketed(given, (32 * MiB, 512 * MiB))
+    assert found == {(("dp",), "f32"): 128 * MiB}
+    others = schedule(given, buckets=(0, 32 * MiB, 512 * MiB)).timeline.step_time
+    assert best.timeline.step_time < 0.95 * others
 
 
 def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:

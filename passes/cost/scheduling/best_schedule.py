@@ -5,6 +5,7 @@ Among equally fast orders, the one that loses least if links are slower than pre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,10 +132,10 @@ def bucketed(
 ) -> tuple[dict[Sort, int], Schedule]:
     """Return the bucket size for each sort of message, out of `buckets`, and the best order with these sizes.
 
-    First the best common size is found; if more than `HIDDEN` of the step stays exposed, each sort's size is then changed
-    alone and kept if that is faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the
-    copies in a graph is not known so precisely. `worst`: as for `schedule`; with a common size that is much slower, no
-    sizes by sort are tried.
+    First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
+    the largest is tried too, then each sort's size is changed alone and kept if that is faster. If bucketing saves less than
+    `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known so precisely. `worst`: as for
+    `schedule`; with a common size that is much slower, no others are tried.
     """
     joined = _Joined(program)
     plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
@@ -143,9 +144,14 @@ def bucketed(
     if not tries:
         return none, plain
     best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
-    found = dict.fromkeys(seconds, best.bucket_bytes)
     is_worse = best.timeline.step_time > worst * (1 + MOST_SAVED_APART)
     is_hidden = best.timeline.exposed < HIDDEN * best.timeline.step_time
+    if len(buckets) > 1 and not (is_worse or is_hidden):
+        # Large buckets have less latency, but are sent late: between, links are used sooner.
+        buckets = (*buckets, math.isqrt(min(buckets) * max(buckets)))
+        tries += _sizes_tried(joined, buckets[-1:], memory_limit, windows, worst)
+        best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
+    found = dict.fromkeys(seconds, best.bucket_bytes)
     for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
         others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
