@@ -73,6 +73,7 @@ try:
     from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import (
+        OUTSIDE_GONE,
         InductorCode,
         JointGraph,
         LeftOut,
@@ -101,6 +102,7 @@ __all__ = [
     "JointGraph",
     "LeftOut",
     "MATMUL_REDUCE_SCATTER",
+    "OUTSIDE_GONE",
     "OpOverload",
     "OutsideRead",
     "REVERSED_CUMSUM",

@@ -41,6 +41,9 @@ class LeftOut:
     stack: str
 
 
+OUTSIDE_GONE = (AttributeError, LookupError, TypeError, ValueError)  # the last of a variable that is not bound
+
+
 @dataclass(frozen=True)
 class OutsideRead:
     """A value that traced code reads from outside of its module and arguments, such as a global.
@@ -54,7 +57,7 @@ class OutsideRead:
     steps: tuple[tuple[Any, bool], ...]
 
     def value(self) -> Any:
-        """Return the value that it has now. Raises AttributeError or LookupError where it is gone."""
+        """Return the value that it has now. Raises one of `OUTSIDE_GONE` where it is gone."""
         found = self.root
         for key, is_item in self.steps:
             found = found[key] if is_item else getattr(found, key)

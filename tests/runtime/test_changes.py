@@ -510,6 +510,47 @@ def test_how_a_change_is_told(one_rank: DeviceMesh, change: Callable[[Any], obje
     assert states.changes(before) == (told,)
 
 
+SETTINGS: Any = {"power": 2.0, "uses": True}
+
+
+def test_a_global_that_is_gone_is_one_state(one_rank: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that does not need it any more is captured once, whatever is in its place."""
+
+    class Powers(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return h * SETTINGS["power"] if SETTINGS is not None and SETTINGS["uses"] else h
+
+    model = Powers(4, 4)
+    sharded: Any = autoshard(copy.deepcopy(model), one_rank, options=EAGER)
+    before = SETTINGS
+    for settings, programs in ((before, 1), ({"uses": False}, 2), (None, 3), (before, 3)):
+        monkeypatch.setitem(globals(), "SETTINGS", settings)
+        for _ in range(2):
+            assert torch.equal(sharded(X), model(X))
+        assert len(sharded.programs) == programs
+
+
+def scaled(by: float) -> type[nn.Module]:
+    class Scaled(nn.Linear):
+        factor = by
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    return Scaled
+
+
+def test_classes_of_one_name_are_told_apart(one_rank: DeviceMesh) -> None:
+    kinds: list[Any] = [scaled(1.0), scaled(2.0)]
+    model = nn.Sequential(*(kind(4, 4) for kind in kinds))
+    sharded: Any = autoshard(copy.deepcopy(model), one_rank, options=EAGER)
+    for kind in kinds:
+        sharded(X)
+        kind.factor += 3.0
+        assert torch.equal(sharded(X), model(X))
+
+
 def test_a_change_of_a_tied_weight_is_told_once(one_rank: DeviceMesh) -> None:
     model = Model()
     model.twin = model.head

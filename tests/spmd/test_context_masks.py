@@ -126,6 +126,7 @@ def takes_mask_and_causal() -> bool:
 )
 def test_a_masked_step_gives_the_numbers_of_one_device(kind: str, mesh: str, recipe: str) -> None:
     if kind in ("causal, one row", "causal, rows") and not takes_mask_and_causal():
+        # From torch 2.14 on, the model itself fails on one device, so there are no numbers to compare with.
         pytest.skip("this torch takes a mask or is_causal=True, not both")
     whole = reference(kind)
     ranks = whole.plan(mesh, Options(recipe=recipe))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from autoshard.capture.signature import is_constant
-from autoshard.runtime.calls.descriptions import Description, Entry, Missing, Same, of_constant
-from passes._torch import OutsideRead
+from autoshard.runtime.calls.descriptions import MISSING, Description, Entry, Missing, Same, of_constant
+from passes._torch import OUTSIDE_GONE, OutsideRead
 
 _SIZED = (list, tuple, dict, set, frozenset)
 
@@ -29,8 +29,14 @@ class OutsideValues:
 
     def add(self, reads: Iterable[OutsideRead]) -> Description:
         """Add what a captured call reads, and return the values that were not read before."""
-        new = {name: read for name, read in ((f"global {read.name}", read) for read in reads) if name not in self.reads}
-        self.reads |= new
+        known, new = {(id(read.root), read.steps) for read in self.reads.values()}, []
+        for read in reads:
+            if (id(read.root), read.steps) not in known:
+                name = f"global {read.name}"
+                while name in self.reads:  # of another class of that name, say
+                    name += "'"
+                self.reads[name] = read
+                new.append(name)
         described = self.describe()
         return {name: described[name] for name in new}
 
@@ -46,7 +52,7 @@ class OutsideValues:
         """Return whether each is what it was."""
         try:
             now = [get() for get in self._getters]
-        except (AttributeError, LookupError):
+        except OUTSIDE_GONE:
             return False
         numbers: Iterable[int] = self._sized if all(map(is_, now, self._values)) else range(len(now))
         if any(_described(now[number]) != self._described[number] for number in numbers):
@@ -69,8 +75,8 @@ def _getter(read: OutsideRead) -> Callable[[], Any]:
 def _value(read: OutsideRead) -> Any:
     try:
         return read.value()
-    except (AttributeError, LookupError):
-        return Missing()
+    except OUTSIDE_GONE:
+        return MISSING.value
 
 
 def _described(value: Any) -> Any:

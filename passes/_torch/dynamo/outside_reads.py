@@ -1,4 +1,4 @@
-"""What traced code reads from outside of its module and arguments, by the guards that dynamo sets on it."""
+"""Find the globals, class attributes and closure variables that traced code depends on, from dynamo's guards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch._dynamo.source import (
 )
 from torch._guards import Guard, Source
 
-from passes._torch.results import OutsideRead
+from passes._torch.results import OUTSIDE_GONE, OutsideRead
 
 # Guards on constants, functions, classes and tensors, on types of objects, and on lengths.
 _VALUES = {
@@ -48,16 +48,16 @@ def outside_reads(
 
     `imports` maps dynamo's names of Python modules to theirs. What torch's own modules hold is left out.
     """
-    found: dict[str, OutsideRead] = {}
+    found: dict[Any, OutsideRead] = {}  # by place, as two classes may have one name
     for guard in guards:
         if guard.create_fn_name() in _VALUES and guard.originating_source is not None:
             try:
                 root, steps, name = _place(guard.originating_source, module, imports)
-            except (LookupError, AttributeError, TypeError):
+            except OUTSIDE_GONE:
                 continue  # not a place that has a path
             read = OutsideRead(name, root, steps)
             if root is not module and steps and _is_of_user(root) and read.value() is read.value():  # not computed at each read
-                found[name] = read
+                found[id(root), steps] = read
     return tuple(found.values())
 
 
