@@ -103,7 +103,7 @@ class CastParameters(Pass):
         users = list(node.users)
         new = self._cast(node, node, compute)
         if users:
-            set_origin(new, origin_of(users[0]))
+            set_origin(new, origin_of(min(users)))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         set_value(node, tensor_of(node).to(dtype))
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import ClassVar
 
 from torch.fx import GraphModule, Node
@@ -31,6 +32,15 @@ from passes.ir.graph import (
 MAX_PERIOD = 4  # layers; most models alternate sliding and global attention, or dense and MoE, with a period of 2 to 4
 
 
+class Kept(Enum):
+    """What of a run of equal layers stays in a forward graph."""
+
+    FIRST = "the layer before the run, if it and the one after it are equal to the others inside"
+    ENDS = "the layers before and after the run, if they are equal to the others inside"
+    PERIOD = "a period, if a layer follows the run"
+    PERIODS = "a period on either side"
+
+
 @dataclass(frozen=True)
 class Fold(Pass):
     """Remove all but a few of the equal layers of a model, and remember them as `Repeats` of the graph.
@@ -44,12 +54,10 @@ class Fold(Pass):
     3. The layers around the removed ones become neighbours: the next layer's forward takes the values of the layer
        kept below, the backward of the layer below those of the next layer.
     4. If a value of a layer is used beyond its neighbours, all layers are kept.
-    5. Of a forward graph whose backward will be traced (`is_forward`), one period is kept, if a layer follows the run. A
-       call without a module belongs to the layer before it, and its backward to the one after it: if such calls next to
-       the run are not those in it, the run is kept as in 2, with one more layer on either side. With `keeps_ends`, it
-       is kept as in 2 anyway.
-    6. With `by_ends`, none of a run is kept but the layers on either side, if they are equal to those in it but for what
-       they read of others, and what reads them.
+    5. Of a forward graph whose backward will be traced, `forward` says what is kept; layers are equal inside if they
+       differ in nothing but what they read of others, and what reads them. A call without a module belongs to the layer
+       before it, and its backward to the one after it: if such calls next to the run are not those in it, the run is kept
+       as in 2, with one more layer on either side.
 
     `distinct` are parameters, by FQN, that options single out, each with a tag: layers are equal only if the tags
     of their parameters are.
@@ -93,9 +101,7 @@ class Fold(Pass):
 
     distinct: tuple[tuple[str, str], ...] = ()  # FQN of a parameter or buffer, tag
     margin: int = 0  # equal layers kept in addition on either side, next to layers that differ; effects of these reach no further
-    is_forward: bool = False
-    keeps_ends: bool = True  # of a forward: a period on both sides of a run, as its ends differ in programs of it
-    by_ends: bool = False  # of a forward
+    forward: Kept | None = None  # None: the graph has its backward
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         graph = Indexed.of(gm.graph, dict(self.distinct))
@@ -115,11 +121,11 @@ class Fold(Pass):
 
     def _fold_list(self, layers: Layers, prefix: str, indices: tuple[int, ...]) -> _Folding:
         """Return the folding of a list."""
-        if not self.is_forward:
+        if self.forward is None:
             return _folding(layers, prefix, indices, self.margin)
-        found = _folding(layers, prefix, indices, self.margin, keeps_last=self.keeps_ends)
-        if self.by_ends:
-            found = _by_ends(layers, found, indices)
+        found = _folding(layers, prefix, indices, self.margin, keeps_last=self.forward is Kept.PERIODS)
+        if self.forward in (Kept.FIRST, Kept.ENDS):
+            found = _wider(layers, found, indices, keeps_last=self.forward is Kept.ENDS)
         is_sure = all(_are_between_alike(layers, run, indices) for run in found.runs)
         return found if is_sure else _folding(layers, prefix, indices, self.margin + 1)
 
@@ -153,17 +159,20 @@ def _folding(
     return best
 
 
-def _by_ends(layers: Layers, folding: _Folding, indices: tuple[int, ...]) -> _Folding:
-    """Return a folding that keeps none of a run but the layers next to it, where these are equal to it inside."""
+def _wider(layers: Layers, folding: _Folding, indices: tuple[int, ...], *, keeps_last: bool) -> _Folding:
+    """Return a folding that keeps none of a run but the layer before it and the one after it, without `keeps_last` only
+    the former, where both are equal to it inside.
+    """
     found = _Folding(folding.prefix, declined=folding.declined)
     for run in folding.runs:
-        wide, start = run, indices.index(run.below[0])
-        before = indices[max(start - 1, 0) : start]
+        start = indices.index(run.below[0])
+        before, ways = indices[max(start - 1, 0) : start], list[Run]()
         if run.period == len(before) and layers.are_alike_inside(run.prefix, (*before, *run.below, *run.above)):
-            wide = replace(run, below=before, removed=run.below + run.removed, by_ends=True)
-        one = _one_run(layers, wide, keeps_last=False)
-        is_sure = one.runs and _are_between_alike(layers, wide, indices)
-        found = _joined(found, one if is_sure else _one_run(layers, run, keeps_last=False))
+            ends = replace(run, below=before, removed=run.below + run.removed, is_wide=True)
+            ways = [ends] if keeps_last else [replace(ends, removed=ends.removed + ends.above, above=()), ends]
+        tried = (_one_run(layers, way, keeps_last=False) for way in ways if _are_between_alike(layers, way, indices))
+        one = next((one for one in tried if one.runs), None)
+        found = _joined(found, one or _one_run(layers, run, keeps_last=False))
     return found
 
 
@@ -226,7 +235,8 @@ def _one_run(layers: Layers, run: Run, *, keeps_last: bool) -> _Folding:
 def _substitute(run: Run, number: int, user: Layer | None, *, keeps_last: bool) -> Layer | None:
     """Return the layer whose value replaces that of removed layer `number` in `user`, None if there is none."""
     if user is None or user[0] != run.prefix:
-        return None
+        is_last = not run.above and number >= len(run.removed) - run.period
+        return (run.prefix, run.below[number % run.period]) if is_last else None
     if user[1] in run.above and len(run.removed) + run.above.index(user[1]) - number <= run.period:
         return run.prefix, run.below[number % run.period]
     if keeps_last and user[1] in run.below and number <= run.below.index(user[1]):

@@ -343,7 +343,7 @@ def _gather(node: Node, recipes: Mapping[int, Recipe]) -> None:
     again = all(recipe.frees_gathered or recipe.store is None for recipe in recipes.values())
     first = next(iter(recipes.values()))
     new = reshard_for_use(value, users, f"seed: {first.name}: gathered for use", again=again)
-    set_origin(new, origin_of(users[0]))  # a parameter has no module or line of its own
+    set_origin(new, origin_of(min(users)))  # a parameter has no module or line of its own
     for axis, recipe in recipes.items():
         add_pin(new, Pin(axis, R, f"{recipe.name}: gathered for use"))
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autoshard.capture.capture_errors import capture_error
+from autoshard.capture.empty_operands import without_empty_operands
 from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
@@ -119,7 +120,8 @@ class Captured:
         """Return the joint graph of `call` (this one, or one with fewer layers) and the literals that became BUFFERs.
         """
         with _tracing(training=self.training):
-            joint = trace_joint(call.graph_module, tuple(call.tensors.values()), select_decompositions(whole=_WHOLE))
+            gm, tensors = without_empty_operands(call.graph_module), tuple(call.tensors.values())
+            joint = trace_joint(gm, tensors, select_decompositions(whole=_WHOLE))
         return joint.graph_module, finish_graph(joint, call, self.modules)
 
 

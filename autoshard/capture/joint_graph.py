@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -25,6 +26,7 @@ from passes.ir.graph import (
     output_node,
     returned,
     set_input,
+    set_origin,
     set_outputs,
     set_region,
     set_stage,
@@ -61,6 +63,8 @@ def finish_graph(joint: JointGraph, flat: FlatCall, fqns: Mapping[int, str]) -> 
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
+        elif node.op == "call_function" and node.target is aten.cat.default and len(node.args[0]) == 1:
+            _copy_one(node)
         elif node.op == "call_function" and node.target in _CHECKS:
             graph.erase_node(node)
     literals = _set_inputs(joint, keys, flat.signature.outputs)
@@ -137,6 +141,17 @@ def _uncloned(node: Node) -> Node:
     return node
 
 
+def _copy_one(node: Node) -> None:
+    """Replace a concatenation of one tensor: by that, if it is like it and no result, otherwise by a copy."""
+    [given] = node.all_input_nodes
+    value = value_of(node)
+    is_like = all(getattr(value, name) == getattr(value_of(given), name) for name in ("shape", "dtype"))
+    if is_like and value.stride() == value_of(given).stride() and output_node(node.graph) not in node.users:
+        node.replace_all_uses_with(given)
+    elif is_like and value.is_contiguous():
+        node.target, node.args, node.kwargs = aten.clone.default, (given,), {"memory_format": torch.contiguous_format}
+
+
 def _base(node: Node) -> Node:
     """Return the node whose memory `node` views."""
     while node.op == "call_function" and _is_view(node):
@@ -154,7 +169,9 @@ def _is_view(node: Node) -> bool:
 
 
 def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Give placeholders their roles and readable names; literals become BUFFER placeholders after the others."""
+    """Give placeholders their roles and readable names; literals become BUFFER placeholders after the others, but numbers
+    become calls, as they would differ in each of many equal layers.
+    """
     gm = joint.graph_module
     old = gm.graph.find_nodes(op="placeholder")
     inputs = [
@@ -164,6 +181,9 @@ def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, 
     for node in gm.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(gm)
         if not isinstance(value, torch.Tensor):
+            continue
+        if value.ndim == 0:
+            _fill(node, value)
             continue
         name = f"constant_{len(literals)}"
         literals[name] = value
@@ -175,6 +195,17 @@ def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, 
         for key, node in zip(inputs, old, strict=True):
             _replace_placeholder(gm.graph, node, key)
     return literals
+
+
+def _fill(node: Node, number: torch.Tensor) -> None:
+    """Replace a literal without dims by a call that makes it."""
+    kwargs: dict[str, Any] = {"dtype": number.dtype, "layout": torch.strided, "device": number.device, "pin_memory": False}
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(aten.full.default, ([], number.item()), kwargs)
+    set_value(new, value_of(node))
+    set_origin(new, origin_of(node))
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def _replace_placeholder(graph: Graph, old: Node, key: Input) -> None:

@@ -20,7 +20,7 @@ from autoshard.config.progress import Progress
 from autoshard.phases import Passes
 from passes.base import PassContext
 from passes.errors import CaptureError
-from passes.fold import Fold
+from passes.fold import Fold, Kept
 from passes.ir.equal_layers import Indexed, Layers, depth_of
 from passes.ir.folded_layers import Repeats, Run
 from passes.ir.graph import (
@@ -39,7 +39,7 @@ from passes.ir.graph import (
     set_value,
 )
 from passes.ir.mesh import Mesh
-from passes.ir.more_layers import ends_alike, with_all_layers
+from passes.ir.more_layers import EarlierLayers, with_all_layers
 from passes.manager import PassManager
 
 # Equal layers kept on either side, in addition to those that stay in the joint graph: if two layers use a value, its
@@ -82,32 +82,27 @@ def few_layers(
 ) -> GraphModule | None:
     """Return the joint graph of `captured`, traced from the fewest of its equal layers; None if that is not possible.
 
-    `programs` are LOCAL graphs of the model in other sizes: where the first and the last layer lack calls of those between
-    in one of them, one of these is kept, too, and where the last of equal layers is unlike the first, both are.
+    `programs` are LOCAL graphs of the model in other sizes: where the kept layers lack calls of the others in one of them,
+    more are kept.
 
     It is not the fold of the whole graph: next to the layers that are left out, gradients may be summed elsewhere. Only
     together with a graph of all layers, in other sizes, does it stand for the whole.
     """
-    fold, earlier = replace(fold, is_forward=True), list(programs)
-    gm = _few_in_forward(captured, replace(fold, keeps_ends=False, by_ends=True), mesh)
-    if gm is not None and not _are_ends_alike(gm, earlier):
-        gm = _few_in_forward(captured, replace(fold, keeps_ends=False), mesh)
-    if gm is not None and not _are_ends_alike(gm, earlier):
-        gm = _few_in_forward(captured, fold, mesh)
+    earlier = list(map(EarlierLayers, programs))
+    for kept in Kept:
+        gm = _few_in_forward(captured, replace(fold, forward=kept), mesh)
+        if gm is None or kept is Kept.PERIODS or all(one.are_alike(repeats_of(gm).runs) for one in earlier):
+            break
     if gm is None:
         return None
     found = repeats_of(gm)
-    kept = {input_of(node): captured.call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+    tensors = {input_of(node): captured.call.tensors[input_of(node)] for node in placeholders(gm.graph)}
     try:
-        joint, literals = captured.joint_of(replace(captured.call, graph_module=gm, tensors=kept))
+        joint, literals = captured.joint_of(replace(captured.call, graph_module=gm, tensors=tensors))
     except CaptureError:  # the error of the whole model names its own layers
         return None
     set_repeats(joint, replace(found, nodes=_copies(joint, found.runs)))
     return None if literals else joint
-
-
-def _are_ends_alike(gm: GraphModule, programs: Iterable[GraphModule]) -> bool:
-    return all(ends_alike(repeats_of(gm).runs, one) for one in programs)
 
 
 def _few_in_forward(captured: Captured, fold: Fold, mesh: Mesh) -> GraphModule | None:

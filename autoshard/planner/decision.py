@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
-from autoshard.config.progress import Progress
+from autoshard.config.progress import Progress, silent
 from autoshard.config.topology import hardware_of
 from autoshard.planner.candidates import Choice, compared, search
 from autoshard.planner.earlier_plans import replayed
@@ -66,13 +66,8 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         return Decision(recipes, recomputation=_recomputation(problem, folded))
     if problem.mesh.hardware is None:
         return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
-    for pads in (True, False) if problem.earlier else ():
-        graph = folded_variant(problem, folded, pads=pads)
-        if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
-            kept, remarks = replay.recomputation, (replay.remark,)
-            return Decision(
-                replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
-            )
+    if (taken := _taken_over(problem, folded)) is not None:
+        return taken
     choice, pads, folded = _best_of_variants(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
@@ -92,6 +87,18 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         pads=pads,
         folded=folded,
     )
+
+
+def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
+    """Return what a search decided for an earlier call, if that holds for this one, too."""
+    for pads in (True, False) if problem.earlier else ():
+        graph = folded_variant(problem, folded, pads=pads)
+        if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
+            kept, remarks = replay.recomputation, (replay.remark,)
+            return Decision(
+                replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
+            )
+    return None
 
 
 def _best_of_variants(
@@ -133,8 +140,21 @@ def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Deci
 
 def is_given(problem: Problem) -> bool:
     """Return whether the options say all about a program that is run: nothing is searched for, and no step simulated."""
-    given = problem.options.recipe != AUTO and problem.options.passes is None
-    return given and not _is_predicted(problem) and not _may_need_memory(problem)
+    return problem.options.recipe != AUTO and _is_as_decided(problem)
+
+
+def decided_alike(problem: Problem, folded: Folded) -> Decision | None:
+    """Return the decisions that every rank comes to by itself, from the options or from an earlier plan; None where the
+    first rank searches for them, or simulates a step.
+    """
+    if not _is_as_decided(problem):
+        return None
+    return decide(problem, folded, QUICK, silent) if is_given(problem) else _taken_over(problem, folded)
+
+
+def _is_as_decided(problem: Problem) -> bool:
+    """Return whether a program is run as it is decided: no step of it is simulated, and no pass of the user's runs."""
+    return problem.options.passes is None and not _is_predicted(problem) and not _may_need_memory(problem)
 
 
 def _is_predicted(problem: Problem) -> bool:

@@ -19,10 +19,9 @@ from autoshard.planner.evaluation import Folded, Recorder, phases_of
 from autoshard.planner.problem import Problem
 from autoshard.planner.request import EarlierProgram
 from autoshard.plans.collectives import Collective
-from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark
 from passes.ir.folded_layers import Repeats, Run, expand_names
-from passes.ir.graph import Origin, copy_graph, is_random, output_node, repeats_of, set_draw, transfer_of
+from passes.ir.graph import Origin, copy_graph, is_random, note_of, output_node, repeats_of, set_draw, transfer_of
 from passes.ir.more_layers import AllLayers, covered_draws, with_all_layers
 from passes.ir.propagation_edges import Edge
 from passes.manager import PassManager
@@ -80,7 +79,7 @@ def lowered_by_layers(
         verify(gm, problem.mesh)
     for one in earlier:
         found = with_all_layers(gm, folded.repeats.runs, one.local)
-        collectives = None if found is None else _collectives(found, gm, recorder.facts["collectives"], one.plan)
+        collectives = None if found is None else _collectives(found, gm, recorder.facts["collectives"], one)
         if found is not None and collectives is not None:
             found.graph.graph.lint()
             return Lowered(
@@ -102,27 +101,30 @@ def _facts(found: Mapping[str, Any], repeats: Repeats, parameters: Sequence[str]
 
 
 def _collectives(
-    found: AllLayers, few: GraphModule, own: Sequence[Collective], before: PlanRecord
+    found: AllLayers, few: GraphModule, own: Sequence[Collective], before: EarlierProgram
 ) -> tuple[Collective, ...] | None:
     """Return the collectives of all layers: those of the earlier program, with the bytes of the few layers; None if they
     are not alike.
     """
     nodes = {node.name: node for node in few.graph.nodes}
-    like = dict[str, str]()
-    for node in found.graph.graph.nodes:
+    like, notes = dict[str, str](), dict[str, tuple[str, str]]()
+    for node, earlier in zip(found.graph.graph.nodes, before.local.graph.nodes, strict=True):
         transfer = transfer_of(node)
         other = transfer_of(nodes[found.covered[node.name]]) if transfer is not None else None
         if transfer is not None and other is not None:
             like.update(zip(transfer.steps, other.steps, strict=False))
+            notes |= dict.fromkeys(transfer.steps, (note_of(earlier), note_of(node)))
     by_id = {one.id: one for one in own}
     sent = []
-    for one in before.collectives:
+    for one in before.plan.collectives:
         now = by_id.get(like.get(one.id, ""))
         if now is None or (now.kind, now.axes, now.backward, now.recomputed) != (
             *(one.kind, one.axes, one.backward, one.recomputed),
         ):
             return None
-        sent.append(replace(now, id=one.id, origin=one.origin, reason=one.reason, what=one.what))
+        was, note = notes[one.id]
+        reason = note if one.reason == was else one.reason
+        sent.append(replace(now, id=one.id, origin=one.origin, reason=reason, what=one.what))
     return tuple(sent)
 
 

@@ -20,6 +20,7 @@ from autoshard.planner.decision import (
     Decision,
     decide,
     decide_for_run,
+    decided_alike,
     decision_of,
     folded_variant,
     is_given,
@@ -232,11 +233,11 @@ def program_problem(
         lowered = lowered or _lowered(problem, folded, decision, timer, observers)
         return _planned(problem, folded, decision, lowered, timer)
 
-    if follow is None or (waits and is_given(problem)):  # where the options say all, every rank decides alike
-        planned = made(problem, folded, decide_for_run(problem, folded, progress))
-        if follow is None:
-            return planned
-        if (same := _decided_as(planned, follow(folded_for))) is not None:
+    if follow is None:
+        return made(problem, folded, decide_for_run(problem, folded, progress))
+    if waits and (decision := decided_alike(problem, folded)) is not None:
+        same = _decided_as(made(problem, folded, decision), follow(folded_for))
+        if same is not None:
             return same
     plan = follow(folded_for)
     return made(_padded_as(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))

@@ -18,16 +18,17 @@ class Run:
     """Equal layers `prefix.<index>`, the removed ones between as many kept ones as the pattern is long.
 
     `removed` is a multiple of the period; `below` and `above` are a period each. With period 2 and layers that
-    alternate, `below=(1, 2), removed=(3, 4, 5, 6), above=(7, 8)`: layer 1 stands for 3 and 5 as well. With `by_ends`,
+    alternate, `below=(1, 2), removed=(3, 4, 5, 6), above=(7, 8)`: layer 1 stands for 3 and 5 as well. With `is_wide`,
     `below` and `above` are equal to the removed layers but for what they read and what reads them: a forward call of a
-    removed layer is that of `above`, which reads from the layer before it, and a backward call that of `below`.
+    removed layer is that of `above`, which reads from the layer before it, and a backward call that of `below`. If
+    `above` is empty then, `below` is the only layer, and all calls are its own.
     """
 
     prefix: str  # FQN of the list: "layers", "bert.encoder.layer"
     below: tuple[int, ...]
     removed: tuple[int, ...]
     above: tuple[int, ...]
-    by_ends: bool = False  # the first and the last layer of a list stand for the removed ones together
+    is_wide: bool = False  # layers that read other values stand for the removed ones
 
     @property
     def period(self) -> int:

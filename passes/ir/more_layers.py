@@ -4,13 +4,14 @@ Tracing takes time per layer, and equal layers are traced alike: a few of them, 
 these. The graph in the earlier sizes says how layers are joined. It is taken only where it covers the small graph: each of
 its calls is one of the layer that stands for its own, and reads the same values of that layer and of those before and after.
 Where the first and the last layer stand for those between, both have the call, with the same constants and types, and one
-reads the same values: the last in the forward, as the first has no layer before it, and the first in the backward.
+reads the same values: the last in the forward, as the first has no layer before it, and the first in the backward. Where
+one layer stands for all, it reads from outside of the list what the others read of their neighbours, of the same type.
 Constants are those of the small graph, but for the keys of random numbers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from passes.ir.graph import (
     is_random,
     is_recompute,
     layouts_of,
+    note_of,
     origin_of,
     outputs_of,
     region_of,
@@ -89,30 +91,42 @@ def covered_draws(few: GraphModule, runs: tuple[Run, ...], before: GraphModule) 
     return None if None in found else [number for number in found if number is not None]
 
 
-def ends_alike(runs: tuple[Run, ...], before: GraphModule) -> bool:
-    """Return whether the last of the layers that `runs` remove have in `before`, a graph with all layers, the calls of
-    the layers that stand for them: the same ones, or, if two stand for one, some of each.
-    """
-    level = _level(runs)
-    if level is None:
-        return False
-    pairs = [
-        ((run.prefix, one), (run.prefix, other), run.by_ends)
-        for run in runs
-        for kept in _stand_ins(run)
-        for one, other in zip(run.removed[-run.period :], kept, strict=True)
-    ]
-    calls: dict[Layer | None, dict[Key, Any]] = {layer: {} for *pair, _ in pairs for layer in pair}
-    for node, (layer, key) in _Places(before, level).places.items():
-        if layer in calls:
-            calls[layer][key] = _kinds(node)
-    found = [(calls[one].items(), calls[other].items(), has_more) for one, other, has_more in pairs]
-    return all(one <= other if has_more else list(one) == list(other) for one, other, has_more in found)
+class EarlierLayers:
+    """The layers of `before`, a graph with all of them."""
+
+    def __init__(self, before: GraphModule) -> None:
+        self.before = before
+        self._places: dict[int, _Places] = {}  # by the level of lists
+
+    def are_alike(self, runs: tuple[Run, ...]) -> bool:
+        """Return whether the first and the last of the layers that `runs` remove have the calls of the layers that stand for
+        them: the same ones, or, if these read other values, some of each.
+        """
+        level = _level(runs)
+        if level is None:
+            return False
+        places = self._places.get(level) or self._places.setdefault(level, _Places(self.before, level))
+        calls = places.calls()
+        return all(
+            _are_alike(places, calls[run.prefix, one], calls[run.prefix, other], has_more=run.is_wide)
+            for run in runs
+            for kept in _stand_ins(run)
+            for some in {run.removed[: run.period], run.removed[-run.period :]}
+            for one, other in zip(some, kept, strict=True)
+        )
+
+
+def _are_alike(places: _Places, own: dict[Key, Node], kept: dict[Key, Node], *, has_more: bool) -> bool:
+    """Return whether the calls `own` of a layer are those of a `kept` one, which may have more of them."""
+    return (has_more or list(own) == list(kept)) and all(
+        key in kept and _kinds(node) == _kinds(kept[key]) and places.read_alike(node, kept[key], next_too=not has_more)
+        for key, node in own.items()
+    )
 
 
 def _stand_ins(run: Run) -> tuple[tuple[int, ...], ...]:
     """Return the layers that stand for a period of the removed ones, once or together with others."""
-    return (run.below, run.above) if run.by_ends else (run.below,)
+    return (run.below, run.above) if run.is_wide and run.above else (run.below,)
 
 
 def _level(runs: tuple[Run, ...]) -> int | None:
@@ -135,6 +149,7 @@ class _Cover:
             for run in runs
             for number, index in enumerate(run.removed)
         }
+        self.of_one = {run.prefix for run in runs if not run.above}  # lists of which one layer stands for all
         self.covered: dict[Node, Node] = {}
         self.others: dict[Node, Node] = {}  # of the second layer that stands for one
         self.shared: set[Node] = set()  # calls in each layer that few layers have once
@@ -209,11 +224,11 @@ class _Cover:
         is_by_ends = own in self.others or (source is not None and node in self.others)  # so that only the distance tells
         if covered is now and (own in self.shared or not is_by_ends):
             return True
-        if (
-            not (source and other and layer and stand_in)
-            or key != key_now
-            or _type(value_of(covered)) != _type(value_of(now))
-        ):
+        if _type(value_of(covered)) != _type(value_of(now)):
+            return False
+        if layer and source and layer[0] in self.of_one:
+            return source[0] == layer[0] and source != layer and other != stand_in
+        if not (source and other and layer and stand_in) or key != key_now:
             return False
         away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
         return away is not None and away == away_now
@@ -246,16 +261,21 @@ class _Joined:
                         raise
                     found = cover.others[node]
                     self._set_arguments(new, node, found)
-            facts = facts_of(found)
-            update_facts(new, layouts=facts.layouts, needs=facts.needs, pins=facts.pins)
+            facts, like = facts_of(found), self._like(node, found)
+            note = facts.note if note_of(like) == note_of(node) else note_of(node)  # it may name sizes, or a parameter
+            update_facts(new, layouts=facts.layouts, needs=facts.needs, pins=facts.pins, note=note)
             set_value(new, value_of(found) if cover.is_own(node) else _again(mode, new, found))
         made = module_of(graph, cover.few)
         made.meta = dict(cover.before.meta)
         return made
 
+    def _like(self, node: Node, found: Node) -> Node:
+        """Return the node of the earlier graph that is where `found`, which covers `node`, is in that of few layers."""
+        return self.cover.here.nodes.get(self.cover.there.places[found], node)
+
     def _set_arguments(self, new: Node, node: Node, found: Node) -> None:
         """Give `new`, the copy of `node`, the arguments of `found`."""
-        pair, like = (node, found), self.cover.here.nodes.get(self.cover.there.places[found], node)
+        pair, like = (node, found), self._like(node, found)
         args = self._argument(pair, node.args, like.args, found.args)
         if node.kwargs or found.kwargs:
             new.kwargs = self._argument(pair, node.kwargs, like.kwargs, found.kwargs)
@@ -267,7 +287,10 @@ class _Joined:
         `like` is the argument, in the earlier sizes, of the one that covers it.
         """
         if isinstance(own, Node) or isinstance(now, Node):
-            if not isinstance(own, Node) or not isinstance(now, Node) or not self.cover.is_read_alike(*pair, own, now):
+            if not isinstance(own, Node) or not isinstance(now, Node):
+                raise _Unlike
+            is_shared = own is like and self.cover.covered[own] is now  # both layers read the same
+            if not is_shared and not self.cover.is_read_alike(*pair, own, now):
                 raise _Unlike
             return self.copies[own]
         if type(own) is not type(now) or type(own) is not type(like):
@@ -303,6 +326,30 @@ class _Places:
             self.nodes[place] = node
         found = sorted({layer for layer, _ in layers.values() if layer is not None})
         self.ranks = {layer: rank for rank, layer in enumerate(found)}
+
+    def calls(self) -> dict[Layer | None, dict[Key, Node]]:
+        """Return the nodes of each layer."""
+        found: dict[Layer | None, dict[Key, Node]] = defaultdict(dict)
+        for node, (layer, key) in self.places.items():
+            found[layer][key] = node
+        return found
+
+    def read_alike(self, one: Node, other: Node, *, next_too: bool) -> bool:
+        """Return whether nodes of two layers read the same values: of their own layers, with `next_too` of the layers around
+        these, or of outside.
+        """
+        sources = one.all_input_nodes, other.all_input_nodes
+        return len(sources[0]) == len(sources[1]) and all(
+            own is like or self._from(one, own, next_too=next_too) == self._from(other, like, next_too=next_too)
+            for own, like in zip(*sources, strict=True)
+        )
+
+    def _from(self, node: Node, source: Node, *, next_too: bool) -> tuple[int, Key] | None:
+        """Return how many layers away from `node`, and what there, `source` is; None for a value of outside."""
+        layer, key = self.places[source]
+        own = self.places[node][0]
+        away = None if layer is None or own is None else self.distance(own, layer)
+        return None if away is None or (away and not next_too) else (away, key)
 
     def distance(self, one: Layer, other: Layer) -> int | None:
         """Return how many layers after `one` in its list `other` is; None for one of another list."""

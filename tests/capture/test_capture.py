@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -285,6 +286,44 @@ def test_tensors_that_are_no_buffers_are_constants() -> None:
     assert captured.constants["MASK"] is MASK
     assert not is_fake(captured.constants["constant_0"])
     assert not captured.graph_module.graph.find_nodes(op="get_attr")
+
+
+class Joining(nn.Module):
+    """Joins what `values` makes of the input along its rows."""
+
+    def __init__(self, values: Callable[[Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.layer, self.values = linear(4, 4), values
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.values(self.layer(x)), dim=-2).sum(dim=-2)
+
+
+EMPTY = torch.tensor([], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("values", "joined"),
+    [
+        (lambda h: [torch.tensor([], dtype=h.dtype), h], []),
+        (lambda h: [h, torch.tensor([], dtype=h.dtype), h.sin()], [2]),
+        (lambda h: [torch.tensor([], dtype=h.dtype), h.transpose(0, 1)], []),  # gets strides of its own
+        (lambda h: [torch.zeros(0, 4, dtype=h.dtype), h], [2]),  # has dims
+        (lambda h: [torch.tensor([], dtype=h.dtype), h.float()], [2]),  # makes it of another dtype
+        (lambda h: [EMPTY, h], [2]),  # is an input of the graph
+    ],
+)
+def test_tensors_without_values_are_not_joined(values: Callable[[Tensor], list[Tensor]], joined: list[int]) -> None:
+    captured = check(Joining(values), doubles(4, 4))
+    cats = captured.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert [len(node.args[0]) for node in cats] == joined
+
+
+def test_a_literal_number_is_a_call() -> None:
+    captured = check(Joining(lambda h: [h * torch.tensor(0.1, dtype=torch.float64) + torch.tensor(2)]), doubles(4, 4))
+    assert captured.constants == {}
+    full = captured.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    assert [node.args for node in full] == [([], 0.1), ([], 2)]
 
 
 # Calls ----------------------------------------------------------------------------------------------------------

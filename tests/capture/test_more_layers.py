@@ -43,7 +43,7 @@ class Once(Stack):
         return (loss, kept) if self.kind == "states" else loss
 
 
-TAKEN = ("plain", "embedded", "alternating", "dropout", "buffers", "in place")
+TAKEN = ("plain", "embedded", "alternating", "dropout", "buffers", "in place", "cached", "literal")
 
 
 def _captured(model: nn.Module, *args: torch.Tensor, training: bool = True) -> Captured:
@@ -71,7 +71,7 @@ def _rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, 8), torch.randint(5, (count,))
 
 
-@pytest.mark.parametrize("kind", ["plain", "alternating", "buffers", "shared"])
+@pytest.mark.parametrize("kind", ["plain", "alternating", "buffers", "shared", "cached", "literal"])
 def test_few_layers_and_the_earlier_graph_give_the_whole(kind: str) -> None:
     model = Once(kind)
     found = _check(_captured(model, *_rows(10)), capture(model, _rows(12), training=True).graph_module)
@@ -102,29 +102,42 @@ def test_evaluation() -> None:
     assert _check(second, capture(model, _rows(12), training=False).graph_module) is not None
 
 
+class Head(nn.Module):
+    """A module after the layers: without one, a call that follows belongs to the last of them, and makes it unlike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+HEADS = pytest.mark.parametrize("has_head", [False, True])
+
+
 class Sized(nn.Module):
     """Layers that compute with the number of rows, and with what `change` makes of it and of their index."""
 
-    def __init__(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    def __init__(self, change: Callable[[torch.Tensor, int], torch.Tensor], *, has_head: bool) -> None:
         super().__init__()
         self.layers, self.change = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)), change
+        self.head = Head() if has_head else torch.mean
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             x = self.change(F.relu(layer(x)), index) / x.shape[0]
-        return x.mean()
+        return self.head(x)
 
 
-def _sized(change: Callable[[torch.Tensor, int], torch.Tensor]) -> GraphModule | None:
-    model = Sized(change)
+def _sized(change: Callable[[torch.Tensor, int], torch.Tensor], *, has_head: bool) -> GraphModule | None:
+    model = Sized(change, has_head=has_head)
     first = capture(model, (torch.ones(6, 8),), training=True).graph_module
     return _check(_captured(model, torch.ones(9, 8)), first)
 
 
-def test_numbers_computed_from_sizes_are_those_of_the_call() -> None:
-    assert _sized(lambda x, index: x + x.shape[0]) is not None
+@HEADS
+def test_numbers_computed_from_sizes_are_those_of_the_call(has_head: bool) -> None:
+    assert _sized(lambda x, index: x + x.shape[0], has_head=has_head) is not None
 
 
+@HEADS
 @pytest.mark.parametrize(
     "change",
     [
@@ -138,24 +151,28 @@ def test_numbers_computed_from_sizes_are_those_of_the_call() -> None:
         lambda x, index: x * (1 + (index == 4 and x.shape[0] < 7)),  # no longer another number
     ],
 )
-def test_layers_that_differ_in_some_sizes_are_traced(change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    _sized(change)
+def test_layers_that_differ_in_some_sizes_are_traced(
+    change: Callable[[torch.Tensor, int], torch.Tensor], has_head: bool
+) -> None:
+    _sized(change, has_head=has_head)
 
 
 class Reading(nn.Module):
     """Layers that read what the one before them returns, and what `source` says: of which layer, for each."""
 
-    def __init__(self, source: Callable[[int], int]) -> None:
+    def __init__(self, source: Callable[[int], int], *, has_head: bool) -> None:
         super().__init__()
         self.layers, self.source = nn.ModuleList(nn.Linear(8, 8) for _ in range(8)), source
+        self.head = Head() if has_head else torch.mean
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = [x, x.cos()]
         for index, layer in enumerate(self.layers):
             kept.append(layer(kept[-1] * kept[self.source(index)].sin()))
-        return kept[-1].mean()
+        return self.head(kept[-1])
 
 
+@HEADS
 @pytest.mark.parametrize(
     ("source", "is_taken"),
     [
@@ -167,20 +184,22 @@ class Reading(nn.Module):
     ],
 )
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_all_layers_read_what_they_read(source: Callable[[int], int], is_taken: bool, requires_grad: bool) -> None:
-    model = Reading(source)
+def test_all_layers_read_what_they_read(
+    source: Callable[[int], int], is_taken: bool, requires_grad: bool, has_head: bool
+) -> None:
+    model = Reading(source, has_head=has_head)
     first = capture(model, (torch.ones(6, 8, requires_grad=requires_grad),), training=True).graph_module
     second = _captured(model, torch.ones(9, 8, requires_grad=requires_grad))
     assert (_check(second, first) is not None) == is_taken
 
 
-def test_the_first_and_the_last_layer_stand_for_those_between() -> None:
+def test_the_first_layer_stands_for_all() -> None:
     model, args, _ = gpt(layers=5)
     first = capture(model, args, training=True).graph_module
     second = _captured(model, *(one[:4] for one in args))
     few = few_layers(second, Fold(), MESH, [first])
     assert few is not None
-    assert repeats_of(few).runs == (Run("blocks", (0,), (1, 2, 3), (4,), by_ends=True),)
+    assert repeats_of(few).runs == (Run("blocks", (0,), (1, 2, 3, 4), (), is_wide=True),)
     assert _check(second, first) is not None
 
 

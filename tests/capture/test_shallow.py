@@ -35,6 +35,10 @@ class Block(nn.Module):
             h = F.dropout(h, 0.1)
         if self.kind == "in place":
             h.mul_(2.0)
+        if self.kind == "cached":  # an empty cache, as in transformers
+            h = torch.cat([torch.tensor([]), h], dim=-2)
+        if self.kind == "literal":
+            h = h / torch.sqrt(torch.tensor(h.size(-1), dtype=torch.float))
         h = self.down(h)
         return x + (shared(h) if self.kind == "shared" else h)
 
@@ -64,7 +68,10 @@ class Stack(nn.Module):
         return (loss, kept) if self.kind == "states" else loss
 
 
-KINDS = ("plain", "embedded", "alternating", "dropout", "buffers", "shared", "in place", "skip", "states")
+KINDS = (
+    *("plain", "embedded", "alternating", "dropout", "buffers", "shared", "in place", "skip", "states", "cached"),
+    "literal",
+)
 
 
 def problem_of(kind: str, **options: Any) -> Problem:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from autoshard.capture.capture import capture
 from passes.base import PassContext
-from passes.fold import Fold
+from passes.fold import Fold, Kept
 from passes.ir.folded_layers import Repeats, Run, expand_names, index_in, moved_to
 from passes.ir.graph import InputRole, input_of, origin_of, outputs_of, placeholders, repeats_of
 from passes.ir.mesh import Mesh
@@ -140,35 +140,35 @@ AFTER_OTHER, OTHER_AFTER = AFTER.replace("0.0", "1.0"), OTHER.replace("%a", "%c"
 
 
 @pytest.mark.parametrize(
-    ("layers", "keeps_ends", "run"),
+    ("layers", "kept", "run"),
     [
-        ([*[AFTER] * 7, OTHER_AFTER], False, Run("layers", (1,), (2, 3, 4, 5, 6), (7,))),
-        ([*[AFTER] * 7, OTHER_AFTER], True, Run("layers", (1,), (2, 3, 4, 5), (6,))),
-        ([AFTER_OTHER, *[AFTER] * 6, OTHER_AFTER], False, Run("layers", (2,), (3, 4), (5,))),
-        ([*[AFTER] * 7, AFTER_OTHER], False, Run("layers", (2,), (3, 4), (5,))),
+        ([*[AFTER] * 7, OTHER_AFTER], Kept.PERIOD, Run("layers", (1,), (2, 3, 4, 5, 6), (7,))),
+        ([*[AFTER] * 7, OTHER_AFTER], Kept.PERIODS, Run("layers", (1,), (2, 3, 4, 5), (6,))),
+        ([AFTER_OTHER, *[AFTER] * 6, OTHER_AFTER], Kept.PERIOD, Run("layers", (2,), (3, 4), (5,))),
+        ([*[AFTER] * 7, AFTER_OTHER], Kept.PERIOD, Run("layers", (2,), (3, 4), (5,))),
     ],
 )
 def test_a_forward_keeps_one_of_equal_layers_if_calls_next_to_them_are_equal(
-    layers: list[str], keeps_ends: bool, run: Run
+    layers: list[str], kept: Kept, run: Run
 ) -> None:
     gm = chain(layers)
-    assert Fold(is_forward=True, keeps_ends=keeps_ends).run(gm, PassContext(MESH))
+    assert Fold(forward=kept).run(gm, PassContext(MESH))
     assert repeats_of(gm).runs == (run,)
 
 
 @pytest.mark.parametrize(
     ("layers", "run"),
     [
-        ([DENSE] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), by_ends=True)),
-        ([OTHER, *[DENSE] * 6], Run("layers", (1,), (2, 3, 4, 5), (6,), by_ends=True)),
+        ([DENSE] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), is_wide=True)),
+        ([OTHER, *[DENSE] * 6], Run("layers", (1,), (2, 3, 4, 5), (6,), is_wide=True)),
         ([*[DENSE] * 6, OTHER], Run("layers", (1,), (2, 3, 4, 5), (6,))),
-        ([AFTER] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), by_ends=True)),
+        ([AFTER] * 7, Run("layers", (0,), (1, 2, 3, 4, 5), (6,), is_wide=True)),
         ([*[AFTER] * 7, AFTER_OTHER], Run("layers", (2,), (3, 4), (5,))),
     ],
 )
 def test_a_forward_keeps_the_layers_next_to_equal_ones_if_these_are_equal_inside(layers: list[str], run: Run) -> None:
     gm = chain(layers)
-    assert Fold(is_forward=True, keeps_ends=False, by_ends=True).run(gm, PassContext(MESH))
+    assert Fold(forward=Kept.ENDS).run(gm, PassContext(MESH))
     assert repeats_of(gm).runs == (run,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from autoshard import Mesh, Options
 from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from passes.base import Observer, Pass, PassContext
+from passes.ir.folded_layers import Run
 from passes.ir.text import format_graph
 from tests.capture.test_more_layers import Once
 from tests.models import gpt, llama
@@ -116,17 +118,51 @@ def test_solved_layouts_are_taken_over_with_the_program() -> None:
     _check_same(found, _later(model, _rows(12), first, options, from_few=False))
 
 
-def test_followers_make_the_program_of_the_first_rank() -> None:
-    options, model = Options(recipe="fsdp"), Once("plain")
+class Halves(nn.Module):
+    """A residual layer that reads half of its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x[:, 4:])
+
+
+class Head(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("layer", "runs"),
+    [
+        (lambda: nn.Linear(8, 8), Run("layers", (0,), (1, 2, 3, 4, 5), (), is_wide=True)),
+        (Halves, Run("layers", (0,), (1, 2, 3, 4), (5,), is_wide=True)),  # the backward of the last makes zeros for all
+    ],
+)
+def test_the_first_or_both_ends_stand_for_all(layer: Callable[[], nn.Module], runs: Run) -> None:
+    layers = nn.Sequential(*(layer() for _ in range(6)))
+    model = nn.Sequential(OrderedDict(embedding=nn.Embedding(5, 8), layers=layers, head=Head()))
+    first = _first(model, (torch.zeros(4, dtype=torch.long),), Mesh("dp=2"), Options(recipe="fsdp"))
+    later = torch.zeros(6, dtype=torch.long)
+    found = _later(model, (later,), first, Options(recipe="fsdp"))
+    assert found.plan.repeats == (runs,)
+    _check_same(found, _later(model, (later,), first, Options(recipe="fsdp"), from_few=False))
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "auto"])
+def test_followers_make_the_program_of_the_first_rank(recipe: str) -> None:
+    options, model = Options(recipe=recipe), Once("plain")
     first = _first(model, _rows(8), Mesh("dp=2"), options)
-    lead, asked = _later(model, _rows(12), first, options), list[int]()
+    lead, asked, phases = _later(model, _rows(12), first, options), list[int](), list[str]()
 
     def decided() -> Any:
-        asked.append(1)
+        asked.append(len(phases))
         return lead.plan
 
-    found = _later(model, _rows(12), first, options, plan=decided)
-    assert len(asked) == 1
+    found = _later(model, _rows(12), first, options, plan=decided, progress=phases.append)
+    assert asked == [len(phases)] and phases[-1] == "passes"  # no rank waits for the first before its passes ran
     _check_same(found, lead)
     whole = _later(model, _rows(12), first, options, from_few=False)  # a first rank without an earlier program
     assert format_graph(

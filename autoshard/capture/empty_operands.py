@@ -1,0 +1,56 @@
+"""Leave tensors without values out of what dynamo's graph concatenates.
+
+A cache of keys and values starts with `torch.tensor([])` in each layer. Traced, each of these would be an input of its own,
+by which equal layers, and graphs of other layers, differ.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.ir.graph import copy_graph
+
+_CATS = (torch.cat, torch.concat, torch.concatenate)
+
+
+def without_empty_operands(gm: GraphModule) -> GraphModule:
+    """Return dynamo's graph with such operands left out; the graph itself if there are none."""
+    found = {node.name: kept for node in gm.graph.nodes if (kept := _kept(node)) is not None}
+    if not found:
+        return gm
+    made = copy_graph(gm)
+    for node in made.graph.nodes:
+        if node.name in found:
+            tensors = [tensor for tensor in _operands(node) if tensor.name in found[node.name]]
+            node.args = (tensors, *node.args[1:])
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "tensors"}
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def _operands(node: Node) -> Any:
+    return node.args[0] if node.args else node.kwargs["tensors"]
+
+
+def _kept(node: Node) -> set[str] | None:
+    """Return the names of the operands with values of a concatenation; None if it is none, or all have values."""
+    if node.op != "call_function" or node.target not in _CATS or "out" in node.kwargs:
+        return None
+    operands = _operands(node)
+    if not isinstance(operands, tuple | list) or not all(isinstance(one, Node) for one in operands):
+        return None
+    values = {one.name: one.meta.get("example_value") for one in operands}
+    kept = {name: value for name, value in values.items() if not _is_empty(value)}
+    if not kept or len(kept) == len(values):
+        return None
+    dtypes = [value.dtype for value in kept.values() if isinstance(value, torch.Tensor)]
+    is_alike = dtypes and reduce(torch.promote_types, dtypes) is node.meta["example_value"].dtype
+    return set(kept) if is_alike else None
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == (0,) and not value.requires_grad
