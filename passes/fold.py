@@ -33,7 +33,7 @@ MAX_PERIOD = 4  # layers; most models alternate sliding and global attention, or
 
 
 class Kept(Enum):
-    """What of a run of equal layers stays in a forward graph."""
+    """Says what of a run of equal layers stays in a forward graph."""
 
     FIRST = "the layer before the run, if it and the one after it are equal to the others inside"
     ENDS = "the layers before and after the run, if they are equal to the others inside"
