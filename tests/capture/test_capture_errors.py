@@ -316,6 +316,22 @@ class HidesParameters(Model):
         return self.layers[0](x)  # <line>
 
 
+def _enclosing() -> type[Model]:
+    outer = nn.Linear(4, 4)
+
+    class EnclosesParameter(Model):
+        """the model reads _enclosing.<locals>.EnclosesParameter.outer.weight, a tensor that needs a gradient and is
+        no parameter of it; register it with nn.Parameter, and modules in lists with nn.ModuleList <line>"""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return outer(self.layer(x))  # <line>
+
+    return EnclosesParameter
+
+
+EnclosesParameter = _enclosing()
+
+
 class HidesParameter(Model):
     """the model reads weight, a tensor that needs a gradient and is no parameter of it; register it with nn.Parameter,
     and modules in lists with nn.ModuleList <line>"""

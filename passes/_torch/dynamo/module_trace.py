@@ -22,8 +22,8 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from passes._torch.dynamo.outside_reads import outside_reads
-from passes._torch.dynamo.side_effects import source_name, watch_side_effects
+from passes._torch.dynamo.outside_reads import outside_reads, readable_name
+from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
     UnknownLengthError,
     check_selections,
@@ -71,7 +71,8 @@ def trace_module(
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
     output = traced._dynamo_bytecode_flatten.out.graph_capture_output
     captured = output.output_graph.export_metadata
-    sources = tuple(source_name(captured.graph_input_idx_to_local_source[number]) for number in range(len(inputs)))
+    found = (captured.graph_input_idx_to_local_source[number] for number in range(len(inputs)))
+    sources = tuple(readable_name(source, module, output.output_graph.import_sources) for source in found)
     return TracedModule(
         traced,
         inputs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -23,6 +24,7 @@ from torch._dynamo.source import (
 )
 from torch._guards import Guard, Source
 
+from passes._torch.dynamo.side_effects import source_name
 from passes._torch.results import OUTSIDE_GONE, OutsideRead
 
 # Guards on constants, functions, classes and tensors, on types of objects, and on lengths.
@@ -59,6 +61,17 @@ def outside_reads(
             if root is not module and steps and _is_of_user(root) and read.value() is read.value():  # not computed at each read
                 found[id(root), steps] = read
     return tuple(found.values())
+
+
+def readable_name(source: Source, module: torch.nn.Module, imports: Mapping[str, str]) -> str:
+    """Return dynamo's name for where a value comes from; for a variable of an enclosing function, the names of both."""
+    name = source_name(source)
+    if ".__closure__[" not in name:
+        return name
+    try:
+        return re.sub(r"\._(?:modules|parameters|buffers)\.", ".", _place(source, module, imports)[2])
+    except OUTSIDE_GONE:
+        return name
 
 
 def _place(source: Source, module: torch.nn.Module, imports: Mapping[str, str]) -> _Place:
