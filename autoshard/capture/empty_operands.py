@@ -25,10 +25,12 @@ def without_empty_operands(gm: GraphModule) -> GraphModule:
     made = copy_graph(gm)
     for node in made.graph.nodes:
         if node.name in found:
-            tensors = [tensor for tensor in _operands(node) if tensor.name in found[node.name]]
-            node.args = (tensors, *node.args[1:])
+            operands = _operands(node)
+            node.args = ([tensor for tensor in operands if tensor.name in found[node.name]], *node.args[1:])
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "tensors"}
-    made.graph.eliminate_dead_code()
+            for tensor in operands:
+                if tensor.op == "call_function" and not tensor.users and not tensor.all_input_nodes:
+                    made.graph.erase_node(tensor)
     return made
 
 

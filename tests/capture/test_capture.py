@@ -302,6 +302,12 @@ class Joining(nn.Module):
 EMPTY = torch.tensor([], dtype=torch.float64)
 
 
+def _changed_in_place(h: Tensor) -> list[Tensor]:
+    h = h.sin()
+    h.mul_(2.0)
+    return [torch.tensor([], dtype=h.dtype), h]
+
+
 @pytest.mark.parametrize(
     ("values", "joined"),
     [
@@ -310,6 +316,7 @@ EMPTY = torch.tensor([], dtype=torch.float64)
         (lambda h: [torch.tensor([], dtype=h.dtype), h.transpose(0, 1)], []),  # gets strides of its own
         (lambda h: [torch.zeros(0, 4, dtype=h.dtype), h], [2]),  # has dims
         (lambda h: [torch.tensor([], dtype=h.dtype), h.float()], [2]),  # makes it of another dtype
+        (_changed_in_place, []),
         (lambda h: [EMPTY, h], [2]),  # is an input of the graph
     ],
 )
