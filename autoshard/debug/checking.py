@@ -61,7 +61,9 @@ from passes.ir.graph import (
     needs_of,
     operands,
     origin_of,
+    outputs_of,
     results_of,
+    returned,
     stands_for,
     tensor_of,
 )
@@ -72,6 +74,11 @@ from passes.ir.text import format_target
 # By dtype, how far two correct results may be apart, relative to their norm:
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 SHOWN = 5  # results that are listed
+
+aten = torch.ops.aten
+_COMPARISONS = {
+    getattr(getattr(aten, name), form) for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in ("Scalar", "Tensor")
+}
 
 
 @dataclass(frozen=True)
@@ -207,7 +214,8 @@ def comparison(explicit: GraphModule, planned: Planned, call: Call, options: Opt
         if not why:
             try:
                 expected = run_on_one_device(call, training=training, inside=watch.drawn.replayed())
-                found = tuple(differences(with_buffers(got.step, call), expected, tolerance, rounding, got.apart))
+                own, moved = with_buffers(got.step, call), watch.moved_by_decisions()
+                found = tuple(differences(own, expected, tolerance, rounding, got.apart, moved))
             except ReplayError as error:
                 why = f"random numbers cannot be made the same, {error}"
     return Check(
@@ -281,7 +289,8 @@ class Keeper(Observer):
 class _Comparison:
     """Runs the program on whole tensors, and compares what ranks give with it.
 
-    What the ranks draw at random is taken from them; copies of a draw are compared with it.
+    What the ranks draw at random is taken from them; copies of a draw are compared with it. So is what a comparison of
+    numbers decides on ranks, where the numbers are so close that rounding decides.
     """
 
     def __init__(self, gm: GraphModule, ranks: Ranks, tolerance: float) -> None:
@@ -290,6 +299,7 @@ class _Comparison:
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.whole = Whole(ranks)
         self.wrong: dict[Node, tuple[float, float]] = {}  # distance, and in parts of the value
+        self.decided: set[Node] = set()  # comparisons that rounding decides
         self.compared = 0
         self.left_out = Counter[str]()
         self.drawn = Draws()
@@ -329,6 +339,30 @@ class _Comparison:
         if not is_equal(got, want, self.tolerance) or apart > self.tolerance:
             error = max(relative_error(got, want), apart)
             self.wrong[node] = max(distance(got, want), apart * norm_of(want)), error
+            if not apart and self._is_close(node, got != want):
+                self.whole.values[node] = got
+                self.decided.add(node)
+
+    def _is_close(self, node: Node, unlike: Tensor) -> bool:
+        """Return whether a node compares numbers, and those that it compares where `unlike` are close to each other."""
+        if node.target not in _COMPARISONS:
+            return False
+        values: Iterator[Any] = (self.whole.value(value) if isinstance(value, Node) else value for value in node.args[:2])
+        one, other = values
+        apart = torch.as_tensor(one - other).expand_as(unlike).double().abs()
+        scale = apart[apart.isfinite()].square().mean().sqrt()
+        return bool((apart[unlike] <= self.tolerance * scale).all())
+
+    def moved_by_decisions(self) -> dict[Output, float]:
+        """Return how far the comparisons that rounding decides move each result."""
+        if not self.decided:
+            return {}
+        plain, graph = Whole(self.whole.ranks), self.gm.graph
+        plain.values.update(self.drawn.in_graph(self.gm))
+        ends = zip(outputs_of(graph), returned(graph), strict=True)
+        return {
+            output: distance(self.whole.value(node), plain.value(node)) for output, node in ends if isinstance(node, Node)
+        }
 
     def differences(self, rounding: Rounding) -> tuple[Difference, ...]:
         """Return the wrong values in program order: the operands of the first are right."""
@@ -354,7 +388,7 @@ class _Comparison:
         op = format_target(item[0].target if item is not None else node.target)
         what = f"the {'collective' if is_step(node) else 'rule of'} {op}"
         row = f"{what} {'; '.join(rows)}"
-        is_rounding = far <= rounding.of_value(node, self.whole.value(node))
+        is_rounding = node in self.decided or far <= rounding.of_value(node, self.whole.value(node))
         return Difference(node.name, error, op, row, origin_of(node), is_rounding)
 
 
@@ -394,9 +428,16 @@ def with_buffers(got: Step, call: Call) -> Step:
 
 
 def differences(
-    got: Step, want: Step, tolerance: float, rounding: Rounding, apart: Mapping[Output, float] | None = None
+    got: Step,
+    want: Step,
+    tolerance: float,
+    rounding: Rounding,
+    apart: Mapping[Output, float] | None = None,
+    moved: Mapping[Output, float] | None = None,
 ) -> Iterator[Difference]:
-    """Return the results of a step that are not those of another; `apart` are errors of copies that ranks hold."""
+    """Return the results of a step that are not those of another; `apart` are errors of copies that ranks hold, `moved` how
+    far results may be from the others besides.
+    """
     kinds = (
         (OutputRole.OUTPUT, "outputs", got.outputs, want.outputs),
         (OutputRole.GRADIENT, "gradients", got.gradients, want.gradients),
@@ -410,5 +451,5 @@ def differences(
             copies = (apart or {}).get(Output(role, name), 0.0)
             if not is_equal(one, other, tolerance) or copies > tolerance:
                 far = max(distance(one, other), copies * norm_of(other))
-                is_rounding = far <= rounding.of_result(kind, name, other)
+                is_rounding = far <= rounding.of_result(kind, name, other) + (moved or {}).get(Output(role, name), 0.0)
                 yield Difference(f"{what} {name}", max(relative_error(one, other), copies), is_rounding=is_rounding)

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
     given = parser.parse_args()
     cases = [case for case in CASES if given.k.lower() in case.name.lower() and (case.is_fast or not given.fast)]
+    cases = [case for case in cases if case.is_installed()]
     if given.real_ranks:
         failed = _on_real_ranks(cases, given.recipe or "fsdp x megatron", writes=given.write)
     else:

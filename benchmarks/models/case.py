@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ Inputs = Callable[[int, int], dict[str, Any]]  # batch size and sequence length 
 class Case:
     """A model from a library, unmodified, in a small configuration, and keyword arguments as its documentation has them.
 
-    `setting` is what of the configuration had to differ from the library's default, besides sizes.
+    `setting` is what of the configuration had to differ from the library's default, besides sizes. The model is left out
+    where its `package` is not installed.
     """
 
     name: str
@@ -38,8 +40,12 @@ class Case:
     inputs: Inputs
     setting: str = ""
     is_transformer: bool = True
+    package: str = "transformers"
     is_fast: bool = False  # in the half that `make test-models` runs
     second: dict[str, int] = field(default_factory=lambda: {"batch": 4, "length": LENGTH})
+
+    def is_installed(self) -> bool:
+        return find_spec(self.package) is not None
 
     def first_call(self) -> dict[str, Any]:
         """Return the arguments of the first call, with seeded values."""

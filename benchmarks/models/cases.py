@@ -7,10 +7,10 @@ import warnings
 
 import torch
 
-from benchmarks.models import encoders, language, others, signals
+from benchmarks.models import encoders, images, language, others, signals
 from benchmarks.models.measure import Recipes, Row, measured
 
-CASES = (*language.CASES, *encoders.CASES, *signals.CASES, *others.CASES)
+CASES = (*language.CASES, *encoders.CASES, *signals.CASES, *images.CASES, *others.CASES)
 
 
 def rows_of(name: str, recipes: Recipes) -> tuple[Row, ...]:

@@ -136,6 +136,41 @@ def test_rounding_is_that_of_what_is_computed_in(reduce: torch.dtype) -> None:
     assert found and found.rounded, str(found)
 
 
+class Rectified(nn.Module):
+    """A sum that is 1 from left to right, and 0 if its halves are added first, is compared with 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+        with torch.no_grad():
+            self.up.weight.copy_(torch.eye(4))
+            self.down.weight.fill_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.down(self.up(x))).sum()
+
+
+def test_what_rounding_decides_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.debug.rounding.LIKELY", 0.0)  # as where changes of the last digit decide nothing else
+    x = torch.tensor([[1e8, 1.0, -1e8, 1.0], [3e8, 1e8, 1e8, 0.0]])
+    found = check(Rectified(), "tp=2", (x,), options=Options(recipe="megatron"))
+    assert found, str(found)
+    assert found.rounded == 3  # the comparison and both gradients
+
+
+class Chosen(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.ops.autoshard_test.centred(self.up(x))
+        return self.down(torch.where(h > 0, 1.0, h))
+
+
+def test_what_a_wrong_value_decides_is_found() -> None:
+    model, x = Chosen(), made()[1]
+    found = check(model, "dp=2,tp=2", (x,), options=Options(recipe={"tp": "megatron"}))
+    assert found.first is not None and found.first.op == "autoshard_test.centred"
+    assert {one.value for one in found.results} == {"output output", "gradient up.weight", "gradient down.weight"}
+
+
 class Centred(Normalized):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.ops.autoshard_test.centred(x.flatten(1)).unflatten(1, (6, 9)))
