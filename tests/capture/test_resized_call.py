@@ -119,8 +119,9 @@ def test_a_run_is_enough(function: Callable[[Computed, Tensor], Any]) -> None:
     assert _checked(function)
 
 
-def test_without_gradients() -> None:
-    assert _checked(_in_place, training=False)
+@pytest.mark.parametrize("function", [_in_place, _unused])  # the second sets a mode that is set already
+def test_without_gradients(function: Callable[[Computed, Tensor], Any]) -> None:
+    assert _checked(function, training=False)
 
 
 def _branched(model: Computed, x: Tensor) -> Tensor:
