@@ -26,6 +26,7 @@ from passes.ir.graph import (
     InputRole,
     Output,
     OutputRole,
+    Stage,
     add_like,
     draw_of,
     facts_of,
@@ -44,6 +45,7 @@ from passes.ir.graph import (
     returned,
     saving_of,
     set_value,
+    stage_of,
     transfer_of,
     update_facts,
     value_of,
@@ -227,11 +229,19 @@ class _Cover:
         if _type(value_of(covered)) != _type(value_of(now)):
             return False
         if layer and source and layer[0] in self.of_one:
-            return source[0] == layer[0] and source != layer and other != stand_in
+            is_outside = source[0] == layer[0] and source != layer and other != stand_in
+            return is_outside and self._is_placed_alike(covered, now)
         if not (source and other and layer and stand_in) or key != key_now:
             return False
         away, away_now = self.here.distance(layer, source), self.there.distance(stand_in, other)
         return away is not None and away == away_now
+
+
+    def _is_placed_alike(self, one: Node, other: Node) -> bool:
+        """Return whether two nodes of the small graph surely hold the same part of a value, or all of it."""
+        if stage_of(self.few) is Stage.CAPTURED:
+            return True
+        return has_layout(one) and has_layout(other) and layouts_of(one) == layouts_of(other)
 
 
 class _Joined:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.ir.folded_layers import Run
+from passes.ir.graph import set_layouts
+from passes.ir.layout import Layout, Shard
+from passes.ir.more_layers import with_all_layers
 from passes.ir.text import format_graph
 from tests.capture.test_more_layers import Once
 from tests.models import gpt, llama
@@ -149,6 +153,20 @@ def test_the_first_or_both_ends_stand_for_all(layer: Callable[[], nn.Module], ru
     found = _later(model, (later,), first, Options(recipe="fsdp"))
     assert found.plan.repeats == (runs,)
     _check_same(found, _later(model, (later,), first, Options(recipe="fsdp"), from_few=False))
+
+
+def test_one_layer_does_not_stand_for_those_that_read_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model = nn.Sequential(OrderedDict(embedding=nn.Embedding(5, 8), layers=layers, head=Head()))
+    first = _first(model, (torch.zeros(4, dtype=torch.long),), Mesh("dp=2"), Options(recipe="fsdp"))
+    joined = Mock(wraps=with_all_layers)
+    monkeypatch.setattr("autoshard.planner.later_program.with_all_layers", joined)
+    _later(model, (torch.zeros(6, dtype=torch.long),), first, Options(recipe="fsdp"))
+    few, runs, before = joined.call_args.args
+    assert with_all_layers(few, runs, before) is not None
+    [embedding] = few.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    set_layouts(embedding, Layout((Shard(0, 2),)))  # of each half of the rows, a half
+    assert with_all_layers(few, runs, before) is None
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "auto"])
