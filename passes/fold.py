@@ -160,8 +160,8 @@ def _folding(
 
 
 def _wider(layers: Layers, folding: _Folding, indices: tuple[int, ...], *, keeps_last: bool) -> _Folding:
-    """Return a folding that keeps none of a run but the layer before it and the one after it, without `keeps_last` only
-    the former, where both are equal to it inside.
+    """Return a folding that removes whole runs where the layers before and after them are equal to them inside; without
+    `keeps_last`, it removes the layer after a run, too.
     """
     found = _Folding(folding.prefix, declined=folding.declined)
     for run in folding.runs:

@@ -18,7 +18,7 @@ _CATS = (torch.cat, torch.concat, torch.concatenate)
 
 
 def without_empty_operands(gm: GraphModule) -> GraphModule:
-    """Return dynamo's graph with such operands left out; the graph itself if there are none."""
+    """Return dynamo's graph without the empty operands of concatenations; the graph itself if there are none."""
     found = {node.name: kept for node in gm.graph.nodes if (kept := _kept(node)) is not None}
     if not found:
         return gm
@@ -39,7 +39,9 @@ def _operands(node: Node) -> Any:
 
 
 def _kept(node: Node) -> set[str] | None:
-    """Return the names of the operands with values of a concatenation; None if it is none, or all have values."""
+    """Return the names of a concatenation's operands that have values; None for another call, and where all have values or
+    the empty ones decide the dtype.
+    """
     if node.op != "call_function" or node.target not in _CATS or "out" in node.kwargs:
         return None
     operands = _operands(node)

@@ -14,7 +14,7 @@ from torch.fx.graph import CodeGen
 from autoshard.capture.capture_errors import format_place
 from autoshard.capture.flat_call import FlatCall
 from autoshard.capture.origins import set_origins
-from passes._torch import JointGraph, OpOverload, checkpoint_of, clear_checkpoint
+from passes._torch import JointGraph, OpOverload, checkpoint_of, clear_checkpoint, is_fake
 from passes.errors import CaptureError
 from passes.ir.graph import (
     Input,
@@ -142,7 +142,7 @@ def _uncloned(node: Node) -> Node:
 
 
 def _copy_one(node: Node) -> None:
-    """Replace a concatenation of one tensor: by that, if it is like it and no result, otherwise by a copy."""
+    """Replace a concatenation of a single tensor by that tensor or, where strides differ or it is a result, by a copy."""
     [given] = node.all_input_nodes
     value = value_of(node)
     is_like = all(getattr(value, name) == getattr(value_of(given), name) for name in ("shape", "dtype"))
@@ -182,7 +182,7 @@ def _set_inputs(joint: JointGraph, keys: tuple[Input, ...], outputs: tuple[str, 
         value = operator.attrgetter(str(node.target))(gm)
         if not isinstance(value, torch.Tensor):
             continue
-        if value.ndim == 0:
+        if value.ndim == 0 and not value.is_meta and not is_fake(value):
             _fill(node, value)
             continue
         name = f"constant_{len(literals)}"

@@ -339,19 +339,22 @@ class _Comparison:
         if not is_equal(got, want, self.tolerance) or apart > self.tolerance:
             error = max(relative_error(got, want), apart)
             self.wrong[node] = max(distance(got, want), apart * norm_of(want)), error
-            if not apart and self._is_close(node, got != want):
+            if not apart and self._is_close(node, got, want):
                 self.whole.values[node] = got
                 self.decided.add(node)
 
-    def _is_close(self, node: Node, unlike: Tensor) -> bool:
-        """Return whether a node compares numbers, and those that it compares where `unlike` are close to each other."""
+    def _is_close(self, node: Node, got: Tensor, want: Tensor) -> bool:
+        """Return whether a node compares numbers that rounding moves, and these are close to each other where the ranks
+        decide otherwise.
+        """
         if node.target not in _COMPARISONS:
             return False
-        values: Iterator[Any] = (self.whole.value(value) if isinstance(value, Node) else value for value in node.args[:2])
-        one, other = values
-        apart = torch.as_tensor(one - other).expand_as(unlike).double().abs()
+        values = [torch.as_tensor(self.whole.value(value) if isinstance(value, Node) else value) for value in node.args[:2]]
+        if not any(map(torch.is_floating_point, values)):
+            return False
+        apart = (values[0].double() - values[1].double()).abs().expand_as(want)
         scale = apart[apart.isfinite()].square().mean().sqrt()
-        return bool((apart[unlike] <= self.tolerance * scale).all())
+        return bool((apart[got != want] <= self.tolerance * scale).all())
 
     def moved_by_decisions(self) -> dict[Output, float]:
         """Return how far the comparisons that rounding decides move each result."""
@@ -435,8 +438,9 @@ def differences(
     apart: Mapping[Output, float] | None = None,
     moved: Mapping[Output, float] | None = None,
 ) -> Iterator[Difference]:
-    """Return the results of a step that are not those of another; `apart` are errors of copies that ranks hold, `moved` how
-    far results may be from the others besides.
+    """Return the results of a step that are not those of another.
+
+    `apart` are errors of copies that ranks hold, `moved` are distances that results may have in addition to rounding.
     """
     kinds = (
         (OutputRole.OUTPUT, "outputs", got.outputs, want.outputs),

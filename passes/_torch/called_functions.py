@@ -13,7 +13,7 @@ from torch.compiler import _compile_session_context
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-# What code asks of a tensor that is a number, and no call of a graph. Nor is one that sets a mode which is set.
+# What code asks of a tensor that is a number, and no call of a graph.
 _QUESTIONS = frozenset(
     {"size", "dim", "stride", "numel", "nelement", "ndimension", "len", "element_size", "storage_offset", "get_device"}
     | {"is_contiguous", "is_floating_point", "is_complex", "is_signed"}
@@ -88,7 +88,9 @@ class _Watch(TorchFunctionMode):
         kwargs, has_gradients = kwargs or {}, torch.is_grad_enabled()
         result = function(*args, **kwargs)
         name = name_of(function)
-        is_question = name in _QUESTIONS or (name == "_set_grad_enabled" and torch.is_grad_enabled() == has_gradients)
+        is_question = name in _QUESTIONS
+        if name == "_set_grad_enabled" and torch.is_grad_enabled() == has_gradients:
+            return result  # as dynamo, which leaves out what changes no mode
         if name == "get" and hasattr(function, "__self__"):  # of an attribute of a tensor
             name, args, is_question = "getattr", (args[0], function.__self__.__name__), True
         if not is_question or any(isinstance(one, torch.Tensor) for one in tree_leaves(result)):

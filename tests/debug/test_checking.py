@@ -161,7 +161,7 @@ def test_what_rounding_decides_is_equal(monkeypatch: pytest.MonkeyPatch) -> None
 class Chosen(Model):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.ops.autoshard_test.centred(self.up(x))
-        return self.down(torch.where(h > 0, 1.0, h))
+        return self.down(torch.where((h > 0) == (h > 1), 1.0, h))  # compares numbers, and what was decided
 
 
 def test_what_a_wrong_value_decides_is_found() -> None:
