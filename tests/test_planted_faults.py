@@ -382,7 +382,7 @@ def test_a_fault_of_a_pass_that_overlaps_is_found_in_that_pass(
     assert result in {one.value for one in found.first.differs}
     assert found.check is not None and found.check.first is None and not found.check.results
     assert result in {one.value for one in found.check.overlapped}
-    said = "results change after the partition and the passes of overlap; autoshard.bisect names the pass"
+    said = "results change after the partition and the passes of overlap; `python -m autoshard bisect` names the pass"
     assert f"{said}\nresult {result} is off by" in str(found.check)
 
 

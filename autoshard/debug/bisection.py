@@ -116,8 +116,10 @@ def bisect(
         for name, got in _results(keeper, ranks, drawn, options):
             found = differences(with_buffers(got.step, call), expected, TOLERANCE[precision], rounding, got.apart)
             steps.append(Step(name, tuple(one for one in found if not one.is_rounding)))
-    wrong = any(step.differs for step in steps)
-    return Bisection(planned.plan.mesh, tuple(steps), comparison(explicit, planned, call, options) if wrong else None)
+    compared = comparison(explicit, planned, call, options) if any(step.differs for step in steps) else None
+    if compared and not compared.not_compared:  # value by value, nothing differs: rounding decided a comparison of numbers
+        steps, compared = [Step(step.pass_name, ()) for step in steps], None
+    return Bisection(planned.plan.mesh, tuple(steps), compared)
 
 
 def _results(keeper: _Every, ranks: Ranks, drawn: Draws, options: Options) -> Iterator[tuple[str, Results]]:

@@ -136,7 +136,8 @@ class Check:
             lines.append("the ranks do what was captured, but the model itself does something else")
         lines += _listed(self.results)
         if self.overlapped:
-            lines.append("results change after the partition and the passes of overlap; autoshard.bisect names the pass")
+            ask = "`python -m autoshard bisect` names the pass"
+            lines.append(f"results change after the partition and the passes of overlap; {ask}")
             lines += _listed(self.overlapped)
         return lines
 

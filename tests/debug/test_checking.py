@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import InputError, Options, UserError, check, plan, rule
+from autoshard.debug.bisection import bisect
 from autoshard.debug.rounding import Rounding, is_among
 from autoshard.debug.simulated_ranks import Call
 from tests.models import build
@@ -55,7 +56,7 @@ def test_a_wrong_rule_is_found_with_its_row_and_line() -> None:
     assert not found and found.first is not None
     assert_expected_inline(str(found).replace(str(found.first.error), ""), """\
 not equal on 4 simulated ranks (dp=2,tp=2), to within 1e-04:
-the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:44
+the first value that differs: %centred = autoshard_test.centred is off by 2.6e-01, test_checking.py:45
   return self.down(torch.ops.autoshard_test.centred(self.up(x)))
   the rule of autoshard_test.centred on dp: R -> R; on tp: S(1) -> S(1)
 result output output is off by 3.0e-01
@@ -156,6 +157,7 @@ def test_what_rounding_decides_is_equal(monkeypatch: pytest.MonkeyPatch) -> None
     found = check(Rectified(), "tp=2", (x,), options=Options(recipe="megatron"))
     assert found, str(found)
     assert found.rounded == 3  # the comparison and both gradients
+    assert bisect(Rectified(), "tp=2", (x,), options=Options(recipe="megatron"))
 
 
 class Chosen(Model):

@@ -7,6 +7,7 @@ from expecttest import assert_expected_inline
 
 import passes.rules  # registers the rules
 from passes.base import PassContext
+from passes.ir.graph import is_reshard, origin_of
 from passes.ir.layout import Layout, Placement, R, Shard, parse_layout
 from passes.ir.text import format_graph, parse_graph
 from passes.seed import Constraint, Seed
@@ -44,6 +45,24 @@ def test_a_parameter_that_is_stored_already_stays_so() -> None:
 %mm: f32[4, 6] = mm(%x, %reshard)
 return output("output") %mm
 """)
+
+
+def test_a_gathered_parameter_is_of_its_first_reader() -> None:
+    gm, mesh = parse_graph("""\
+mesh dp=2,tp=2
+stage CAPTURED
+%w: f32[8, 8] = parameter("w")
+%x: f32[4, 8] = input("x")
+%mm: f32[4, 8] = mm(%x, %w)      # net.py:1 embedding
+%mm_1: f32[4, 8] = mm(%mm, %w)      # net.py:2 head
+return output("output") %mm_1
+""")
+    first = next(node for node in gm.graph.nodes if node.name == "mm")
+    args = first.args
+    first.args = (args[0], args[0])
+    first.args = args  # now it is the last in the list of readers
+    assert Seed(("fsdp", None)).run(gm, PassContext(mesh))
+    assert origin_of(next(filter(is_reshard, gm.graph.nodes))).fqn == "embedding"
 
 
 def test_a_constraint_comes_before_a_recipe() -> None:

@@ -18,7 +18,7 @@ from autoshard.planner.make_plan import Planned, make_plan
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from passes.base import Observer, Pass, PassContext
 from passes.ir.folded_layers import Run
-from passes.ir.graph import set_layouts
+from passes.ir.graph import note_of, set_layouts, set_note, transfer_of
 from passes.ir.layout import Layout, Shard
 from passes.ir.more_layers import with_all_layers
 from passes.ir.text import format_graph
@@ -155,18 +155,32 @@ def test_the_first_or_both_ends_stand_for_all(layer: Callable[[], nn.Module], ru
     _check_same(found, _later(model, (later,), first, Options(recipe="fsdp"), from_few=False))
 
 
-def test_one_layer_does_not_stand_for_those_that_read_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(name="joined")
+def _joined(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """Return what the graph of a later program is joined from: the graph of one layer, the runs, and the earlier graph."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     model = nn.Sequential(OrderedDict(embedding=nn.Embedding(5, 8), layers=layers, head=Head()))
     first = _first(model, (torch.zeros(4, dtype=torch.long),), Mesh("dp=2"), Options(recipe="fsdp"))
-    joined = Mock(wraps=with_all_layers)
-    monkeypatch.setattr("autoshard.planner.later_program.with_all_layers", joined)
+    called = Mock(wraps=with_all_layers)
+    monkeypatch.setattr("autoshard.planner.later_program.with_all_layers", called)
     _later(model, (torch.zeros(6, dtype=torch.long),), first, Options(recipe="fsdp"))
-    few, runs, before = joined.call_args.args
-    assert with_all_layers(few, runs, before) is not None
-    [embedding] = few.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert with_all_layers(*called.call_args.args) is not None
+    return tuple(called.call_args.args)
+
+
+def test_one_layer_does_not_stand_for_those_that_read_other_parts(joined: tuple[Any, ...]) -> None:
+    [embedding] = joined[0].graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
     set_layouts(embedding, Layout((Shard(0, 2),)))  # of each half of the rows, a half
-    assert with_all_layers(few, runs, before) is None
+    assert with_all_layers(*joined) is None
+
+
+def test_reasons_are_those_of_the_new_sizes(joined: tuple[Any, ...]) -> None:
+    for node in filter(transfer_of, joined[0].graph.nodes):
+        set_note(node, f"in new sizes, {note_of(node)}")
+    found = with_all_layers(*joined)
+    assert found is not None
+    notes = [note_of(node) for node in found.graph.graph.nodes if transfer_of(node)]
+    assert len(notes) > 12 and all(note.startswith("in new sizes, ") for note in notes)
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "auto"])
