@@ -134,7 +134,7 @@ class Scheduler:
 
     def _is_time(self, prefetch: Prefetch, until: float) -> bool:
         for buffer in prefetch.reads:
-            if self.streams.ready[buffer] > self.clocks[0]:
+            if not self.issued[self.index.makers[buffer]] or self.streams.ready[buffer] > self.clocks[0]:
                 return False
         waiting = self.queues.next_turn
         waiting = len(self.tasks) if waiting is None else waiting

@@ -95,14 +95,20 @@ class MovableTasks:
 
 
 def _prefetches(program: Program) -> list[Prefetch]:
-    """Return the gathers of parameters in the order of use, each with the kernels that no earlier one has."""
+    """Return the gathers of parameters in the order of use, each with the kernels that no earlier one has.
+
+    A kernel whose result others read, too, is of no gather: it runs in its own turn.
+    """
     index, tasks = program.index, program.tasks
     gathers = [number for number, task in enumerate(tasks) if task.prefetchable]
-    members = {*gathers, *_dependencies(program, gathers)}
+    members, needed = set(gathers), _dependencies(program, gathers)
+    for number in sorted(needed, reverse=True):
+        if all([reader in members for reader in index.targets[number]]):
+            members.add(number)
     uses = [len(tasks)] * len(tasks)
     for number in sorted(members, reverse=True):
         uses[number] = min([uses[r] if r in members else r for r in index.targets[number]], default=len(tasks))
-    found, taken = [], set(gathers)
+    found, taken = [], {*gathers, *needed - members}
     for number in sorted(gathers, key=lambda n: (tasks[n].backward, uses[n], n)):
         kernels = sorted(n for n in _dependencies(program, [number]) if n not in taken)
         taken.update(kernels)

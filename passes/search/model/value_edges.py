@@ -74,7 +74,7 @@ def values_of(
             is_saved=node not in structure.weights and node in structure.read,
             is_counted=structure.ties.leader[source_of(node)] in structure.saved,
             repeat_segment=_repeat_segment(node, structure),
-            stays_partial=node in structure.gradients and any(_is_widening(user) for user in node.users),
+            stays_partial=node in structure.gradients and _is_widened(node, tensor.element_size(), structure),
             is_of_kernel=not is_fusible(source_of(node).target),
             is_for_kernels=is_read_by_kernels(node),
             is_product=source_of(node).target in PRODUCTS,
@@ -154,11 +154,12 @@ def _products_of(value: Node) -> Iterator[Node]:
             yield user
 
 
-def _is_widening(user: Node) -> bool:
-    """Return whether mixed precision casts to the dtype that gradients are reduced in."""
-    if user.op != "call_function" or not note_of(user) or is_reshard(user):
-        return False
-    return tensor_of(user).element_size() > tensor_of(operands(user)[0]).element_size()
+def _is_widened(gradient: Node, itemsize: int, structure: StepStructure) -> bool:
+    """Return whether mixed precision casts a gradient, perhaps a view of it, to a dtype of more bytes, to be reduced in that."""
+    users = [user for user in gradient.users if user.op == "call_function" and not is_reshard(user)]
+    if any(note_of(user) and tensor_of(user).element_size() > itemsize for user in users):
+        return True
+    return any(user in structure.gradients and _is_widened(user, itemsize, structure) for user in users)
 
 
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
