@@ -85,6 +85,12 @@ class Segment:
     exposed: float  # the part of its hiding communication that has no compute to hide beside
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
 
+    @property
+    def waits_for_kernels(self) -> tuple[float, float, float]:
+        """Return, per resource, the part of kernels' seconds in which it works or waits: nothing is on a link before what is
+        reduced first is made, or after what is gathered last is there."""
+        return 1.0, self.exposed, self.exposed
+
 
 @dataclass(frozen=True)
 class Together:

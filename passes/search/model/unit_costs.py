@@ -142,7 +142,7 @@ class UnitCosts:
     def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
         """Return seconds inside a node, across, of local steps, and what messages that hide add to those of kernels.
 
-        Each is the least of the message alone and joined, as the order is chosen by what the step waits for.
+        It is sent alone or joined, whichever kernels wait for least.
         """
         if leg.kind is TAKE_PART:
             return 0.0, 0.0, 0.0, 0.0  # a view
@@ -152,12 +152,14 @@ class UnitCosts:
         nbytes = whole * max(leg.before, leg.after)
         taken = added = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         if together is not None and nbytes:
-            added = self.beside(taken, together.exposed * taken)
-            least, all_layers = self.hiding.bucket, nbytes * max(1.0, together.times * together.layers)
-            for wanted in (max(least, nbytes * together.times), all_layers) if leg.kind.bucket is not None else ():
-                joined = max(nbytes, min(wanted, self.hiding.most))
+            ways = [(self.beside(taken, together.exposed * taken), taken)]
+            least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
+            between = math.sqrt(least * most)  # as `bucketed` tries
+            for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket is not None else ():
+                joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
                 waits = min(1.0, joined / all_layers) if together.exposed else 0.0
                 copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
-                taken, added = min(taken, share), min(added, self.beside(share, waits * share) + copies)
+                ways.append((self.beside(share, waits * share) + copies, share))
+            added, taken = min(ways)[0], min(ways, key=sum)[1]
         return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)

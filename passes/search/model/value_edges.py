@@ -105,12 +105,21 @@ def _users(
         owner = owners[leader[user]]
         for i, operand in enumerate(operands(user)):
             if operand is value and (leader[user], i) not in inside:
-                is_forward = user in structure.forward or not is_weight
-                found.setdefault(is_forward, {})[Port(owner.variable, owner.needs + i, order)] = None
+                for is_forward in _directions(user, structure) if is_weight else (True,):
+                    found.setdefault(is_forward, {})[Port(owner.variable, owner.needs + i, order)] = None
     for port in returned.get(node, ()):
         found.setdefault(node in structure.forward or not is_weight, {})[port] = None
     ordered = sorted(found.items(), reverse=True)
     return {key: tuple(sorted(ports, key=lambda port: (port.variable, port.slot))) for key, ports in ordered}
+
+
+def _directions(user: Node, structure: StepStructure) -> set[bool]:
+    """Return whether a user of a parameter is of the forward (True) or the backward (False); one that makes another form of the
+    parameter is of what the users of that are of."""
+    users = [other for other in user.users if other.op != "output"]
+    if user not in structure.weights or not users:
+        return {user in structure.forward}
+    return set[bool]().union(*(_directions(other, structure) for other in users))
 
 
 def _is_permutation(node: Node, structure: StepStructure) -> bool:
@@ -131,10 +140,12 @@ def _place(node: Node, structure: StepStructure, *, is_forward: bool) -> Node:
     """Return the call that a value's transition is next to: its maker, or its first user for a parameter."""
     if node not in structure.weights:
         return node
-    users = [user for user in node.users if user.op != "output" and (user in structure.forward) == is_forward]
-    while users and users[0] in structure.weights and users[0].users:
-        users = [user for user in users[0].users if user.op != "output"]
-    return users[0] if users else node
+    while node in structure.weights:
+        users = [user for user in node.users if user.op != "output" and is_forward in _directions(user, structure)]
+        if not users:
+            break
+        node = users[0]
+    return node
 
 
 def _repeat_segment(node: Node, structure: StepStructure) -> int:

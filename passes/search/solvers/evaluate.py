@@ -9,7 +9,7 @@ import numpy as np
 
 from passes.search.model.factor_graph import Floats
 from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.objective import COMPUTE, step_seconds
+from passes.search.model.objective import step_seconds
 from passes.search.model.transitions import Transitions
 
 
@@ -57,7 +57,7 @@ def evaluate(
     pairs = list(zip(graph.variables, strategies, strict=True))
     loads, memory = np.zeros((len(graph.segments), 3)), graph.base
     for variable, strategy in pairs:
-        loads[variable.segment, COMPUTE] += variable.seconds[strategy]
+        loads[variable.segment] += variable.seconds[strategy] * np.array(graph.segments[variable.segment].waits_for_kernels)
         memory += variable.state[strategy]
     memory += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
     gathered = np.zeros(len(graph.segments))

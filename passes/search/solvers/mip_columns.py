@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from passes.search.model.factor_graph import Bools, Ints, Value
-from passes.search.model.objective import COMPUTE, TransitionTerms
+from passes.search.model.objective import TransitionTerms
 from passes.search.model.transitions import Arc, Transitions
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram
 from passes.search.solvers.restriction import Restriction
@@ -62,7 +62,8 @@ def _add_variable(made: Columns, transitions: Transitions, number: int, alive: l
     made.picks.append(columns)
     made.row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
     for strategy, column in columns.items():
-        made.load(variable.segment, COMPUTE, column, float(variable.seconds[strategy]))
+        for resource, part in enumerate(transitions.factor_graph.segments[variable.segment].waits_for_kernels):
+            made.load(variable.segment, resource, column, part * float(variable.seconds[strategy]))
         made.hold(column, float(variable.state[strategy]))
 
 

@@ -57,7 +57,8 @@ class Relaxation:
 
     def _unary(self, number: int, multipliers: Multipliers) -> Floats:
         variable = self.factor_graph.variables[number]
-        computation = multipliers.segments[variable.segment][0]
+        weights, waits = multipliers.segments[variable.segment], self.factor_graph.segments[variable.segment].waits_for_kernels
+        computation = sum(weight * part for weight, part in zip(weights, waits, strict=True))
         found: Floats = variable.seconds * computation + variable.state * multipliers.byte
         return found + variable.working * multipliers.working[number] if multipliers.working else found
 
