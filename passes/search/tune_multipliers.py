@@ -13,7 +13,8 @@ PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
 NEAR = 0.002  # of the bound: strategies within this of it are in the linear program
 CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
-LARGE = 5_000  # transitions of a program that HiGHS takes seconds for
+LARGE = 5_000  # transitions of a program that HiGHS takes seconds for, where few variables have many strategies
+LARGE_EACH = 10  # the same for each variable, where many variables, as of unlike layers, have few
 SMALL_GAP = 0.0075  # of the step: to which the first program is solved; closer takes HiGHS three times as long
 SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an assignment of little memory is wanted
 
@@ -72,4 +73,5 @@ def _near_bound(state: SearchState) -> Restriction:
     dual.prune(bound + NEAR * state.dual_bound, PRUNING_SWEEPS)
     seen = [assignment.strategies for assignment in state.seen]
     restrictions = (cheapest(dual, most, seen) for most in CHEAPEST)
-    return next((one for one in restrictions if one.size <= LARGE), cheapest(dual, 0, seen))
+    most = max(LARGE, LARGE_EACH * len(state.factor_graph.variables))
+    return next((one for one in restrictions if one.size <= most), cheapest(dual, 0, seen))
