@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from passes.ir.graph import item_of
 from passes.ir.layout import Layout
-from passes.search.model.factor_graph import Bools
-from passes.search.model.objective import COMPUTE
+from passes.search.model.factor_graph import ACROSS, INSIDE, Bools
 from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
 from passes.search.solvers.dual_ascent import Dual
@@ -117,7 +116,7 @@ class _Restricted:
             best.objective,
             min(bound, best.objective),
             sum(float(variable.seconds[strategy]) for variable, strategy in variables),
-            float(best.loads[:, COMPUTE + 1 :].sum()),
+            float(best.loads[:, [INSIDE, ACROSS]].sum()),
             best.memory,
             self._fits(best),
         )

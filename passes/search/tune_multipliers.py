@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.search.model.factor_graph import RESOURCES
 from passes.search.model.memory_budget import GB, MemoryBudget
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
 from passes.search.solvers.multipliers import Multipliers
@@ -21,7 +22,7 @@ SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an 
 
 def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
     """Look at the assignments to which the relaxation rounds if only bytes count; return False if by its bound none fits."""
-    usual, segments = state.relaxation.multipliers, ((0.0, 0.0, 0.0),) * len(state.factor_graph.segments)
+    usual, segments = state.relaxation.multipliers, ((0.0,) * len(RESOURCES),) * len(state.factor_graph.segments)
     state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
     if state.dual.bound > (budget.most - state.factor_graph.base) / GB:
         return False

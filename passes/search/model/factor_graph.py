@@ -20,6 +20,7 @@ from torch.fx import Node
 from passes.ir.layout import Layout, Shard
 from passes.search.model.strategies import Strategy
 
+RESOURCES = COMPUTE, INSIDE, ACROSS, PATH = range(4)  # kernels, links inside a node, those between nodes, the critical path
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -45,9 +46,14 @@ class Variable:
     nodes: tuple[Node, ...]
     strategies: tuple[Strategy, ...]
     segment: int
-    seconds: Floats
+    loads: Floats  # [resource, strategy] in seconds, on its segment
     state: Floats  # bytes that stay: parameters, gradients, optimizer state, results saved for the backward
     working: Floats  # bytes of operands and results of one node while it runs
+
+    @property
+    def seconds(self) -> Floats:
+        """Return the seconds of kernels, per strategy."""
+        return self.loads[COMPUTE]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +92,16 @@ class Segment:
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
 
     @property
-    def waits_for_kernels(self) -> tuple[float, float, float]:
-        """Return, per resource, the part of kernels' seconds in which it works or waits: nothing is on a link before what is
-        reduced first is made, or after what is gathered last is there."""
-        return 1.0, self.exposed, self.exposed
+    def has_path(self) -> bool:
+        """Return whether some kernels are not on the critical path, so that messages between the others hide beside them."""
+        return self.exposed_between < 1.0
+
+    def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
+        """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.
+
+        Nothing is on a link before what is reduced first is made, and after what is gathered last is there.
+        """
+        return np.stack([seconds, self.exposed * seconds, self.exposed * seconds, awaited * self.has_path])
 
 
 @dataclass(frozen=True)

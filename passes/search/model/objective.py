@@ -3,8 +3,9 @@
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
     bytes = base + sum of state + max of working + sum of held + max over segments of gathered
 
-The resources of a segment are computation, the links inside a node and those across. Each strategy of a variable adds to
-the load on computation (`Variable.seconds`), to the bytes that stay (`state`) and to those of one call (`working`). Each
+The resources of a segment are computation, the links inside a node, those across, and the critical path: kernels and messages
+that wait for each other, one after another. Each strategy of a variable adds to
+these loads (`Variable.loads`), to the bytes that stay (`state`) and to those of one call (`working`). Each
 transition of a value adds what its `TransitionTerms` say. `recomputation` is the time to free what is over the memory
 limit, by `MemoryBudget`.
 """
@@ -22,8 +23,6 @@ from passes.ir.layout import Layout, R, Shard
 from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.unit_costs import UnitCosts
-
-COMPUTE, INSIDE, ACROSS = range(3)  # resources: computation, links inside a node, links between nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,25 +49,28 @@ def transition_terms(
     """Return the terms of a value that is made in `sources` and needed in `targets`."""
     costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.together(value))
     same = _same(sources, targets)
-    links, layers = costs.inside + costs.across, graph.segments[value.segment].layers
     segment = graph.segments[value.segment]
+    links = costs.inside + costs.across
     exposed = costs.added if value.hides else unit_costs.beside(links, segment.exposed_between * links)
+    awaited = _nothing(*same.shape) if value.hides or not segment.has_path else links
     copied = _copied(value, sources, targets, unit_costs)
     local = costs.local + copied
     if unit_costs.hiding.in_chunks:
-        exposed = np.minimum(exposed + copied, _in_chunks(graph, value, sources, targets, links, copied, unit_costs)) - copied
+        in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
+        exposed, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (exposed, awaited))
+    on_path = (local + awaited) * value.count * (segment.has_path and not value.hides)
     exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
-        np.stack([(local + exposed) * value.count, *on_links]),
+        np.stack([(local + exposed) * value.count, *on_links, on_path]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([exposed_again * value.count, *on_links]) if can_repeat else _nothing(3, *same.shape),
+        np.stack([exposed_again * value.count, *on_links, _nothing(*same.shape)]) if can_repeat else _nothing(4, *same.shape),
         (links + local) * value.count,
         links * value.count,
         _held(value, sources, moved, same, unit_costs),
-        np.where(same, 0.0, moved[None, :]) / layers if value.is_parameter else _nothing(*same.shape),
+        np.where(same, 0.0, moved[None, :]) / segment.layers if value.is_parameter else _nothing(*same.shape),
         moved,
         same,
         costs.impossible,

@@ -36,6 +36,7 @@ class Member:
     numbers: Ints | None
     count: int  # nodes of the whole model
     is_saved: bool  # its results stay for the backward
+    is_awaited: bool  # it does not lead to one gradient alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +69,21 @@ def with_costs(skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Fa
         if time.perf_counter() > deadline:
             raise TimeoutError
         name = one.nodes[0].name if one.nodes else "outputs"
-        variables.append(Variable(name, one.nodes, one.strategies, one.segment, *_costs(one, node_costs)))
+        seconds, awaited, state, working = _costs(one, node_costs)
+        loads = skeleton.segments[one.segment].loads_of_kernels(seconds, awaited)
+        variables.append(Variable(name, one.nodes, one.strategies, one.segment, loads, state, working))
     return FactorGraph(tuple(variables), skeleton.values, skeleton.segments)
 
 
-def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats]:
-    """Return, per strategy, seconds, bytes that stay and bytes of one node while it runs."""
+def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return, per strategy, seconds, those of them that others wait for, bytes that stay and bytes of one node while it runs."""
     if not variable.members:
-        return np.zeros(len(variable.strategies)), np.zeros(len(variable.strategies)), np.zeros(len(variable.strategies))
+        nothing = np.zeros(len(variable.strategies))
+        return nothing, nothing, nothing, nothing
     costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
-    return seconds.sum(0), state.sum(0), working.max(0)
+    awaited = np.array([[member.is_awaited] for member in variable.members])
+    return seconds.sum(0), (seconds * awaited).sum(0), state.sum(0), working.max(0)
 
 
 def member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:

@@ -270,7 +270,8 @@ def _variable(
 
 
 def _member(step: _Step, node: Node, strategies: tuple[Strategy, ...], numbers: Ints | None = None) -> Member:
-    return Member(node, strategies, numbers, _count(step, node), node in step.structure.saved)
+    is_saved, is_awaited = node in step.structure.saved, node not in step.structure.gradients
+    return Member(node, strategies, numbers, _count(step, node), is_saved, is_awaited)
 
 
 def _count(step: _Step, node: Node) -> int:

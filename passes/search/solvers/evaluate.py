@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.model.factor_graph import Floats
+from passes.search.model.factor_graph import RESOURCES, Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.objective import step_seconds
 from passes.search.model.transitions import Transitions
@@ -55,9 +55,9 @@ def evaluate(
     """
     graph, repeats = transitions.factor_graph, keeps if repeats is None else repeats
     pairs = list(zip(graph.variables, strategies, strict=True))
-    loads, memory = np.zeros((len(graph.segments), 3)), graph.base
+    loads, memory = np.zeros((len(graph.segments), len(RESOURCES))), graph.base
     for variable, strategy in pairs:
-        loads[variable.segment] += variable.seconds[strategy] * np.array(graph.segments[variable.segment].waits_for_kernels)
+        loads[variable.segment] += variable.loads[:, strategy]
         memory += variable.state[strategy]
     memory += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
     gathered = np.zeros(len(graph.segments))

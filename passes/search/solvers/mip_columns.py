@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.search.model.factor_graph import Bools, Ints, Value
+from passes.search.model.factor_graph import RESOURCES, Bools, Ints, Value
 from passes.search.model.objective import TransitionTerms
 from passes.search.model.transitions import Arc, Transitions
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram
@@ -23,7 +23,7 @@ class Columns:
     """Columns of a program under construction, and the sums that they go into."""
 
     program: MixedIntegerProgram
-    loads: list[tuple[Terms, Terms, Terms]]  # per segment and resource, seconds
+    loads: list[list[Terms]]  # per segment and resource, seconds
     gathered: list[Terms]  # per segment, bytes
     bytes: Terms = field(default_factory=list)  # of what stays
     picks: list[dict[int, int]] = field(default_factory=list)  # per variable, of its strategies
@@ -48,7 +48,7 @@ def add_columns(
 ) -> Columns:
     """Add what a restriction leaves; `repeats`: transitions may be repeated in the backward, to keep less memory."""
     segments = transitions.factor_graph.segments
-    made = Columns(program, [([], [], []) for _ in segments], [[] for _ in segments])
+    made = Columns(program, [[[] for _ in RESOURCES] for _ in segments], [[] for _ in segments])
     for number, strategies in enumerate(restriction.strategies):
         _add_variable(made, transitions, number, np.flatnonzero(strategies).tolist())
     for number, open_ in enumerate(restriction.transitions):
@@ -62,8 +62,8 @@ def _add_variable(made: Columns, transitions: Transitions, number: int, alive: l
     made.picks.append(columns)
     made.row([(column, 1.0) for column in columns.values()], 1.0, 1.0)
     for strategy, column in columns.items():
-        for resource, part in enumerate(transitions.factor_graph.segments[variable.segment].waits_for_kernels):
-            made.load(variable.segment, resource, column, part * float(variable.seconds[strategy]))
+        for resource, seconds in enumerate(variable.loads[:, strategy].tolist()):
+            made.load(variable.segment, resource, column, seconds)
         made.hold(column, float(variable.state[strategy]))
 
 

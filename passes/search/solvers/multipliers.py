@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from passes.search.model.factor_graph import FactorGraph, Floats
 
-Weights = tuple[float, float, float]  # of computation, of links inside a node and of links across; they sum to 1
+Weights = tuple[float, ...]  # of each resource; they sum to 1
+COMPUTATION: Weights = (1.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Multipliers:
     @staticmethod
     def computation(graph: FactorGraph) -> Multipliers:
         """Return multipliers under which only computation counts."""
-        return Multipliers(((1.0, 0.0, 0.0),) * len(graph.segments))
+        return Multipliers((COMPUTATION,) * len(graph.segments))
 
 
 def weights_of(duals: Floats, rows: Sequence[int]) -> Weights:
     """Return the weights of one segment from the duals of its rows; if none binds, computation alone counts."""
     worth = [max(0.0, float(duals[row])) for row in rows]
     total = sum(worth)
-    return (worth[0] / total, worth[1] / total, worth[2] / total) if total else (1.0, 0.0, 0.0)
+    return tuple([one / total for one in worth]) if total else COMPUTATION

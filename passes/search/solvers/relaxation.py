@@ -57,9 +57,7 @@ class Relaxation:
 
     def _unary(self, number: int, multipliers: Multipliers) -> Floats:
         variable = self.factor_graph.variables[number]
-        weights, waits = multipliers.segments[variable.segment], self.factor_graph.segments[variable.segment].waits_for_kernels
-        computation = sum(weight * part for weight, part in zip(weights, waits, strict=True))
-        found: Floats = variable.seconds * computation + variable.state * multipliers.byte
+        found = _weighted(multipliers.segments[variable.segment], variable.loads) + variable.state * multipliers.byte
         return found + variable.working * multipliers.working[number] if multipliers.working else found
 
     def _pairwise(self, number: int, multipliers: Multipliers) -> Floats:
@@ -86,5 +84,5 @@ class Relaxation:
 
 
 def _weighted(weights: Weights, loads: Floats) -> Floats:
-    found: Floats = weights[0] * loads[0] + weights[1] * loads[1] + weights[2] * loads[2]
+    found: Floats = np.tensordot(weights, loads, 1)
     return found
