@@ -153,7 +153,7 @@ def bucketed(
         best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
     found = dict.fromkeys(seconds, best.bucket_bytes)
     for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
-        others = [nbytes for nbytes in (0, *buckets) if nbytes != found[sort]]
+        others = [nbytes for nbytes in (0, min(buckets) // 4, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             orders = joined.orders(found | {sort: nbytes})
             tried = orders.tried(
