@@ -120,6 +120,24 @@ def test_a_size_between_the_smallest_and_the_largest_sends_earlier_with_less_lat
     assert best.timeline.step_time < 0.95 * others
 
 
+def test_a_sort_of_message_with_few_bytes_gets_a_bucket_that_is_smaller_than_the_smallest() -> None:
+    """What is reduced inside a node first, and then across, sends an eighth of the bytes across."""
+    calm = replace(hardware_named("h100"), name="calm", contention=0.0)
+    mesh, tasks = Mesh("dp=8,tp=8", hardware=calm), list[Task]()
+    assert mesh.hardware is not None
+    for n in range(16):
+        tasks.append(kernel(f"h{n}", 1e-4, *([f"h{n - 1}"] if n else [])))
+        for axis, made, nbytes in (("tp", f"h{n}", 16 * MiB), ("dp", f"tp{n}", 2 * MiB)):
+            seconds = collective_seconds("reduce_scatter", nbytes, mesh.group_shape((axis,)), mesh.hardware)
+            one = gather(f"{axis}{n}", seconds, made, deferrable=True, dtype="f32", nbytes=nbytes)
+            stream = "across" if axis == "dp" else "inside"
+            tasks.append(replace(one, kind="reduce_scatter", axes=(axis,), stream=stream))
+    given = replace(program(*tasks), mesh=mesh)
+    found, best = bucketed(given, (32 * MiB, 512 * MiB))
+    assert found[("dp",), "f32"] == 8 * MiB
+    assert best.timeline.step_time < schedule(given, buckets=(0, 32 * MiB, 512 * MiB)).timeline.step_time
+
+
 def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried() -> None:
     given = _gathers(*[64 * KiB] * 12)
     sizes = (0, 128 * KiB, 1 << 20)

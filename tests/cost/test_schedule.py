@@ -84,6 +84,24 @@ def test_what_a_kernel_reads_besides_a_gather_is_made_in_its_turn() -> None:
     assert set(_names(prefetch(given, 10))) == set(_names(given))
 
 
+def test_a_tied_weight_that_is_read_first_and_gathered_last_brings_no_other_gather_forward() -> None:
+    """The first kernel reads the cast that the last gather sends, and its result is sent by the same link."""
+    gathers = [gather(f"g{n}", 3, f"w{n}", prefetchable=True) for n in range(4)]
+    kernels = [kernel(f"h{n}", 4, f"h{n - 1}" if n else "sent", f"g{n}") for n in range(4)]
+    given = program(
+        kernel("cast", 1, "w"),
+        kernel("first", 1, "cast"),
+        gather("sent", 3, "first"),
+        *(task for pair in zip(gathers, kernels, strict=True) for task in pair),
+        gather("last", 3, "cast", prefetchable=True),
+        kernel("end", 4, "h3", "last"),
+        sizes={"last": 10},
+    )
+    found = prefetch(given, 20)
+    assert _names(found)[:4] == ["g0", "cast", "first", "sent"]
+    assert simulate(found).step_time == 3 + 3 + 5 * 4
+
+
 def test_a_reduction_starts_when_its_gradient_is_made_and_holds_nothing_up() -> None:
     reduce = replace(gather("r", 4, "dw"), deferrable=True, backward=True)
     given = program(

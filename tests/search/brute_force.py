@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.model.factor_graph import FactorGraph, Floats
-from passes.search.model.objective import COMPUTE
+from passes.search.model.factor_graph import RESOURCES, FactorGraph, Floats
 from passes.search.model.transitions import Transitions
 from passes.search.model.unit_costs import UnitCosts
 
@@ -26,7 +25,7 @@ def least_step(factor_graph: FactorGraph, unit_costs: UnitCosts, *, worst: float
     is_forward = all(value.gathered_in_forward < 0 and value.repeat_segment < 0 for value in factor_graph.values)
     assert is_forward, "keeping and repeating are not covered"
     plans = _Plans(factor_graph, unit_costs)
-    states: dict[State, Floats] = {(): np.zeros((1, 3 * len(factor_graph.segments)))}
+    states: dict[State, Floats] = {(): np.zeros((1, len(RESOURCES) * len(factor_graph.segments)))}
     for place, variable in enumerate(plans.order):
         ahead = plans.ahead(plans.order[place + 1 :])
         found: dict[State, list[Floats]] = {}
@@ -68,8 +67,8 @@ class _Plans:
         """Return the strategies of a variable; of those with equal layouts the quickest."""
         variable, found = self.factor_graph.variables[number], dict[object, _Option]()
         for strategy in np.argsort(variable.seconds, kind="stable").tolist():
-            load = np.zeros((len(self.factor_graph.segments), 3))
-            load[variable.segment, COMPUTE] = variable.seconds[strategy]
+            load = np.zeros((len(self.factor_graph.segments), len(RESOURCES)))
+            load[variable.segment] = variable.loads[:, strategy]
             made = [(v, int(slot.at[strategy])) for v, slot in enumerate(self.transitions.makers) if slot.variable == number]
             needed = [
                 (v, int(slot.at[strategy])) for v, s in enumerate(self.transitions.users) for slot in s if slot.variable == number
@@ -89,15 +88,15 @@ class _Plans:
 
     def ahead(self, variables: Sequence[int]) -> Floats:
         """Return what variables compute at least."""
-        load = np.zeros((len(self.factor_graph.segments), 3))
+        load = np.zeros((len(self.factor_graph.segments), len(RESOURCES)))
         for number in variables:
             variable = self.factor_graph.variables[number]
-            load[variable.segment, COMPUTE] += variable.seconds.min()
+            load[variable.segment] += variable.loads.min(1)
         return load.ravel()
 
     def moved(self, variable: int, option: _Option, open_: dict[int, Standing]) -> _Moved | None:
         """Return the values that are open after a strategy, and the load of its transitions; None if one is impossible."""
-        load = np.zeros(3 * len(self.factor_graph.segments))
+        load = np.zeros(len(RESOURCES) * len(self.factor_graph.segments))
         before = dict(open_)
         for value, made in option.made:
             open_[value] = made, open_.get(value, UNKNOWN)[1]
@@ -117,7 +116,7 @@ class _Plans:
         key = number, made, target
         if key not in self.costs:
             value, transitions = self.factor_graph.values[number], self.transitions
-            load = np.zeros((len(self.factor_graph.segments), 3))
+            load = np.zeros((len(self.factor_graph.segments), len(RESOURCES)))
             terms = transitions.terms[number]
             if not terms.same[made, target]:
                 self.costs[key] = None
@@ -139,7 +138,7 @@ def _pairs(standing: Standing) -> set[tuple[int, int]]:
 
 def _steps(vectors: Floats) -> Floats:
     """Return the seconds of each segment: of the busiest of its resources."""
-    found: Floats = vectors.reshape(len(vectors), -1, 3).max(2).sum(1)
+    found: Floats = vectors.reshape(len(vectors), -1, len(RESOURCES)).max(2).sum(1)
     return found
 
 

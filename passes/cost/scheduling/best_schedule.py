@@ -25,6 +25,7 @@ MOST_SAVED = 0.25  # fraction of a step that other buckets save at most, by assu
 MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
 HIDDEN = 0.01  # fraction of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
 WORTH = 0.002  # fraction of a step that a larger window, or more memory, must save: less is within the model's error
+FEWER = 4  # times fewer bytes than in the smallest bucket, tried for one sort alone: one that sends an eighth of the bytes fills it late
 SLOWER = 1.5  # times the predicted seconds of collectives, to break ties: a margin for effects that are not modelled
 
 
@@ -133,7 +134,8 @@ def bucketed(
     """Return the bucket size for each sort of message, out of `buckets`, and the best order with these sizes.
 
     First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
-    the largest is tried too, then each sort's size is changed alone and kept if that is faster. If bucketing saves less than
+    the largest is tried too, then each sort's size is changed alone, also to less than the smallest, and kept if that is
+    faster. If bucketing saves less than
     `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known so precisely. `worst`: as for
     `schedule`; with a common size that is much slower, no others are tried.
     """
@@ -153,7 +155,7 @@ def bucketed(
         best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
     found = dict.fromkeys(seconds, best.bucket_bytes)
     for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
-        others = [nbytes for nbytes in (0, min(buckets) // 4, *buckets) if nbytes != found[sort]]
+        others = [nbytes for nbytes in (0, min(buckets) // FEWER, *buckets) if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             orders = joined.orders(found | {sort: nbytes})
             tried = orders.tried(

@@ -53,7 +53,8 @@ class Variable:
     @property
     def seconds(self) -> Floats:
         """Return the seconds of kernels, per strategy."""
-        return self.loads[COMPUTE]
+        found: Floats = self.loads[COMPUTE]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
