@@ -159,7 +159,7 @@ class UnitCosts:
                 joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
                 waits = min(1.0, joined / all_layers) if together.exposed else 0.0
-                copies = 2 * (2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth)
+                copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
                 ways.append((self.beside(share, waits * share) + copies, share))
             added, taken = min(ways)[0], min(ways, key=sum)[1]
         return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)
