@@ -11,11 +11,13 @@ import autoshard
 
 
 def test_what_is_read_from_a_plan_can_be_imported() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-    made = autoshard.plan(model, autoshard.Mesh("dp=2", hardware="h100"), (torch.randn(4, 6),))
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 6)
+    mesh = autoshard.Mesh("dp=2", hardware="h100")
+    made = autoshard.plan(model, mesh, (x,))
+    by_recipe = autoshard.plan(model, mesh, (x,), options=autoshard.Options(recipe="fsdp"))
     assert made.cost is not None
     assert made.search is not None
-    collective, remark, value = made.collectives[0], made.remarks[0], made.parameters["0.weight"]
+    collective, remark, value = by_recipe.collectives[0], by_recipe.remarks[0], made.parameters["0.weight"]
     held = [made, made.mesh, made.mesh.hardware, made.cost, made.cost.memory, made.search, made.search.candidates[0]]
     held += [collective, collective.origin, remark, value, value.layout]
     names = [type(one).__name__ for one in held]

@@ -50,7 +50,7 @@ class Timeline:
     @cached_property
     def compute(self) -> float:
         """Return the seconds in which the compute stream is busy."""
-        return sum(self.compute_by_task)
+        return sum(self.compute_by_task, 0.0)
 
     @cached_property
     def compute_by_task(self) -> tuple[float, ...]:
@@ -61,12 +61,12 @@ class Timeline:
     @cached_property
     def communication(self) -> float:
         """Return the seconds in which at least one link is busy."""
-        return sum(end - start for start, end in self._communicating)
+        return sum((end - start for start, end in self._communicating), 0.0)
 
     @cached_property
     def exposed(self) -> float:
         """Return the seconds of communication in which the device computes nothing."""
-        return sum(self._idle.within(start, end) for start, end in self._communicating)
+        return sum((self._idle.within(start, end) for start, end in self._communicating), 0.0)
 
     @property
     def hidden(self) -> float:

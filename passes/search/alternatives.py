@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from passes.ir.graph import item_of
 from passes.ir.layout import Layout
-from passes.search.model.factor_graph import ACROSS, INSIDE, Bools
+from passes.search.model.factor_graph import ACROSS, COMPUTE, INSIDE, Bools
 from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
 from passes.search.solvers.dual_ascent import Dual
@@ -109,14 +109,15 @@ class _Restricted:
         if not assignments:
             return Alternative(layout, is_chosen, None, bound)
         best = min(assignments, key=lambda assignment: (not self._fits(assignment), assignment.objective))
-        variables = zip(self.factor_graph.variables, best.strategies, strict=True)
+        variables = list(zip(self.factor_graph.variables, best.strategies, strict=True))
+        kernels = np.sum([variable.loads[:, strategy] for variable, strategy in variables], axis=0)
         return Alternative(
             layout,
             is_chosen,
             best.objective,
             min(bound, best.objective),
-            sum(float(variable.seconds[strategy]) for variable, strategy in variables),
-            float(best.loads[:, [INSIDE, ACROSS]].sum()),
+            float(kernels[COMPUTE]),
+            float((best.loads.sum(0) - kernels)[[INSIDE, ACROSS]].sum()),
             best.memory,
             self._fits(best),
         )

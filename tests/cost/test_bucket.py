@@ -121,7 +121,7 @@ def test_a_size_between_the_smallest_and_the_largest_sends_earlier_with_less_lat
 
 
 def test_a_sort_of_message_with_few_bytes_gets_a_bucket_that_is_smaller_than_the_smallest() -> None:
-    """What is reduced inside a node first, and then across, sends an eighth of the bytes across."""
+    """Reduce inside a node first, and then an eighth of the bytes across."""
     calm = replace(hardware_named("h100"), name="calm", contention=0.0)
     mesh, tasks = Mesh("dp=8,tp=8", hardware=calm), list[Task]()
     assert mesh.hardware is not None

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
+from autoshard.planner import recipe_candidates
 from autoshard.planner.effort import QUICK
 from autoshard.planner.ties import TIE
 
@@ -78,8 +79,10 @@ def test_a_quick_answer_is_simulated_and_says_what_is_not_proven() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_answer_tries_every_recipe_where_the_simulator_does_not_agree_with_the_solver() -> None:
-    """The step of so small a model is simulated 1.26 times as long as the solver's model says."""
+def test_a_quick_answer_tries_every_recipe_where_the_simulator_does_not_agree_with_the_solver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe_candidates, "OFF", 0.0)  # the step is simulated 4 % longer than the solver's model says
     quick = planned(mesh="dp=4,tp=1", hardware="a100").replan(mesh="dp=2,tp=4", hardware="h100")
     assert quick.search is not None
     notes = [one.note for one in quick.search.candidates if one.cost is None]

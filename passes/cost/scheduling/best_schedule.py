@@ -25,7 +25,7 @@ MOST_SAVED = 0.25  # fraction of a step that other buckets save at most, by assu
 MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
 HIDDEN = 0.01  # fraction of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
 WORTH = 0.002  # fraction of a step that a larger window, or more memory, must save: less is within the model's error
-FEWER = 4  # times fewer bytes than in the smallest bucket, tried for one sort alone: one that sends an eighth of the bytes fills it late
+FEWER = 4  # times fewer bytes than in the smallest bucket, tried for one sort alone: one of few bytes fills it late
 SLOWER = 1.5  # times the predicted seconds of collectives, to break ties: a margin for effects that are not modelled
 
 

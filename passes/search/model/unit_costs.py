@@ -160,6 +160,7 @@ class UnitCosts:
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
                 waits = min(1.0, joined / all_layers) if together.exposed else 0.0
                 copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
+                copies += 2 * self.hardware.launch * nbytes / joined
                 ways.append((self.beside(share, waits * share) + copies, share))
             added, taken = min(ways)[0], min(ways, key=sum)[1]
         return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)
