@@ -9,7 +9,7 @@ the same ops of equal layers. Two things couple all variables: a segment of the 
 as long as the busiest of computation, links inside a node and links across nodes, as these overlap; and all bytes
 together have to fit the memory budget.
 
-The bound. Weights for the three resources of each segment and a price per byte (Lagrange multipliers) turn the objective
+The bound. Weights for the resources of each segment and a price per byte (Lagrange multipliers) turn the objective
 into a sum of unary and pairwise costs that is at most the step. The minimum of that sum is bounded from below by
 sequential tree-reweighted message passing (TRW-S): messages along the factors move cost to the variables until what
 every variable has to pay adds up; this is a dual ascent. Good multipliers make the bound high. They are the duals of

@@ -135,9 +135,8 @@ def bucketed(
 
     First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
     the largest is tried too, then each sort's size is changed alone, also to less than the smallest, and kept if that is
-    faster. If bucketing saves less than
-    `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known so precisely. `worst`: as for
-    `schedule`; with a common size that is much slower, no others are tried.
+    faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known
+    so precisely. `worst`: as for `schedule`; with a common size that is much slower, no others are tried.
     """
     joined = _Joined(program)
     plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)

@@ -97,7 +97,7 @@ class MovableTasks:
 def _prefetches(program: Program) -> list[Prefetch]:
     """Return the gathers of parameters in the order of use, each with the kernels that no earlier one has.
 
-    A kernel whose result others read, too, is of no gather: it runs in its own turn.
+    A kernel whose result other tasks read, too, belongs to none: it runs in its own turn.
     """
     index, tasks = program.index, program.tasks
     gathers = [number for number, task in enumerate(tasks) if task.prefetchable]

@@ -75,7 +75,7 @@ class Value:
     is_saved: bool = False  # kept from the forward for the backward, in the layout that the backward needs
     is_counted: bool = False  # `state` of the maker has its bytes already, unless it is partial
     repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result
-    stays_partial: bool = False  # a gradient before its cast to the dtype that it is reduced in is not reduced yet
+    stays_partial: bool = False  # it may not be reduced: a gradient before its cast to the dtype that it is reduced in
     is_product: bool = False  # the result of a matrix product, whose reduction can be sent in chunks
     is_of_kernel: bool = False  # made by a kernel of its own, with which no copy is fused
     is_for_kernels: bool = False  # read by one
@@ -100,7 +100,7 @@ class Segment:
     def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
         """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.
 
-        Nothing is on a link before what is reduced first is made, and after what is gathered last is there.
+        A link sends nothing before the first gradient is there, or while the last layer uses what was gathered last.
         """
         return np.stack([seconds, self.exposed * seconds, self.exposed * seconds, awaited * self.has_path])
 

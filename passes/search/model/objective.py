@@ -3,9 +3,9 @@
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
     bytes = base + sum of state + max of working + sum of held + max over segments of gathered
 
-The resources of a segment are computation, the links inside a node, those across, and the critical path: kernels and messages
-that wait for each other, one after another. Each strategy of a variable adds to
-these loads (`Variable.loads`), to the bytes that stay (`state`) and to those of one call (`working`). Each
+The resources of a segment are its kernels, the links inside a node, those across, and the critical path: kernels and messages
+that wait for each other, one after another. Each strategy of a variable adds to these loads (`Variable.loads`), to the bytes
+that stay (`state`) and to those of one call (`working`). Each
 transition of a value adds what its `TransitionTerms` say. `recomputation` is the time to free what is over the memory
 limit, by `MemoryBudget`.
 """
@@ -19,8 +19,8 @@ import numpy as np
 from torch.fx import Node
 
 from passes.cost.fused_regions import is_alias, node_nbytes
-from passes.ir.layout import Layout, R, Shard
-from passes.search.model.factor_graph import Bools, FactorGraph, Floats, Value
+from passes.ir.layout import Layout, Partial, R, Shard
+from passes.search.model.factor_graph import RESOURCES, Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.unit_costs import UnitCosts
 
@@ -40,7 +40,7 @@ class TransitionTerms:
     gathered: Floats  # bytes of one layer's parameter in the target layout, while the layer uses it
     moved: Floats  # by target: bytes of the value in that layout
     same: Bools
-    impossible: Bools  # no steps lead from source to target
+    impossible: Bools  # no steps lead from source to target, or none that may be taken
 
 
 def transition_terms(
@@ -52,13 +52,13 @@ def transition_terms(
     segment = graph.segments[value.segment]
     links = costs.inside + costs.across
     exposed = costs.added if value.hides else unit_costs.beside(links, segment.exposed_between * links)
-    awaited = _nothing(*same.shape) if value.hides or not segment.has_path else links
+    awaited, nothing = links, _nothing(*same.shape)
     copied = _copied(value, sources, targets, unit_costs)
     local = costs.local + copied
     if unit_costs.hiding.in_chunks:
         in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
         exposed, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (exposed, awaited))
-    on_path = (local + awaited) * value.count * (segment.has_path and not value.hides)
+    on_path = (local + awaited) * value.count if segment.has_path and not value.hides else nothing
     exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.inside * value.count, costs.across * value.count
@@ -66,15 +66,23 @@ def transition_terms(
     return TransitionTerms(
         np.stack([(local + exposed) * value.count, *on_links, on_path]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([exposed_again * value.count, *on_links, _nothing(*same.shape)]) if can_repeat else _nothing(4, *same.shape),
+        np.stack([exposed_again * value.count, *on_links, nothing]) if can_repeat else _nothing(len(RESOURCES), *same.shape),
         (links + local) * value.count,
         links * value.count,
         _held(value, sources, moved, same, unit_costs),
-        np.where(same, 0.0, moved[None, :]) / segment.layers if value.is_parameter else _nothing(*same.shape),
+        np.where(same, 0.0, moved[None, :]) / segment.layers if value.is_parameter else nothing,
         moved,
         same,
-        costs.impossible,
+        costs.impossible | _reduces(sources, targets) if value.stays_partial else costs.impossible,
     )
+
+
+def _reduces(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
+    """Return which transitions reduce partial sums on an axis."""
+    sides = ([[isinstance(one, Partial) for one in layout.placements] for layout in side] for side in (sources, targets))
+    have, need = map(np.array, sides)
+    found: Bools = (have[:, None] & ~need[None, :]).any(2)
+    return found
 
 
 def _copied(value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts) -> Floats:

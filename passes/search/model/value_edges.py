@@ -31,7 +31,8 @@ def values_of(
     separate.
 
     `owners` are of leaders, `ends` of positions in the output; values `inside` a variable are left out. If all layouts are
-    known (`is_placed`), a value and its permutation are one also where they are of two variables.
+    known (`is_placed`), a value and its permutation are one also where they are of two variables, and a gradient may be reduced
+    before its cast, as a recipe may do.
     """
     returned: dict[Node, list[Port]] = {}
     for position, value, _ in structure.outputs:
@@ -74,7 +75,7 @@ def values_of(
             is_saved=node not in structure.weights and node in structure.read,
             is_counted=structure.ties.leader[source_of(node)] in structure.saved,
             repeat_segment=_repeat_segment(node, structure),
-            stays_partial=node in structure.gradients and _is_widened(node, tensor.element_size(), structure),
+            stays_partial=not is_placed and node in structure.gradients and _is_widened(node, tensor.element_size(), structure),
             is_of_kernel=not is_fusible(source_of(node).target),
             is_for_kernels=is_read_by_kernels(node),
             is_product=source_of(node).target in PRODUCTS,

@@ -62,7 +62,7 @@ class Formulation:
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Assignment | None, float]:
         """Return the best assignment found, None if there is none, and a proven lower bound in seconds."""
         solved = self.program.minimise(gap=gap, time_limit=time_limit, nodes=nodes)
-        # The program's cost has the ties: less than three times their part of a segment, which is the longest of three.
+        # The program's cost has the ties: less than their part of three times a segment, as no load is longer than that.
         bound = float("inf") if solved.is_infeasible else solved.bound / MILLISECONDS / (1 + 3 * TIE)
         return (None if solved.values is None else self._assignment(solved.values)), bound
 

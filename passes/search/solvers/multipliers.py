@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.search.model.factor_graph import FactorGraph, Floats
+from passes.search.model.factor_graph import RESOURCES, FactorGraph, Floats
 
 Weights = tuple[float, ...]  # of each resource; they sum to 1
-COMPUTATION: Weights = (1.0, 0.0, 0.0, 0.0)
+COMPUTATION: Weights = (1.0, *(0.0,) * (len(RESOURCES) - 1))
 
 
 @dataclass(frozen=True)

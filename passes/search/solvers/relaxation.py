@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from passes.ir.layout import Partial
 from passes.search.model.factor_graph import Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.transitions import INFEASIBLE, Transitions
@@ -71,16 +70,7 @@ class Relaxation:
         held = byte * terms.held
         if value.repeat_segment >= 0:
             held = np.minimum(held, _weighted(multipliers.segments[value.repeat_segment], terms.repeat_loads))
-        impossible = terms.impossible
-        if value.stays_partial:
-            sides = self.transitions.sources[number], self.transitions.targets[number]
-            partial = [np.array([self._partial_axes(layout) for layout in side]) for side in sides]
-            impossible = impossible | (partial[0][:, None] & ~partial[1][None, :]).any(-1)
-        return np.where(impossible, INFEASIBLE, seconds + held)
-
-
-    def _partial_axes(self, layout: int) -> list[bool]:
-        return [isinstance(placement, Partial) for placement in self.factor_graph.layout(layout).placements]
+        return np.where(terms.impossible, INFEASIBLE, seconds + held)
 
 
 def _weighted(weights: Weights, loads: Floats) -> Floats:
