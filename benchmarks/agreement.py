@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--case", type=int, action="append", help="the number of a case, from 0; by default all")
     given = parser.parse_args()
     ratios: list[float] = []
+    own: list[float] = []
+    gains: list[float] = []
     for number, case in enumerate(CASES):
         is_named = not given.models or case.build.__name__ in given.models
         if not is_named or (given.case is not None and number not in given.case):
@@ -68,10 +70,17 @@ def main() -> None:
         print(f"{case}: bound {'none' if bound is None else f'{bound / least:.3f} of the fastest'}", flush=True)
         print("\n".join(map(str, rows)), flush=True)
         ratios += [row.ratio for row in rows if row.fits]
+        solved, *recipes = rows
+        own.append(solved.ratio)
+        gains += [solved.step / min(row.step for row in recipes if row.fits)] if any(row.fits for row in recipes) else []
     if ratios:
         near = sum(abs(ratio - 1) <= GOAL for ratio in ratios)
         figures = f"{min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}"
         print(f"{len(ratios)} plans that fit: {figures}; {near} within {GOAL:.0%}")
+        print(f"of these, {sum(abs(ratio - 1) <= GOAL for ratio in own)} of {len(own)} of the solver within {GOAL:.0%}")
+    if gains:
+        figures = f"{min(gains):.3f} to {max(gains):.3f}, median {statistics.median(gains):.3f}"
+        print(f"the solver's step, of the best recipe's: {figures}")
 
 
 def compared(case: Case) -> tuple[list[Row], float | None]:

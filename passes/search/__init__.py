@@ -6,8 +6,8 @@ its user needs, a reshard (here: a transition) costs seconds on a link. One stra
 one is wanted. That is MAP inference on a factor graph: ops are variables, strategies their labels, strategies have unary
 costs and transitions pairwise costs. To keep it small, ops between which no reshard pays are one variable, and so are
 the same ops of equal layers. Two things couple all variables: a segment of the step (a layer's forward or backward) lasts
-as long as the busiest of computation, links inside a node and links across nodes, as these overlap; and all bytes
-together have to fit the memory budget.
+as long as the longest of computation, links inside a node, links across nodes, and the critical path, as these overlap; and
+all bytes together have to fit the memory budget.
 
 The bound. Weights for the resources of each segment and a price per byte (Lagrange multipliers) turn the objective
 into a sum of unary and pairwise costs that is at most the step. The minimum of that sum is bounded from below by

@@ -5,9 +5,8 @@
 
 The resources of a segment are its kernels, the links inside a node, those across, and the critical path: kernels and messages
 that wait for each other, one after another. Each strategy of a variable adds to these loads (`Variable.loads`), to the bytes
-that stay (`state`) and to those of one call (`working`). Each
-transition of a value adds what its `TransitionTerms` say. `recomputation` is the time to free what is over the memory
-limit, by `MemoryBudget`.
+that stay (`state`) and to those of one call (`working`). Each transition of a value adds what its `TransitionTerms` say.
+`recomputation` is the time to free what is over the memory limit, by `MemoryBudget`.
 """
 
 from __future__ import annotations

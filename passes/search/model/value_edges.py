@@ -139,8 +139,6 @@ def _order(permuted: Node) -> tuple[int, ...]:
 
 def _place(node: Node, structure: StepStructure, *, is_forward: bool) -> Node:
     """Return the call that a value's transition is next to: its maker, or its first user for a parameter."""
-    if node not in structure.weights:
-        return node
     while node in structure.weights:
         users = [user for user in node.users if user.op != "output" and is_forward in _directions(user, structure)]
         if not users:
