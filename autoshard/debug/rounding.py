@@ -20,10 +20,11 @@ from torch.fx import GraphModule, Node
 from autoshard.capture.held_objects import copies_of_computed
 from autoshard.debug.random_draws import Draws, ReplayError
 from autoshard.debug.simulated_ranks import Call, Ranks, Step, Whole, distance, run_on_one_device
-from passes._torch import OpOverload, flatten_pytree, intercepted, unflatten_pytree
+from passes._torch import OpOverload, flatten_pytree, intercepted, select_decompositions, unflatten_pytree
 
 RUNS = 3  # with other nudges: a single number may come out as before by chance
 LIKELY = 8.0  # times as far as in these runs, rounding may move a value
+_LOGARITHMS_OF_SUMS = frozenset({torch.ops.aten._log_softmax.default, torch.ops.aten.logsumexp.default})
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,18 @@ class _Nudge:
     """Makes a call, and nudges the numbers that it rounds: no whole ones, and none that it was given.
 
     A gradient formula (`..._backward`) takes several steps, each of which rounds: what it is given is nudged, whole
-    numbers as well.
+    numbers as well. The logarithm of a sum is computed in steps, as the program does: the sum is rounded to a digit of
+    one or more, and its logarithm may be far smaller.
     """
 
     def __init__(self, precision: torch.dtype, seed: int) -> None:
         self.precision, self.generator = precision, torch.Generator("cpu").manual_seed(RUNS + seed)
+        self.steps = select_decompositions(whole=frozenset())
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if op in _LOGARITHMS_OF_SUMS:
+            with intercepted(self):
+                return self.steps[op](*args, **kwargs)
         given = _numbers((args, kwargs))
         if op._opname.endswith("_backward"):
             leaves, spec = flatten_pytree((args, dict(kwargs)))

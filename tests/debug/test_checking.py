@@ -114,6 +114,26 @@ def test_the_steps_within_a_gradient_formula_are_rounded() -> None:
     assert rounding.of_result("gradients", "model.0.bias", torch.zeros(4, dtype=torch.float64)) > 1e-16
 
 
+def test_the_sum_within_a_cross_entropy_is_rounded() -> None:
+    """Measure a loss near 0: one less than a sum that is rounded to a digit of 1."""
+    x, label = torch.zeros(8, 96), torch.arange(8)
+    x[label, label] = 17.0
+    model = CrossEntropy()
+    loss = model(x, label).detach()
+    rounding = Rounding(Call(model, (x, label), {}), torch.float32, training=True)
+    assert 0 < loss < 1e-5
+    assert rounding.of_result("outputs", "output", loss) > 1e-3 * loss
+
+
+class CrossEntropy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(96))
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.scale * x, label)
+
+
 class Summed(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
