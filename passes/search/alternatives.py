@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from passes.ir.graph import item_of
 from passes.ir.layout import Layout
-from passes.search.model.factor_graph import ACROSS, COMPUTE, INSIDE, Bools
+from passes.search.model.factor_graph import ACROSS, BESIDE_INSIDE, INSIDE, Bools
 from passes.search.model.transitions import INFEASIBLE
 from passes.search.prepared import Searched
 from passes.search.solvers.dual_ascent import Dual
@@ -116,7 +116,7 @@ class _Restricted:
             is_chosen,
             best.objective,
             min(bound, best.objective),
-            float(kernels[COMPUTE]),
+            float(kernels[BESIDE_INSIDE]),
             float((best.loads.sum(0) - kernels)[[INSIDE, ACROSS]].sum()),
             best.memory,
             self._fits(best),

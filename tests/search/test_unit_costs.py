@@ -24,11 +24,11 @@ def test_transitions_cost_what_the_emitted_steps_cost(mesh: str, itemsize: int) 
     layouts = [Layout(placements) for placements in product(PLACEMENTS, repeat=on.ndim)]
     layouts = [layout for layout in layouts if is_storable(layout, SHAPE, on)]
     costs = unit_costs.transition_costs(SHAPE, itemsize, layouts, layouts)
-    for i, j in list(np.ndindex(*costs.inside.shape))[:: max(1, costs.inside.size // 500)]:
+    for i, j in list(np.ndindex(*costs.local.shape))[:: max(1, costs.local.size // 500)]:
         fresh = UnitCosts.of(on)  # knows of no transition that is like it
         alone = fresh.transition_costs(SHAPE, itemsize, [layouts[i]], [layouts[j]])
         one, found = (
-            [float(cost[at]) for cost in (of.inside, of.across, of.local, of.impossible)]
+            [float(cost[at]) for cost in (*of.on_links, of.local, of.impossible)]
             for of, at in ((alone, (0, 0)), (costs, (i, j)))
         )
         assert found == pytest.approx(one), f"{layouts[i].format(on)} to {layouts[j].format(on)}"
@@ -40,4 +40,5 @@ def test_routes_of_few_elements_are_not_those_of_many() -> None:
     unit_costs, partial, whole = UnitCosts.of(on), Layout((Partial(), Partial())), Layout((R, R))
     unit_costs.transition_costs((), 4, [partial], [whole])
     costs = unit_costs.transition_costs((4096, 4096), 4, [partial], [whole])
-    assert costs.inside == 0.0 < costs.across
+    inside, across = costs.on_links
+    assert inside == 0.0 < across

@@ -20,7 +20,8 @@ from torch.fx import Node
 from passes.ir.layout import Layout, Shard
 from passes.search.model.strategies import Strategy
 
-RESOURCES = COMPUTE, INSIDE, ACROSS, PATH = range(4)  # kernels, links inside a node, those between nodes, the critical path
+# Kernels as messages inside a node slow them down, and as those between nodes do; these links; the critical path:
+RESOURCES = BESIDE_INSIDE, BESIDE_ACROSS, INSIDE, ACROSS, PATH = range(5)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -53,7 +54,7 @@ class Variable:
     @property
     def seconds(self) -> Floats:
         """Return the seconds of kernels, per strategy."""
-        found: Floats = self.loads[COMPUTE]
+        found: Floats = self.loads[BESIDE_INSIDE]
         return found
 
 
@@ -102,7 +103,7 @@ class Segment:
 
         A link sends nothing before the first gradient is there, or while the last layer uses what was gathered last.
         """
-        return np.stack([seconds, self.exposed * seconds, self.exposed * seconds, awaited * self.has_path])
+        return np.stack([seconds, seconds, self.exposed * seconds, self.exposed * seconds, awaited * self.has_path])
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
     bytes = base + sum of state + max of working + sum of held + max over segments of gathered
 
-The resources of a segment are its kernels, the links inside a node, those across, and the critical path: kernels and messages
-that wait for each other, one after another. Each strategy of a variable adds to these loads (`Variable.loads`), to the bytes
-that stay (`state`) and to those of one call (`working`). Each transition of a value adds what its `TransitionTerms` say.
+The resources of a segment are its kernels beside the messages inside a node and beside those between nodes, these links, and
+the critical path: kernels and messages that wait for each other, one after another. Each strategy of a variable adds to these
+loads (`Variable.loads`), to the bytes that stay (`state`) and to those of one call (`working`). Each transition of a value
+adds what its `TransitionTerms` say.
 `recomputation` is the time to free what is over the memory limit, by `MemoryBudget`.
 """
 
@@ -21,6 +22,7 @@ from passes.cost.fused_regions import is_alias, node_nbytes
 from passes.ir.layout import Layout, Partial, R, Shard
 from passes.search.model.factor_graph import RESOURCES, Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
+from passes.search.model.step_structure import is_read_by_kernels
 from passes.search.model.unit_costs import UnitCosts
 
 
@@ -49,23 +51,29 @@ def transition_terms(
     costs = unit_costs.transition_costs(value.shape, value.itemsize, sources, targets, graph.together(value))
     same = _same(sources, targets)
     segment = graph.segments[value.segment]
-    links = costs.inside + costs.across
-    exposed = costs.added if value.hides else unit_costs.beside(links, segment.exposed_between * links)
-    awaited, nothing = links, _nothing(*same.shape)
+    links, nothing = costs.on_links.sum(0), _nothing(*same.shape)
     copied = _copied(value, sources, targets, unit_costs)
     local = costs.local + copied
+    if value.hides:
+        beside, awaited = _beside(costs.exposed, costs.slowed), nothing
+    else:
+        awaits, slowed = unit_costs.split(costs.on_links, segment.exposed_between)
+        # Kernels that wait for a message on one link are not slowed down by those on the other meanwhile:
+        beside, awaited = _beside(awaits.sum(0) - unit_costs.slowed(awaits)[::-1], slowed), links
     if unit_costs.hiding.in_chunks:
         in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
-        exposed, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (exposed, awaited))
+        beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
     on_path = (local + awaited) * value.count if segment.has_path and not value.hides else nothing
-    exposed_again = unit_costs.beside(links, graph.segments[value.repeat_segment].exposed * links)
+    again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
-    on_links = costs.inside * value.count, costs.across * value.count
+    on_links = costs.on_links * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
-        np.stack([(local + exposed) * value.count, *on_links, on_path]),
+        np.stack([*(local + beside) * value.count, *on_links, on_path]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([exposed_again * value.count, *on_links, nothing]) if can_repeat else _nothing(len(RESOURCES), *same.shape),
+        np.stack([*_beside(again.sum(0), slowed_again) * value.count, *on_links, nothing])
+        if can_repeat
+        else _nothing(len(RESOURCES), *same.shape),
         (links + local) * value.count,
         links * value.count,
         _held(value, sources, moved, same, unit_costs),
@@ -74,6 +82,15 @@ def transition_terms(
         same,
         costs.impossible | _reduces(sources, targets) if value.stays_partial else costs.impossible,
     )
+
+
+def _beside(waits: Floats, slowed: Floats) -> Floats:
+    """Return the seconds that messages add to those of kernels, counted beside each link [link, source, target].
+
+    Kernels are slowed down while either link is in use, and two links are in use at the same time as often as not: of what
+    the other link adds, half counts.
+    """
+    return waits + slowed + slowed[::-1] / 2
 
 
 def _reduces(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
@@ -123,13 +140,15 @@ def _in_chunks(
         return np.full_like(links, np.inf)
     nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
     empty = unit_costs.transition_costs(value.shape, 0, sources, targets)
-    latency = empty.inside + empty.across
-    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, latency, reading, nbytes), np.inf)
+    latency = empty.on_links.sum(0)
+    whole = copied if value.is_saved else 0.0  # the backward reads it whole: its chunks are concatenated
+    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, latency, reading, nbytes) + whole, np.inf)
     return np.where(partial & (making > 0), unit_costs.in_chunks(links, latency, making) + copied, found)
 
 
 def _made_by_products(nodes: Sequence[Node]) -> int:
-    return sum(node_nbytes(node) for node in nodes if not is_alias(node))
+    """Return the bytes that calls make for others that cannot be fused: pointwise ones read chunks as well as the whole."""
+    return sum(node_nbytes(node) for node in nodes if not is_alias(node) and is_read_by_kernels(node))
 
 
 def _shards(layout: Layout) -> int:

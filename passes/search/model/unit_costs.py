@@ -22,7 +22,7 @@ from passes.search.model.reshard_routes import Leg, ReshardRoutes
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
 T = TypeVar("T", float, Floats)
-_Seconds = tuple[float, float, float, float]  # inside a node, across, of local steps, and what messages add to kernels
+_Seconds = tuple[float, float, float, float, float, float]  # on two links, of local steps, exposed, and slowed by two links
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,14 @@ USUAL = Hiding()
 
 @dataclass(frozen=True, eq=False)
 class TransitionCosts:
-    """The seconds of transitions from each source to each target, on links and of local steps, and which are
-    `impossible`. What messages that hide add to the seconds of kernels is `added`."""
+    """The seconds of transitions from each source to each target, on links [link, source, target] and of local steps, and
+    which are `impossible`. Of messages that hide, what kernels wait for is `exposed`, and what those on each link add to
+    the seconds of kernels beside them is `slowed`."""
 
-    inside: Floats
-    across: Floats
+    on_links: Floats
     local: Floats
-    added: Floats
+    exposed: Floats
+    slowed: Floats
     impossible: NDArray[np.bool_]
 
 
@@ -82,15 +83,16 @@ class UnitCosts:
         """Return the sizes of one rank's parts."""
         return self.routes.sizes
 
-    def beside(self, links: T, exposed: T) -> T:
-        """Return the seconds that messages of `links` seconds add to those of kernels, if `exposed` of these cannot hide.
+    def split(self, links: T, exposed: float) -> tuple[T, T]:
+        """Return the seconds that messages of `links` seconds add to those of kernels, if the part `exposed` of them cannot
+        hide: those in which kernels wait, and those by which kernels beside the others are slowed down."""
+        waits = links * (exposed if self.hiding.overlaps else 1.0)
+        return waits, self.slowed(links - waits)
 
-        A kernel beside one does less of its work per second.
-        """
-        if not self.hiding.overlaps:
-            return links
+    def slowed(self, hidden: T) -> T:
+        """Return the seconds that kernels take longer beside messages of `hidden` seconds: they do less work per second."""
         kernels, between = self.hardware.contention, self.hardware.link_contention
-        return exposed + (links - exposed) * kernels * (1 + between) / (1 + kernels)
+        return hidden * (kernels * (1 + between) / (1 + kernels))
 
     def in_chunks(self, links: Floats, latency: Floats, product: float, nbytes: float = 0.0) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
@@ -101,7 +103,7 @@ class UnitCosts:
         found = np.full_like(links, np.inf)
         for chunks in CHUNKS:
             sent = links + (chunks - 1) * latency
-            rest = np.maximum(sent - product, self.beside(sent, 0.0 * sent)) * (1 - 1 / chunks)
+            rest = np.maximum(sent - product, self.slowed(sent)) * (1 - 1 / chunks)
             found = np.minimum(found, sent / chunks + rest + (chunks - 1) * self.hardware.launch)
         return found + self.copied(np.array(nbytes / self.mesh.size))
 
@@ -126,33 +128,35 @@ class UnitCosts:
         if key not in self._costs:
             routes = self.routes.routes(shape, sources, targets)
             times = np.array(self._taken(float(math.prod(shape) * itemsize), together))
-            seconds = np.zeros((len(routes.legs), 4))
+            seconds = np.zeros((len(routes.legs), times.shape[1]))
             for leg in routes.legs.T:
                 seconds += times[leg]
-            inside, across, local, added = (column[routes.numbers] for column in seconds.T)
-            self._costs[key] = TransitionCosts(inside, across, local, added, routes.impossible[routes.numbers])
+            inside, across, local, exposed, *slowed = (column[routes.numbers] for column in seconds.T)
+            impossible = routes.impossible[routes.numbers]
+            self._costs[key] = TransitionCosts(np.stack([inside, across]), local, exposed, np.stack(slowed), impossible)
         return self._costs[key]
 
     def _taken(self, nbytes: float, together: Together | None) -> list[_Seconds]:
         """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
         times = self._times.setdefault((nbytes, together), [])
         times += [self._leg(leg, nbytes, together) for leg in list(self.routes.legs)[len(times) :]]
-        return [*times, (0.0, 0.0, 0.0, 0.0)]
+        return [*times, (0.0,) * 6]
 
     def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
-        """Return seconds inside a node, across, of local steps, and what messages that hide add to those of kernels.
+        """Return the seconds of one leg.
 
         It is sent alone or joined, whichever kernels wait for least.
         """
         if leg.kind is TAKE_PART:
-            return 0.0, 0.0, 0.0, 0.0  # a view
+            return (0.0,) * 6  # a view
         if not leg.kind.communicates:
-            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, 0.0
+            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, 0.0, 0.0, 0.0
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
-        taken = added = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
+        taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
+        exposed, slowed = taken, 0.0
         if together is not None and nbytes:
-            ways = [(self.beside(taken, together.exposed * taken), taken)]
+            ways = [(*self.split(taken, together.exposed), taken)]
             least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
             between = math.sqrt(least * most)  # as `bucketed` tries
             for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket is not None else ():
@@ -161,6 +165,10 @@ class UnitCosts:
                 waits = min(1.0, joined / all_layers) if together.exposed else 0.0
                 copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
                 copies += 2 * self.hardware.launch * nbytes / joined
-                ways.append((self.beside(share, waits * share) + copies, share))
-            added, taken = min(ways)[0], min(ways, key=sum)[1]
-        return (taken, 0.0, 0.0, added) if link_of(group) == "inside" else (0.0, taken, 0.0, added)
+                exposed, slowed = self.split(share, waits)
+                ways.append((exposed + copies, slowed, share))
+            exposed, slowed, _ = min(ways, key=lambda way: way[0] + way[1])
+            taken = min(ways, key=sum)[2]
+        if link_of(group) == "inside":
+            return taken, 0.0, 0.0, exposed, slowed, 0.0
+        return 0.0, taken, 0.0, exposed, 0.0, slowed

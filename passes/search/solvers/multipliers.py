@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from passes.search.model.factor_graph import RESOURCES, FactorGraph, Floats
 
 Weights = tuple[float, ...]  # of each resource; they sum to 1
-COMPUTATION: Weights = (1.0, *(0.0,) * (len(RESOURCES) - 1))
+COMPUTATION: Weights = (0.5, 0.5, *(0.0,) * (len(RESOURCES) - 2))
 
 
 @dataclass(frozen=True)
