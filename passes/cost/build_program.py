@@ -203,7 +203,11 @@ def _program(step: _Step, updates: Sequence[Task]) -> Program:
 
 
 def _with_deferrable(tasks: list[Task], buffers: Mapping[str, Buffer], generated: set[str]) -> list[Task]:
-    """Mark collectives that lead to results of the program only through moves, casts and collectives."""
+    """Mark collectives that lead to results of the program only through moves, casts and collectives.
+
+    A move may read what is known from the start as well: the end of padding reads the rank's coordinate.
+    """
+    made = {name for task in tasks for name in task.outputs}
     readers: dict[str, list[int]] = {}
     for number, task in enumerate(tasks):
         for name in task.inputs:
@@ -213,7 +217,7 @@ def _with_deferrable(tasks: list[Task], buffers: Mapping[str, Buffer], generated
     for number, task in reversed(list(enumerate(tasks))):
         is_used = all(buffers[name].kind in ("gradient", "output") or readers.get(name) for name in task.outputs)
         ends = is_used and all(leads_out[reader] for name in task.outputs for reader in readers.get(name, ()))
-        leads_out[number] = ends and len(task.inputs) == 1 and (task.is_collective or task.name in generated)
+        leads_out[number] = ends and len(made.intersection(task.inputs)) == 1 and (task.is_collective or task.name in generated)
         if ends and task.is_collective and not task.prefetchable:
             found[number] = replace(task, deferrable=True)
     return found

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,9 +109,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Together:
-    """The messages of a segment that are joined: of each of its `layers`, `times` the bytes of one. The part `exposed` of them
-    has no compute to hide beside, and no less than one message."""
+    """The messages of a segment that are joined, of one kind: of each of its `layers`, `times` the bytes of one. The part
+    `exposed` of them has no compute to hide beside, and no less than one message."""
 
+    kind: Literal["gather", "reduction"]
     times: float
     layers: int
     exposed: float
@@ -150,7 +152,8 @@ class FactorGraph:
             return None
         segment = self.segments[value.segment]
         joined = self._joined.get((value.segment, value.is_parameter), 0.0)
-        return Together(joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed)
+        kind: Literal["gather", "reduction"] = "gather" if value.is_parameter else "reduction"
+        return Together(kind, joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed)
 
     @cached_property
     def _joined(self) -> dict[tuple[int, bool], float]:

@@ -159,7 +159,7 @@ class UnitCosts:
             ways = [(*self.split(taken, together.exposed), taken)]
             least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
             between = math.sqrt(least * most)  # as `bucketed` tries
-            for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket is not None else ():
+            for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket == together.kind else ():
                 joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
                 waits = min(1.0, joined / all_layers) if together.exposed else 0.0
