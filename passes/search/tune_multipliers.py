@@ -9,7 +9,7 @@ from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
 ROUNDS = 8  # of tuning by the linear program of the strategies near the bound, at most
-GAIN = 5e-4  # of the bound: a round that adds less is idle
+GAIN = 5e-4  # of the bound: a round that adds less to the last one is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
 NEAR = 0.002  # of the bound: strategies within this of it are in the linear program
@@ -45,16 +45,16 @@ def tune(state: SearchState) -> None:
     under those join the program, and so on.
     """
     best = state.dual_bound, state.relaxation.multipliers
-    restriction, idle = _near_bound(state), 0
+    restriction, idle, last = _near_bound(state), 0, 0.0
     for _ in range(ROUNDS):
         multipliers = state.formulation(restriction).multipliers(state.clock.for_program)
         if state.is_done or multipliers is None:
             break
         state.reweigh(multipliers)
-        gain = state.dual_bound - best[0]
-        idle = 0 if gain > GAIN * best[0] else idle + 1
-        if gain > 0:
-            best = best[0] + gain, state.relaxation.multipliers
+        idle = 0 if state.dual_bound - last > GAIN * best[0] else idle + 1
+        last = state.dual_bound
+        if last > best[0]:
+            best = last, state.relaxation.multipliers
         if state.bounds.are_closed:
             break
         before, restriction = restriction.size, restriction.joined(_near_bound(state))
