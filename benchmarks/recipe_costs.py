@@ -59,7 +59,8 @@ def recipe_assignment(
     """Return the assignment with the layouts of `placed`: the graph with reshards added and every node placed.
 
     Each variable has one strategy, which the search need not consider, and reshards may be inside of a variable. Parameters are
-    gathered again in the backward, or kept. None if a reshard has no steps.
+    gathered again in the backward, or kept; transitions of other values are repeated where that is faster than to free the
+    memory of their results otherwise. None if a reshard has no steps.
     """
     structure, skeleton, node_costs = prepared.structure, prepared.skeleton, prepared.node_costs
     layouts = _Layouts.of(structure, skeleton, placed)
@@ -67,9 +68,9 @@ def recipe_assignment(
     values = tuple(values_of(structure, skeleton.owners, skeleton.ends, frozenset(), is_placed=True))
     graph = with_costs(replace(skeleton, variables=variables, values=values), node_costs, float("inf"))
     transitions = Transitions(graph, node_costs.unit_costs)
-    return evaluate(
-        transitions, [0] * len(variables), keeps=float("inf") if gathers_again else 0.0, repeats=0.0, budget=budget
-    )
+    keeps = float("inf") if gathers_again else 0.0
+    tried = (evaluate(transitions, [0] * len(variables), keeps=keeps, repeats=r, budget=budget) for r in (0.0, float("inf")))
+    return min((one for one in tried if one is not None), key=lambda one: one.objective, default=None)
 
 
 @dataclass(frozen=True)
