@@ -81,6 +81,7 @@ class Value:
     is_product: bool = False  # the result of a matrix product, whose reduction can be sent in chunks
     is_of_kernel: bool = False  # made by a kernel of its own, with which no copy is fused
     is_for_kernels: bool = False  # read by one
+    read_again: int = 0  # bytes of the whole tensors that the rest of its kernel reads again if a message splits the kernel
     products: tuple[int, ...] = ()  # variables of matrix products that read its rows, whose gather can be sent in chunks
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from passes.cost.fused_regions import bytes_read, is_alias, is_generated, node_nbytes, regions, source_of, tensor_nbytes
+from passes.cost.fused_regions import bytes_read, is_alias, node_nbytes, source_of, tensor_nbytes
 from passes.cost.optimizer_step import copies_of
 from passes.ir.graph import InputRole, input_of, is_reshard, operands, results_of, trained_parameters
 from passes.search.model.local_sizes import LocalSizes
@@ -41,10 +41,8 @@ class NodeBytes:
     @staticmethod
     def of(structure: StepStructure, sizes: LocalSizes, optimizer: str | None) -> NodeBytes:
         """Find the fused calls and the trained parameters of a graph."""
-        graph = structure.gm.graph
-        fused = [region for region in regions(graph, structure.forward) if is_generated(region[0])]
-        shares = {node: share for region in fused for node, share in _shares(region, structure).items()}
-        return NodeBytes(sizes, optimizer, frozenset(trained_parameters(graph)), shares)
+        shares = {node: share for region in structure.fused for node, share in _shares(region, structure).items()}
+        return NodeBytes(sizes, optimizer, frozenset(trained_parameters(structure.gm.graph)), shares)
 
     def stored(self, node: Node, strategy: Strategy) -> float:
         """Return the bytes of a parameter; 0 for any other node."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch.fx import Node
 
-from passes.cost.fused_regions import is_alias, is_fusible, source_of
+from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, is_reduction, source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
 from passes.search.model.factor_graph import Port, Segment, Value
 from passes.search.model.skeleton import Owner
@@ -54,6 +54,7 @@ def values_of(
             maker = Port(owner.variable, owner.results + position)
             grouped.setdefault((maker, users, is_forward), []).append(node)
     gathered: dict[object, int] = {}
+    read_again = {node: nbytes for region in structure.fused for node, nbytes in _read_again(region)}
     for number, ((maker, users, is_forward), members) in enumerate(grouped.items()):
         node = members[0]
         hides = node in structure.weights or node in structure.gradients
@@ -78,6 +79,7 @@ def values_of(
             stays_partial=not is_placed and node in structure.gradients and _is_widened(node, tensor.element_size(), structure),
             is_of_kernel=not is_fusible(source_of(node).target),
             is_for_kernels=is_read_by_kernels(node),
+            read_again=read_again.get(node, 0),
             is_product=source_of(node).target in PRODUCTS,
             products=tuple(dict.fromkeys(owners[structure.ties.leader[one]].variable for one in _products_of(node))),
         )
@@ -162,6 +164,17 @@ def _products_of(value: Node) -> Iterator[Node]:
             yield from _products_of(user)
         elif user.target in PRODUCTS and user.args[PRODUCTS[user.target]] is value:
             yield user
+
+
+def _read_again(region: Sequence[Node]) -> Iterator[tuple[Node, int]]:
+    """Yield the reductions that a fused kernel uses itself, as a loss does its sums of exponentials, each with the bytes of what
+    the kernel reads before it."""
+    inside, read = set(region), dict[Node, int]()
+    for node in region:
+        outside = (operand for operand in operands(node) if source_of(operand) not in inside)
+        read |= {source_of(operand): bytes_read(node, operand) for operand in outside}
+        if is_reduction(node.target) and any(source_of(operand) is node for user in region for operand in operands(user)):
+            yield node, sum(read.values())
 
 
 def _is_widened(gradient: Node, itemsize: int, structure: StepStructure) -> bool:
