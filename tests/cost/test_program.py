@@ -15,9 +15,9 @@ from autoshard.config.options import Options, Overlap
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from examples.llama import TINY, Llama
-from passes.cost.build_program import program_of, program_of_graph
+from passes.cost.build_program import _with_deferrable, program_of, program_of_graph
 from passes.cost.forward_backward import joined, phases, unchanged
-from passes.cost.program import OPTIMIZER, Program, Task
+from passes.cost.program import OPTIMIZER, Buffer, Program, Task
 from passes.cost.program_memo import ProgramMemo
 from passes.cost.scheduling.best_schedule import schedule
 from passes.cost.simulate import simulate
@@ -25,7 +25,7 @@ from passes.errors import UserError
 from passes.hardware.hardware import hardware_named
 from passes.ir.mesh import Mesh
 from passes.ir.text import parse_graph
-from tests.cost.programs import kernel
+from tests.cost.programs import gather, kernel
 from tests.cost.programs import program as small
 from tests.models import Case, build
 
@@ -82,6 +82,20 @@ def test_gathers_of_parameters_can_be_early_and_reductions_of_gradients_late() -
     assert {task.axes for task in late if task.kind == "reduce_scatter"} == {("dp",)}
     path = [task for task in program.tasks if task.is_collective and not (task.prefetchable or task.deferrable)]
     assert path and all(task.axes == ("tp",) for task in path), "activations move inside the tensor-parallel group"
+
+
+def test_reductions_can_be_late_where_the_end_of_padding_reads_the_coordinate_of_the_rank() -> None:
+    tasks = [
+        kernel("grad", 1.0, "x", backward=True),
+        gather("reduced", 1.0, "grad", backward=True),
+        kernel("cut", 1.0, "reduced", "coordinate.tp", backward=True),
+        gather("other", 1.0, "grad", backward=True),
+        kernel("sum", 1.0, "other", "grad", backward=True),
+    ]
+    names = dict.fromkeys(name for task in tasks for name in (*task.inputs, *task.outputs))
+    buffers = {name: Buffer(name, 1, "gradient" if name in ("cut", "sum") else "temporary") for name in names}
+    found = _with_deferrable(tasks, buffers, {"cut", "sum"})
+    assert [task.name for task in found if task.deferrable] == ["reduced"], "a sum with what was computed is no move"
 
 
 def test_fsdp_gathers_again_in_the_backward_and_zero2_does_not() -> None:

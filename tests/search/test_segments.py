@@ -43,7 +43,11 @@ class Uneven(nn.Module):
 @cache
 def prepared(widths: tuple[int, ...]) -> tuple[SearchTask, Prepared]:
     with torch.device("meta"):
-        model, x = Uneven(widths), torch.empty(1 << 16, 512)
+        return _stated(Uneven(widths))
+
+
+def _stated(model: nn.Module) -> tuple[SearchTask, Prepared]:
+    x = torch.empty(1 << 16, 512, device="meta")
     problem = captured_problem(PlanRequest(model, (x,), {}, MESH, Options()).checked())
     task = SearchTask(problem, fold(problem), FULL)
     found = stated(task, single_axes(MESH))
@@ -60,6 +64,26 @@ def test_one_layer_of_a_list_is_exposed(widths: tuple[int, ...]) -> None:
     segments = {one.name: (one.layers, one.exposed) for one in found.factor_graph.segments}
     assert segments["layers.* forward"] == segments["layers.* backward"] == (6, 1 / 6)
     assert segments["start forward"] == segments["end backward"] == (1, 1.0)
+
+
+class TwoLists(nn.Module):
+    """Eight layers after four others that are first in the order of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early = (nn.ModuleList(nn.Linear(512, 512) for _ in range(n)) for n in (8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.early, *self.late):
+            x = x + layer(x).relu()
+        return x.square().mean()
+
+
+def test_what_is_between_two_lists_hides_beside_their_layers() -> None:
+    with torch.device("meta"):
+        found = _stated(TwoLists())
+    exposed = {one.name: one.exposed for one in found[1].factor_graph.segments if ".*" in one.name}
+    assert exposed == {"early.* forward": 0.25, "late.* forward": 0.0, "late.* backward": 0.0, "early.* backward": 0.25}
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero2", "ddp"])

@@ -188,19 +188,30 @@ def _is_widened(gradient: Node, itemsize: int, structure: StepStructure) -> bool
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
     """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it.
 
-    So one layer's are exposed, and all before the first layer of the forward and after the last of the backward. What is
-    between the layers of both hides beside them. Messages between the kernels of a backward hide, but for one layer's, beside the
-    products that make gradients of parameters, which nothing waits for.
+    So one layer's are exposed, of the list that the forward begins and the backward ends with, and all before the first layer
+    of the forward and after the last of the backward. What is between hides beside the layers. Messages between the kernels of
+    a backward hide, but for one layer's, beside the products that make gradients of parameters, which nothing waits for.
     """
     trained = {structure.segment[node] for node in structure.gradients if node in structure.segment}
-    found, has_layers = [], any(_is_of_layers(name) for name, _ in structure.names)
+    found, edges = [], _edges(structure)
     for number, (name, is_forward) in enumerate(structure.names):
         layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
-        is_exposed = _is_of_layers(name) or name == edge or not has_layers
+        is_exposed = number in edges or name == edge or not edges
         between = 1.0 / layers if _is_of_layers(name) and number in trained else 1.0
         found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between))
     return tuple(found)
+
+
+def _edges(structure: StepStructure) -> set[int]:
+    """Return the segments of layers that the forward begins with, and that the backward ends with."""
+    runs: dict[bool, list[int]] = {True: [], False: []}
+    for node in structure.nodes:
+        number = structure.segment.get(node)
+        if number is not None and node not in structure.weights and node not in structure.gradients:
+            name, is_forward = structure.names[number]
+            runs[is_forward] += [number] if _is_of_layers(name) else []
+    return {*runs[True][:1], *runs[False][-1:]}
 
 
 def _is_of_layers(name: str) -> bool:
