@@ -55,6 +55,11 @@ class Prepared:
         node_costs = self.node_costs.on(self.node_costs.unit_costs.on(mesh))
         return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
 
+    def with_links_apart(self, *, deadline: float = float("inf")) -> Prepared:
+        """Return the same with kernels slowed down by each link at other times."""
+        node_costs = self.node_costs.on(self.node_costs.unit_costs.with_links_apart())
+        return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
+
     def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
         """Return the same with other axis groups."""
         skeleton = make_skeleton(self.structure, self.node_costs.unit_costs.mesh, axis_groups, deadline=deadline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from autoshard import Mesh, Options, Overlap
+from autoshard.planner import solver_candidate
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import fold, in_chunks
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
-from autoshard.planner.standings import SearchTask
+from autoshard.planner.standings import SearchTask, Standings
 from benchmarks.grid_cases import big_vocabulary, with_network
 from benchmarks.grid_models import UnevenDecoder, wide_mlp
 from benchmarks.recipe_costs import estimate
@@ -98,6 +100,29 @@ def test_the_model_prices_the_step_where_a_slow_network_takes_most_of_it(name: s
     the step. Messages inside a node and across slow kernels down at the same time: without, the others were 1.10 and 1.06."""
     objective, step = _objective_and_step(padded_heads(), name)
     assert objective == pytest.approx(step, rel=0.04)
+
+
+@pytest.mark.slow
+def test_a_plan_that_was_priced_too_low_is_solved_again_with_links_in_use_at_different_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The better plan as simulated is kept, and the bound stays that of the first prices."""
+    task, found = padded_heads()
+    recipes = dict(Experts(task.problem, task.folded))["fsdp+megatron"]
+    experts, apart = Experts(task.problem, task.folded), found.with_links_apart()
+    assert found.node_costs.unit_costs.has_two_links and not prepared()[1].node_costs.unit_costs.has_two_links
+    assert estimate(experts, recipes, apart) > 1.02 * estimate(experts, recipes, found)
+    steps, bounds, solved_again = [], [], Mock(return_value=apart)
+    for mispriced in (float("inf"), -1.0):
+        monkeypatch.setattr(solver_candidate, "MISPRICED", mispriced)
+        with monkeypatch.context() as patched:
+            patched.setattr(Prepared, "with_links_apart", solved_again)
+            solved = solver_candidate.solve(task, Standings(task))
+        assert solved.answer is not None
+        steps.append(solved.answer.evaluation.cost.step_time)
+        bounds.append(solved.proven)
+    assert solved_again.call_count == 1 and steps[1] <= steps[0]
+    assert bounds[0] is not None and bounds[1] == bounds[0]
 
 
 @pytest.mark.slow

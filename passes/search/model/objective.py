@@ -56,11 +56,11 @@ def transition_terms(
     copied = _copied(value, sources, targets, unit_costs)
     local = costs.local + copied + _read_again(value, sources, same, unit_costs)
     if value.hides:
-        beside, awaited = _beside(costs.exposed, costs.slowed), nothing
+        beside, awaited = unit_costs.beside(costs.exposed, costs.slowed), nothing
     else:
         awaits, slowed = unit_costs.split(costs.on_links, segment.exposed_between)
         # Kernels that wait for a message on one link are not slowed down by those on the other meanwhile:
-        beside, awaited = _beside(awaits.sum(0) - unit_costs.slowed(awaits)[::-1], slowed), links
+        beside, awaited = unit_costs.beside(awaits.sum(0) - unit_costs.slowed(awaits)[::-1], slowed), links
     if unit_costs.hiding.in_chunks:
         in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
         beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
@@ -72,7 +72,7 @@ def transition_terms(
     return TransitionTerms(
         np.stack([*(local + beside) * value.count, *on_links, on_path]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([*_beside(again.sum(0), slowed_again) * value.count, *on_links, nothing])
+        np.stack([*unit_costs.beside(again.sum(0), slowed_again) * value.count, *on_links, nothing])
         if can_repeat
         else _nothing(len(RESOURCES), *same.shape),
         (links + local) * value.count,
@@ -83,15 +83,6 @@ def transition_terms(
         same,
         costs.impossible | _reduces(sources, targets) if value.stays_partial else costs.impossible,
     )
-
-
-def _beside(waits: Floats, slowed: Floats) -> Floats:
-    """Return the seconds that messages add to those of kernels, counted beside each link [link, source, target].
-
-    Kernels are slowed down while either link is in use, and two links are in use at the same time as often as not: of what
-    the other link adds, half counts.
-    """
-    return waits + slowed + slowed[::-1] / 2
 
 
 def _reduces(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:

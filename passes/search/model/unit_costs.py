@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -30,13 +30,15 @@ class Hiding:
     """Settings for messages: joined to `bucket` bytes at least and a layer's bytes, up to `most`; beside kernels or not; those
     next to matrix products `in_chunks` or whole.
 
-    Only gathers of parameters and reductions of gradients are joined.
+    Links inside a node and between nodes are in use at different times for the part `apart` of that of the one that is in use
+    less: by default as often as not. Only gathers of parameters and reductions of gradients are joined.
     """
 
     bucket: int = BUCKET
     most: int = 16 * BUCKET
     overlaps: bool = True
     in_chunks: bool = True
+    apart: float = 0.5
 
 
 USUAL = Hiding()
@@ -78,6 +80,15 @@ class UnitCosts:
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
         return UnitCosts(mesh, mesh.hardware, self.routes, self.hiding)
 
+    def with_links_apart(self) -> UnitCosts:
+        """Return the costs where links inside a node and between nodes are never in use at the same time."""
+        return replace(self, hiding=replace(self.hiding, apart=1.0))
+
+    @property
+    def has_two_links(self) -> bool:
+        """Return whether some axes are inside a node and others not."""
+        return len({link_of(self.mesh.group_shape((name,))) for name in self.mesh.names}) > 1
+
     @property
     def sizes(self) -> LocalSizes:
         """Return the sizes of one rank's parts."""
@@ -93,6 +104,13 @@ class UnitCosts:
         """Return the seconds that kernels take longer beside messages of `hidden` seconds: they do less work per second."""
         kernels, between = self.hardware.contention, self.hardware.link_contention
         return hidden * (kernels * (1 + between) / (1 + kernels))
+
+    def beside(self, waits: Floats, slowed: Floats) -> Floats:
+        """Return the seconds that messages add to those of kernels, counted beside each link [link, source, target].
+
+        Kernels are slowed down while either link is in use.
+        """
+        return waits + slowed + slowed[::-1] * self.hiding.apart
 
     def in_chunks(self, links: Floats, latency: Floats, product: float, nbytes: float = 0.0) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
