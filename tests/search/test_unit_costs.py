@@ -9,7 +9,7 @@ import pytest
 
 from passes.ir.layout import Layout, Partial, Placement, R, Shard, is_storable
 from passes.ir.mesh import Mesh
-from passes.search.model.unit_costs import UnitCosts
+from passes.search.model.unit_costs import Hiding, UnitCosts
 
 SHAPE = 64, 120  # the second dim is padded on some axes
 PLACEMENTS: tuple[Placement, ...] = (R, Shard(0), Shard(1), Shard(0, 4), Shard(0, 8), Partial())
@@ -42,3 +42,12 @@ def test_routes_of_few_elements_are_not_those_of_many() -> None:
     costs = unit_costs.transition_costs((4096, 4096), 4, [partial], [whole])
     inside, across = costs.on_links
     assert inside == 0.0 < across
+
+
+def test_without_overlap_kernels_wait_for_all_messages_and_are_spared_nothing() -> None:
+    on, links = Mesh("dp=16,tp=8", hardware="h100"), np.ones((2, 1, 1))
+    apart, beside = UnitCosts.of(on, Hiding(0, 0, overlaps=False, in_chunks=False)), UnitCosts.of(on)
+    for costs, waits in ((apart, 1.0), (beside, 0.25)):
+        found, slowed = costs.split(links, 0.25)
+        assert (found == waits).all() and (slowed == costs.slowed(links * (1 - waits))).all()
+    assert not apart.spared(links).any() and (beside.spared(links) > 0).all()

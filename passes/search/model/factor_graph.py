@@ -95,17 +95,12 @@ class Segment:
     exposed: float  # the part of its hiding communication that has no compute to hide beside
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
 
-    @property
-    def has_path(self) -> bool:
-        """Return whether some kernels are not on the critical path, so that messages between the others hide beside them."""
-        return self.exposed_between < 1.0
-
     def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
         """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.
 
         A link sends nothing before the first gradient is there, or while the last layer uses what was gathered last.
         """
-        return np.stack([seconds, seconds, self.exposed * seconds, self.exposed * seconds, awaited * self.has_path])
+        return np.stack([seconds, seconds, self.exposed * seconds, self.exposed * seconds, awaited])
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,11 @@ def transition_terms(
         beside, awaited = unit_costs.beside(costs.exposed, costs.slowed), nothing
     else:
         awaits, slowed = unit_costs.split(costs.on_links, segment.exposed_between)
-        # Kernels that wait for a message on one link are not slowed down by those on the other meanwhile:
-        beside, awaited = unit_costs.beside(awaits.sum(0) - unit_costs.slowed(awaits)[::-1], slowed), links
+        beside, awaited = unit_costs.beside(awaits.sum(0) - unit_costs.spared(awaits), slowed), links
     if unit_costs.hiding.in_chunks:
         in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
         beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
-    on_path = (local + awaited) * value.count if segment.has_path and not value.hides else nothing
+    on_path = nothing if value.hides else (local + awaited) * value.count
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.on_links * value.count

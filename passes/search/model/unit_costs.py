@@ -105,6 +105,10 @@ class UnitCosts:
         kernels, between = self.hardware.contention, self.hardware.link_contention
         return hidden * (kernels * (1 + between) / (1 + kernels))
 
+    def spared(self, waits: Floats) -> Floats:
+        """Return the seconds by which messages on each link would slow kernels down that wait for one on the other link."""
+        return self.slowed(waits)[::-1] * self.hiding.overlaps
+
     def beside(self, waits: Floats, slowed: Floats) -> Floats:
         """Return the seconds that messages add to those of kernels, counted beside each link [link, source, target].
 
