@@ -21,10 +21,16 @@ SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an 
 
 
 def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
-    """Look at the assignments to which the relaxation rounds if only bytes count; return False if by its bound none fits."""
+    """Look at the assignments to which the relaxation rounds if only bytes count; return False if by its bound none fits.
+
+    Then it also looks at those of little memory where seconds count too, as the message about it names the smallest.
+    """
     usual, segments = state.relaxation.multipliers, ((0.0,) * len(RESOURCES),) * len(state.factor_graph.segments)
     state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
     if state.dual.bound > (budget.most - state.factor_graph.base) / GB:
+        state.reweigh(usual, ROUGH)
+        for steps in SMALL_MEMORY_STEPS:
+            raise_price_of_bytes(state, steps)
         return False
     state.reweigh(usual, ROUGH)
     return True

@@ -127,7 +127,7 @@ def test_a_plan_that_was_priced_too_low_is_solved_again_with_links_in_use_at_dif
 
 @pytest.mark.slow
 def test_the_model_prices_a_loss_that_messages_split() -> None:
-    """With the vocabulary in parts, each message ends a kernel, and the next one reads the logits again."""
+    """Each message of a vocabulary in parts ends a kernel, and the next kernel reads the logits again."""
     with torch.device("meta"):
         model, args = big_vocabulary(16, 4096)
     objective, step = _objective_and_step(_stated(model, args, Mesh("dp=8", hardware="h100")), "megatron")
