@@ -219,8 +219,8 @@ def _is_of_layers(name: str) -> bool:
 
 
 def _layers(structure: StepStructure, number: int) -> int:
-    """Return how many layers a segment stands for: those of each kind, together. Of layers with and without weights, as a linear
-    one and a ReLU are, only the first send anything."""
+    """Return how many layers a segment stands for: those of each kind, together. Layers without weights, such as a ReLU,
+    send nothing and do not count, unless no layer has weights."""
     ties, counts = structure.ties, dict[Node, int]()
     for node, segment in structure.segment.items():
         if segment == number:
@@ -228,5 +228,5 @@ def _layers(structure: StepStructure, number: int) -> int:
     kinds: dict[str, int] = {}
     for leader, count in counts.items():
         kinds[ties.layer[leader]] = max(kinds.get(ties.layer[leader], 0), count)
-    weighing = {ties.layer[ties.leader[node]] for node in structure.nodes if node.op == "placeholder"}
-    return sum(count for layer, count in kinds.items() if layer in weighing) or sum(kinds.values()) or 1
+    with_weights = {ties.layer[ties.leader[node]] for node in structure.nodes if node.op == "placeholder"}
+    return sum(count for layer, count in kinds.items() if layer in with_weights) or sum(kinds.values()) or 1
