@@ -92,7 +92,7 @@ class _Restricted:
         picked = rounded(dual, [self.variable, *rest])
         changed = list(self.searched.assignment.strategies)
         changed[self.variable] = picked[self.variable]
-        byte = self.relaxation.multipliers.byte
+        byte = self.relaxation.multipliers.saved
         return [one for each in (picked, changed) for one in evaluations(self.transitions, each, byte, self.budget)]
 
     def solved(self, numbers: Sequence[int], dual: Dual, assignments: Sequence[Assignment]) -> list[Assignment]:
@@ -128,4 +128,4 @@ class _Restricted:
         return others
 
     def _fits(self, assignment: Assignment) -> bool:
-        return self.budget is None or self.budget.fits(assignment.memory)
+        return self.budget is None or self.budget.fits(assignment.bytes)

@@ -55,7 +55,7 @@ class SearchState:
         self.dual.ascend(SWEEPS, tolerance)
         self.bounds.raise_lower(self.dual_bound)
         strategies = rounded(self.dual, range(len(self.dual.unary)))
-        for found in evaluations(self.transitions, strategies, self.relaxation.multipliers.byte, self.budget):
+        for found in evaluations(self.transitions, strategies, self.relaxation.multipliers.saved, self.budget):
             assignment = self._keeping(found)
             self.seen.append(assignment)
             if self._fits(assignment):
@@ -84,13 +84,13 @@ class SearchState:
         return Formulation(self.transitions, restriction, self.budget)
 
     def _fits(self, assignment: Assignment) -> bool:
-        return self.budget is None or self.budget.fits(assignment.memory)
+        return self.budget is None or self.budget.fits(assignment.bytes)
 
     def _keeping(self, assignment: Assignment) -> Assignment:
         """Return the same strategies with gathered parameters kept as the goal says."""
         if self.goal.keep_gathered is None:
             return assignment
-        keeps, byte = 0.0 if self.goal.keep_gathered else float("inf"), self.relaxation.multipliers.byte
+        keeps, byte = 0.0 if self.goal.keep_gathered else float("inf"), self.relaxation.multipliers.saved
         found = evaluate(self.transitions, assignment.strategies, keeps=keeps, repeats=byte, budget=self.budget)
         assert found is not None, "the transitions are those of an assignment"
         return found

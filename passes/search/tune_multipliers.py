@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.search.model.factor_graph import RESOURCES
+from passes.search.model.factor_graph import MOMENTS, RESOURCES
 from passes.search.model.memory_budget import GB, MemoryBudget
 from passes.search.search_state import PRUNING_SWEEPS, SearchState
 from passes.search.solvers.multipliers import Multipliers
@@ -26,8 +26,8 @@ def fit_memory(state: SearchState, budget: MemoryBudget) -> bool:
     Then it also looks at those of little memory where seconds count too, as the message about it names the smallest.
     """
     usual, segments = state.relaxation.multipliers, ((0.0,) * len(RESOURCES),) * len(state.factor_graph.segments)
-    state.reweigh(Multipliers(segments, 1 / GB), ROUGH)
-    if state.dual.bound > (budget.most - state.factor_graph.base) / GB:
+    state.reweigh(Multipliers(segments, (1 / GB,) * len(MOMENTS)), ROUGH)
+    if state.dual.bound > (budget.most + (len(MOMENTS) - 1) * budget.limit) / GB:
         state.reweigh(usual, ROUGH)
         for steps in SMALL_MEMORY_STEPS:
             raise_price_of_bytes(state, steps)
@@ -41,7 +41,7 @@ def raise_price_of_bytes(state: SearchState, steps: float) -> None:
     state.ascend(ROUGH)
     if state.seen:
         byte = steps * min(assignment.objective for assignment in state.seen) / max(1.0, state.smallest)
-        state.reweigh(Multipliers(state.relaxation.multipliers.segments, byte), ROUGH)
+        state.reweigh(Multipliers(state.relaxation.multipliers.segments, (byte / len(MOMENTS),) * len(MOMENTS)), ROUGH)
 
 
 def tune(state: SearchState) -> None:

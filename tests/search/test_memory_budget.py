@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from autoshard.planner.recomputation import Kept, Settling, Trial
 from autoshard.planner.ties import TIE
 from examples.llama import TINY, Llama
 from passes.search.goal import Goal
+from passes.search.model.factor_graph import FORWARD_END, Variable
 from passes.search.model.memory_budget import MemoryBudget, RecomputationStep, recomputation_curve
 from passes.search.model.transitions import Transitions
 from passes.search.optimize import solve
@@ -29,8 +31,14 @@ def test_the_cheapest_bytes_are_freed_first() -> None:
     recomputation = recomputation_curve([(4.0, 8.0), (1.0, 1.5), (2.0, 2.0), (2.0, 5.0)])
     assert recomputation == (RecomputationStep(2.0, 1.0), RecomputationStep(2.0, 3.0))
     budget = MemoryBudget(10.0, recomputation)
-    assert [budget.seconds(memory) for memory in (9.0, 11.0, 13.0, 14.0)] == [0.0, 1.0, 5.0, 8.0]
-    assert budget.fits(14.0) and not budget.fits(14.1)
+    assert [budget.seconds(np.array([memory, 9.0])) for memory in (9.0, 11.0, 13.0, 14.0)] == [0.0, 1.0, 5.0, 8.0]
+
+
+def test_recomputation_frees_what_is_saved_and_no_gradients() -> None:
+    budget = MemoryBudget(10.0, (RecomputationStep(4.0, 1.0),))
+    assert budget.fits(np.array([14.0, 10.0]))
+    assert not budget.fits(np.array([14.1, 0.0])) and not budget.fits(np.array([0.0, 10.1]))
+    assert budget.seconds(np.array([9.0, 12.0])) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,8 +47,9 @@ def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
     limit, points = draw.uniform(-2, 10), [(draw.uniform(0, 9), draw.uniform(0, 9)) for _ in range(4)]
     budget = MemoryBudget(limit, recomputation_curve(points))
     for _ in range(50):
-        memory, base, byte = budget.most - draw.uniform(0, 20), draw.uniform(0, 3), draw.uniform(0, 5)
-        assert byte * (memory - base) - budget.worth(byte, base) <= budget.seconds(memory) + 1e-9
+        nbytes = np.array([budget.most - draw.uniform(0, 20), budget.limit - draw.uniform(0, 20)])
+        prices = draw.uniform(0, 5), draw.uniform(0, 5)
+        assert np.dot(prices, nbytes) - budget.worth(prices) <= budget.seconds(nbytes) + 1e-9
 
 
 @pytest.mark.slow
@@ -48,6 +57,7 @@ def test_no_plan_is_better_than_its_bytes_at_any_price(seed: int) -> None:
 def test_the_plan_is_the_best_of_all_with_what_they_recompute(seed: int, share: float) -> None:
     lines = random_graph(seed, "tp=2").splitlines()
     factor_graph, unit_costs = problem_of("\n".join([*lines[:10], 'return output("output") %v2']) + "\n")
+    factor_graph = replace(factor_graph, variables=tuple(map(_saved, factor_graph.variables)))
     transitions = Transitions(factor_graph, unit_costs)
     ranges = (range(len(variable.strategies)) for variable in factor_graph.variables)
     picks = [list(picked) for picked in product(*ranges)]
@@ -60,10 +70,17 @@ def test_the_plan_is_the_best_of_all_with_what_they_recompute(seed: int, share: 
         (RecomputationStep(4 * size, fastest.objective / 50 / size),),
     ):
         budget = MemoryBudget(limit, recomputation)
-        fitting = [one.objective + budget.seconds(one.memory) for one in free if budget.fits(one.memory)]
+        fitting = [one.objective + budget.seconds(one.bytes) for one in free if budget.fits(one.bytes)]
         found, bound = solve(factor_graph, unit_costs, Goal(limit, gap=1e-6, recomputation=recomputation))
         assert found.objective == pytest.approx(min(fitting), rel=1e-5)
-        assert bound <= min(fitting) * (1 + 1e-9) and budget.fits(found.memory)
+        assert bound <= min(fitting) * (1 + 1e-9) and budget.fits(found.bytes)
+
+
+def _saved(variable: Variable) -> Variable:
+    """Return a variable whose bytes are all of the forward."""
+    state = np.zeros_like(variable.state)
+    state[FORWARD_END] = variable.state[FORWARD_END] + variable.working
+    return replace(variable, state=state, working=np.zeros_like(variable.working))
 
 
 CONFIG = replace(TINY, layers=5, dim=1024, heads=8, kv_heads=8, hidden=4096, vocab=1024, seq=512)

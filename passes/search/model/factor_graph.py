@@ -23,6 +23,8 @@ from passes.search.model.strategies import Strategy
 
 # Kernels as messages inside a node slow them down, and as those between nodes do; these links; the critical path:
 RESOURCES = BESIDE_INSIDE, BESIDE_ACROSS, INSIDE, ACROSS, PATH = range(5)
+# When the forward ends, all that it saves is there, when the backward ends, all gradients; in between, some of both:
+MOMENTS = FORWARD_END, BACKWARD_END = range(2)
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -49,7 +51,7 @@ class Variable:
     strategies: tuple[Strategy, ...]
     segment: int
     loads: Floats  # [resource, strategy] in seconds, on its segment
-    state: Floats  # bytes that stay: parameters, gradients, optimizer state, results saved for the backward
+    state: Floats  # [moment, strategy] bytes that are there: parameters, gradients, optimizer state, results that were saved
     working: Floats  # bytes of operands and results of one node while it runs
 
     @property
@@ -116,12 +118,11 @@ class Together:
 
 @dataclass(frozen=True, eq=False)
 class FactorGraph:
-    """Variables, values and segments; layouts are numbered as they are met. `base` are bytes that no strategy changes."""
+    """Variables, values and segments; layouts are numbered as they are met."""
 
     variables: tuple[Variable, ...]
     values: tuple[Value, ...]
     segments: tuple[Segment, ...]
-    base: float = 0.0
     layouts: dict[Layout, int] = field(default_factory=dict)
     _listed: list[Layout] = field(default_factory=list)
 

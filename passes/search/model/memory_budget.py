@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from passes.search.model.factor_graph import BACKWARD_END, FORWARD_END, Floats
+
 GB = 1e9  # bytes
 
 
@@ -38,29 +40,29 @@ class MemoryBudget:
 
     @property
     def most(self) -> float:
-        """Return the bytes that a plan may take if everything possible is recomputed."""
+        """Return the bytes that a plan may take when its forward ends, if everything possible is recomputed."""
         return self.limit + sum(step.nbytes for step in self.recomputation)
 
-    def fits(self, nbytes: float) -> bool:
-        """Return whether a plan of that many bytes fits if everything possible is recomputed."""
-        return nbytes <= self.most
+    def fits(self, nbytes: Floats) -> bool:
+        """Return whether a plan of that many bytes [moment] fits if everything possible is recomputed."""
+        return bool(nbytes[FORWARD_END] <= self.most and nbytes[BACKWARD_END] <= self.limit)
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the seconds of recomputation that free what exceeds the limit, as far as possible."""
-        over, found = nbytes - self.limit, 0.0
+    def seconds(self, nbytes: Floats) -> float:
+        """Return the seconds of recomputation that free what exceeds the limit when the forward ends, as far as possible."""
+        over, found = float(nbytes[FORWARD_END]) - self.limit, 0.0
         for step in self.recomputation:
             freed = min(max(over, 0.0), step.nbytes)
             over, found = over - freed, found + freed * step.seconds
         return found
 
-    def worth(self, byte: float, base: float) -> float:
-        """Return the value of the budget beyond `base` bytes at `byte` seconds a byte, with all freed that is cheaper.
+    def worth(self, prices: Sequence[float]) -> float:
+        """Return the value of the budget at `prices` [moment] in seconds a byte, with all freed that is cheaper.
 
-        A bound on steps with bytes at that price, minus this value, is a bound on steps within the budget (weak
+        A bound on steps with bytes at these prices, minus this value, is a bound on steps within the budget (weak
         duality).
         """
-        freed = sum(step.nbytes * max(0.0, byte - step.seconds) for step in self.recomputation)
-        return byte * (self.limit - base) + freed
+        freed = sum(step.nbytes * max(0.0, prices[FORWARD_END] - step.seconds) for step in self.recomputation)
+        return sum(prices) * self.limit + freed
 
 
 def recomputation_curve(points: Sequence[tuple[float, float]]) -> RecomputationCurve:

@@ -36,13 +36,14 @@ class NodeBytes:
     sizes: LocalSizes
     optimizer: str | None
     trained: frozenset[str]
+    early: frozenset[str]  # parameters whose gradients are made before anything that is saved is freed
     shares: Mapping[Node, Share]
 
     @staticmethod
     def of(structure: StepStructure, sizes: LocalSizes, optimizer: str | None) -> NodeBytes:
         """Find the fused calls and the trained parameters of a graph."""
         shares = {node: share for region in structure.fused for node, share in _shares(region, structure).items()}
-        return NodeBytes(sizes, optimizer, frozenset(trained_parameters(structure.gm.graph)), shares)
+        return NodeBytes(sizes, optimizer, frozenset(trained_parameters(structure.gm.graph)), structure.early, shares)
 
     def stored(self, node: Node, strategy: Strategy) -> float:
         """Return the bytes of a parameter; 0 for any other node."""
@@ -51,9 +52,13 @@ class NodeBytes:
         tensor: torch.Tensor = node.meta["val"]
         return self.sizes.nbytes(tuple(tensor.shape), tensor.element_size(), strategy.results[0])
 
-    def state(self, node: Node, strategy: Strategy) -> float:
-        """Return the bytes of a parameter with its gradient and the optimizer's state."""
-        return (copies_of(self.optimizer) if self.is_trained(node) else 1) * self.stored(node, strategy)
+    def state(self, node: Node, strategy: Strategy) -> tuple[float, float]:
+        """Return the bytes of a parameter with the optimizer's state and, from when it is made, its gradient, per moment."""
+        stored = self.stored(node, strategy)
+        if not self.is_trained(node):
+            return stored, stored
+        whole = copies_of(self.optimizer) * stored
+        return whole if input_of(node).name in self.early else whole - stored, whole
 
     def is_trained(self, node: Node) -> bool:
         """Return whether a node is a parameter that the optimizer updates."""

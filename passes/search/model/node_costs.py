@@ -48,14 +48,15 @@ class NodeCosts:
         return new
 
     def costs(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return, per strategy, seconds, bytes of a parameter's state, of a call's results, and of what a call works on."""
+        """Return, per strategy, seconds, bytes of a parameter's state [moment, strategy], of a call's results, and of what a call
+        works on."""
         if node not in self._keys:
             self._keys[node] = self._key(node)
         key = self._keys[node], id(strategies)
         if key not in self._sizes:
             sizes = self._bytes.state, self._bytes.results, self._bytes.working
             state, results, working = (np.array([one(node, strategy) for strategy in strategies]) for one in sizes)
-            self._sizes[key] = strategies, (state, results, working)  # with `strategies`, whose id is theirs as long as they are
+            self._sizes[key] = strategies, (state.T, results, working)  # `strategies`: so that their id stays theirs
         if key not in self._times:
             self._times[key] = np.array([self._seconds(node, strategy) for strategy in strategies])
         return self._times[key], *self._sizes[key][1]

@@ -1,13 +1,13 @@
 """The objective that evaluation, relaxation and mixed-integer program share: the seconds of a step.
 
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
-    bytes = base + sum of state + max of working + sum of held + max over segments of gathered
+    bytes[moment] = sum of state[moment] + max of working + sum of held, when the forward ends + max over segments of gathered
 
 The resources of a segment are its kernels beside the messages inside a node and beside those between nodes, these links, and
 the critical path: kernels and messages that wait for each other, one after another. Each strategy of a variable adds to these
 loads (`Variable.loads`), to the bytes that stay (`state`) and to those of one call (`working`). Each transition of a value
 adds what its `TransitionTerms` say.
-`recomputation` is the time to free what is over the memory limit, by `MemoryBudget`.
+`recomputation` is the time to free what is over the memory limit when the forward ends, by `MemoryBudget`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _nothing(*shape: int) -> Floats:
     return np.broadcast_to(np.float64(0.0), shape)
 
 
-def step_seconds(loads: Floats, nbytes: float, budget: MemoryBudget | None) -> float:
-    """Return the objective of loads [segment, resource] and bytes per device."""
+def step_seconds(loads: Floats, nbytes: Floats, budget: MemoryBudget | None) -> float:
+    """Return the objective of loads [segment, resource] and bytes [moment] per device."""
     recomputation = budget.seconds(nbytes) if budget is not None else 0.0
     return float(loads.max(1).sum()) + recomputation

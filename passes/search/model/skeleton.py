@@ -10,7 +10,17 @@ import numpy as np
 from torch.fx import Node
 
 from passes.search.model.axis_groups import AxisGroups
-from passes.search.model.factor_graph import FactorGraph, Floats, Ints, Port, Segment, Value, Variable
+from passes.search.model.factor_graph import (
+    FORWARD_END,
+    MOMENTS,
+    FactorGraph,
+    Floats,
+    Ints,
+    Port,
+    Segment,
+    Value,
+    Variable,
+)
 from passes.search.model.node_costs import NodeCosts
 from passes.search.model.strategies import Strategy
 
@@ -78,8 +88,8 @@ def with_costs(skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Fa
 def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats, Floats]:
     """Return, per strategy, seconds, those of them that others wait for, bytes that stay and bytes of one node while it runs."""
     if not variable.members:
-        nothing = np.zeros(len(variable.strategies))
-        return nothing, nothing, nothing, nothing
+        nothing = np.zeros((len(MOMENTS), len(variable.strategies)))
+        return nothing[0], nothing[0], nothing, nothing[0]
     costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
     awaited = np.array([[member.is_awaited] for member in variable.members])
@@ -87,7 +97,10 @@ def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, F
 
 
 def member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:
-    """Return, per strategy of its variable, seconds, bytes that stay and bytes while it runs."""
+    """Return, per strategy of its variable, seconds, bytes that stay [moment, strategy] and bytes while it runs."""
     seconds, state, results, working = node_costs.costs(member.node, member.strategies)
-    costs = seconds * member.count, (state + results if member.is_saved else state) * member.count, working
-    return [row if member.numbers is None else row[member.numbers] for row in costs]
+    if member.is_saved:
+        state = state.copy()
+        state[FORWARD_END] += results
+    costs = seconds * member.count, state * member.count, working
+    return [row if member.numbers is None else row[..., member.numbers] for row in costs]

@@ -41,6 +41,11 @@ class StepStructure:
             for i, (value, output) in enumerate(zip(returned(gm.graph), outputs_of(gm.graph), strict=True))
             if isinstance(value, Node)
         ]
+        self.early = frozenset(
+            output.name
+            for _, value, output in self.outputs
+            if output.role is OutputRole.GRADIENT and self.names[self.segment.get(value, 0)] == ("start", False)
+        )
 
     def _segments(self) -> dict[Node, int]:
         """Number the segment of each call: the layers of a list are one, alike or not, as a message hides beside its

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.model.factor_graph import RESOURCES, Floats
+from passes.search.model.factor_graph import FORWARD_END, MOMENTS, RESOURCES, Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.objective import step_seconds
 from passes.search.model.transitions import Transitions
@@ -18,16 +18,21 @@ class Assignment:
     """A strategy (its number) for each variable, with its costs.
 
     `kept` are numbers of parameters in the backward that use what the forward gathered, `repeated` those of other
-    values whose transition is repeated in the backward instead of keeping its result. Objective in seconds, `memory` in
-    bytes, `loads` [segment, resource] in seconds.
+    values whose transition is repeated in the backward instead of keeping its result. Objective in seconds, `bytes` [moment],
+    `loads` [segment, resource] in seconds.
     """
 
     strategies: list[int]
     kept: list[int]
     repeated: list[int]
     objective: float
-    memory: float
+    bytes: Floats
     loads: Floats
+
+    @property
+    def memory(self) -> float:
+        """Return the bytes at the peak."""
+        return float(self.bytes.max())
 
 
 def evaluations(
@@ -55,11 +60,11 @@ def evaluate(
     """
     graph, repeats = transitions.factor_graph, keeps if repeats is None else repeats
     pairs = list(zip(graph.variables, strategies, strict=True))
-    loads, memory = np.zeros((len(graph.segments), len(RESOURCES))), graph.base
+    loads, nbytes = np.zeros((len(graph.segments), len(RESOURCES))), np.zeros(len(MOMENTS))
     for variable, strategy in pairs:
         loads[variable.segment] += variable.loads[:, strategy]
-        memory += variable.state[strategy]
-    memory += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
+        nbytes += variable.state[:, strategy]
+    nbytes += max((float(variable.working[strategy]) for variable, strategy in pairs), default=0.0)
     gathered = np.zeros(len(graph.segments))
     kept, repeated = [], []
     reached: list[set[int]] = []  # per value, the layouts (numbers) to which it has transitions
@@ -73,19 +78,19 @@ def evaluate(
             if terms.impossible[arc]:
                 return None
             reached[-1].add(layout)
-            saved, nbytes, held = terms.link_seconds[arc], float(terms.moved[target]), float(terms.held[arc])
+            saved, moved, held = terms.link_seconds[arc], float(terms.moved[target]), float(terms.held[arc])
             earlier = value.gathered_in_forward
-            if earlier >= 0 and layout in reached[earlier] and saved > keeps * nbytes:
+            if earlier >= 0 and layout in reached[earlier] and saved > keeps * moved:
                 kept.append(number)
-                memory += nbytes
+                nbytes[FORWARD_END] += moved
                 continue
             if held and value.repeat_segment >= 0 and saved <= repeats * held:
                 repeated.append(number)
                 loads[value.repeat_segment] += terms.repeat_loads[:, source, target]
             else:
-                memory += held
+                nbytes[FORWARD_END] += held
             gathered[value.segment] += terms.gathered[arc]
             loads[value.segment] += terms.loads[:, source, target]
-    total = float(memory + gathered.max())
-    objective = step_seconds(loads, total, budget)
-    return Assignment(strategies, sorted(set(kept)), sorted(set(repeated)), objective, total, loads)
+    nbytes += gathered.max()
+    objective = step_seconds(loads, nbytes, budget)
+    return Assignment(strategies, sorted(set(kept)), sorted(set(repeated)), objective, nbytes, loads)

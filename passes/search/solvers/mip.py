@@ -2,16 +2,17 @@
 
 Columns: whether a variable takes a strategy; per value and user, how much of which source layout becomes which target (a
 flow); which transitions there are at all, at least each user's flow. Rows: a segment lasts at least as long as the load on
-each of its resources; the bytes of all that stays are within the budget.
+each of its resources; the bytes at each moment are within the budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
-from passes.search.model.factor_graph import Floats
+from passes.search.model.factor_graph import FORWARD_END, MOMENTS, Floats
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.objective import step_seconds
 from passes.search.model.transitions import Transitions
@@ -37,7 +38,7 @@ class Formulation:
             [self.made.row([(last, 1.0), *((column, -seconds) for column, seconds in load)], 0.0) for load in loads]
             for last, loads in zip(lasts, self.made.loads, strict=True)
         ]
-        self.byte_row = -1
+        self.byte_rows: list[int] = []  # per moment
         self.recomputed: list[int] = []  # columns
         self.working_rows: list[int] = []  # per variable
         self.gathered_rows: list[int] = []  # per segment
@@ -50,14 +51,14 @@ class Formulation:
         if duals is None:
             return None
         segments = tuple(weights_of(duals, rows) for rows in self.time_rows)
-        if self.byte_row < 0:
+        if self.budget is None:
             return Multipliers(segments)
-        working, gathered = (
+        (forward, backward), working, gathered = (
             [max(0.0, float(duals[row])) / MILLISECONDS / self.unit for row in rows]
-            for rows in (self.working_rows, self.gathered_rows)
+            for rows in (self.byte_rows, self.working_rows, self.gathered_rows)
         )
-        byte = max(0.0, float(duals[self.byte_row])) / MILLISECONDS / self.unit
-        return Multipliers(segments, max(byte, sum(working), sum(gathered)), tuple(working), tuple(gathered))
+        backward = max(backward, sum(working) - forward, sum(gathered) - forward)  # equal, but for the solver's tolerance
+        return Multipliers(segments, (forward, backward), tuple(working), tuple(gathered))
 
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Assignment | None, float]:
         """Return the best assignment found, None if there is none, and a proven lower bound in seconds."""
@@ -69,7 +70,7 @@ class Formulation:
     def fit(self, time_limit: float | None) -> Assignment | None:
         """Return an assignment that fits the memory, of any step; None if none was found. Bytes alone are minimised."""
         costs = [0.0] * len(self.program.costs)
-        for column, nbytes in self.made.bytes:
+        for column, nbytes in chain(*self.made.bytes):
             costs[column] += nbytes / self.unit
         for column in self.recomputed:
             costs[column] -= 1.0
@@ -79,28 +80,30 @@ class Formulation:
     def _assignment(self, values: Floats) -> Assignment:
         picked = [max(columns, key=lambda strategy: values[columns[strategy]]) for columns in self.made.picks]
         loads = np.array([[_sum(values, load) for load in loads] for loads in self.made.loads])
-        memory = self.factor_graph.base + float(_sum(values, self.made.bytes))
+        nbytes = np.array([_sum(values, terms) for terms in self.made.bytes])
         kept, repeated = (
             sorted({value for column, value in columns.items() if values[column] > 0.5})
             for columns in (self.made.keeps, self.made.repeats)
         )
-        return Assignment(picked, kept, repeated, step_seconds(loads, memory, self.budget), memory, loads)
+        return Assignment(picked, kept, repeated, step_seconds(loads, nbytes, self.budget), nbytes, loads)
 
     def _add_memory(self, budget: MemoryBudget) -> None:
-        """Limit the memory, in units: persistent bytes, the most that one call works on, and the most that one layer
-        gathers."""
+        """Limit the memory at each moment, in units: bytes that stay, the most that one call works on, and the most that one
+        layer gathers."""
         working, gathered = (self.program.column(0.0, float("inf")) for _ in range(2))
-        self.made.bytes.extend([(working, self.unit), (gathered, self.unit)])
+        for terms in self.made.bytes:
+            terms.extend([(working, self.unit), (gathered, self.unit)])
         for variable, columns in zip(self.factor_graph.variables, self.made.picks, strict=True):
             entries = [(column, -float(variable.working[strategy]) / self.unit) for strategy, column in columns.items()]
             self.working_rows.append(self.made.row([(working, 1.0), *entries], 0.0))
         for terms in self.made.gathered:
             entries = [(column, -nbytes / self.unit) for column, nbytes in terms]
             self.gathered_rows.append(self.made.row([(gathered, 1.0), *entries], 0.0))
-        stays = [(column, -nbytes / self.unit) for column, nbytes in self.made.bytes]
         self.recomputed = add_recomputation(self.program, budget)
-        stays += [(column, 1.0) for column in self.recomputed]
-        self.byte_row = self.made.row(stays, -(budget.limit - self.factor_graph.base) / self.unit)
+        for moment in MOMENTS:
+            entries = [(column, -nbytes / self.unit) for column, nbytes in self.made.bytes[moment]]
+            freed = [(column, 1.0) for column in self.recomputed] if moment == FORWARD_END else []
+            self.byte_rows.append(self.made.row(entries + freed, -budget.limit / self.unit))
 
 
 def _sum(values: Floats, terms: Terms) -> float:

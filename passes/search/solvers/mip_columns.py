@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.search.model.factor_graph import RESOURCES, Bools, Ints, Value
+from passes.search.model.factor_graph import FORWARD_END, MOMENTS, RESOURCES, Bools, Ints, Value
 from passes.search.model.objective import TransitionTerms
 from passes.search.model.transitions import Arc, Transitions
 from passes.search.solvers.highs import MILLISECONDS, MixedIntegerProgram
@@ -25,7 +25,7 @@ class Columns:
     program: MixedIntegerProgram
     loads: list[list[Terms]]  # per segment and resource, seconds
     gathered: list[Terms]  # per segment, bytes
-    bytes: Terms = field(default_factory=list)  # of what stays
+    bytes: list[Terms] = field(default_factory=lambda: [[] for _ in MOMENTS])  # per moment
     picks: list[dict[int, int]] = field(default_factory=list)  # per variable, of its strategies
     moved: list[dict[Arc, int]] = field(default_factory=list)  # per value, of its transitions
     keeps: dict[int, int] = field(default_factory=dict)  # column -> value
@@ -38,9 +38,9 @@ class Columns:
         if seconds:
             self.loads[segment][resource].append((column, seconds))
 
-    def hold(self, column: int, nbytes: float) -> None:
+    def hold(self, column: int, nbytes: float, moment: int = FORWARD_END) -> None:
         if nbytes:
-            self.bytes.append((column, nbytes))
+            self.bytes[moment].append((column, nbytes))
 
 
 def add_columns(
@@ -64,7 +64,8 @@ def _add_variable(made: Columns, transitions: Transitions, number: int, alive: l
     for strategy, column in columns.items():
         for resource, seconds in enumerate(variable.loads[:, strategy].tolist()):
             made.load(variable.segment, resource, column, seconds)
-        made.hold(column, float(variable.state[strategy]))
+        for moment in MOMENTS:
+            made.hold(column, float(variable.state[moment, strategy]), moment)
 
 
 def _add_value(made: Columns, transitions: Transitions, number: int, open_: Bools, *, repeats: bool) -> None:

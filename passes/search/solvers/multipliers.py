@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.search.model.factor_graph import RESOURCES, FactorGraph, Floats
+from passes.search.model.factor_graph import FORWARD_END, MOMENTS, RESOURCES, FactorGraph, Floats
 
 Weights = tuple[float, ...]  # of each resource; they sum to 1
+FREE = (0.0,) * len(MOMENTS)
 COMPUTATION: Weights = (0.5, 0.5, *(0.0,) * (len(RESOURCES) - 2))
 
 
 @dataclass(frozen=True)
 class Multipliers:
-    """The weights of the resources of each segment, and seconds per byte of memory.
+    """The weights of the resources of each segment, and seconds per byte of memory at each moment.
 
     Only the call with most working bytes counts, and the layer with most gathered bytes: the price of a byte is shared
     among variables (`working`) and among segments (`gathered`).
     """
 
     segments: tuple[Weights, ...]
-    byte: float = 0.0
+    bytes: tuple[float, ...] = FREE  # per moment
     working: tuple[float, ...] = ()  # per variable; none: these bytes have no price
     gathered: tuple[float, ...] = ()  # per segment
+
+    @property
+    def saved(self) -> float:
+        """Return the seconds per byte that is kept from the forward for the backward."""
+        return self.bytes[FORWARD_END]
 
     @staticmethod
     def computation(graph: FactorGraph) -> Multipliers:

@@ -36,9 +36,7 @@ class Relaxation:
 
     def discount(self, budget: MemoryBudget | None) -> float:
         """Return the seconds that the dual's bound is over a bound on the step, as bytes below the limit are free."""
-        if budget is None or not self.multipliers.byte:
-            return 0.0
-        return budget.worth(self.multipliers.byte, self.factor_graph.base)
+        return 0.0 if budget is None else budget.worth(self.multipliers.bytes)
 
     def reweigh(self, multipliers: Multipliers) -> None:
         """Change the multipliers; the dual ascends from where it is."""
@@ -56,12 +54,12 @@ class Relaxation:
 
     def _unary(self, number: int, multipliers: Multipliers) -> Floats:
         variable = self.factor_graph.variables[number]
-        found = _weighted(multipliers.segments[variable.segment], variable.loads) + variable.state * multipliers.byte
+        found = _weighted(multipliers.segments[variable.segment], variable.loads) + _weighted(multipliers.bytes, variable.state)
         return found + variable.working * multipliers.working[number] if multipliers.working else found
 
     def _pairwise(self, number: int, multipliers: Multipliers) -> Floats:
         """Return the cost of each transition of a value, by the cheaper of what may be done about its bytes."""
-        value, terms, byte = self.factor_graph.values[number], self.transitions.terms[number], multipliers.byte
+        value, terms, byte = self.factor_graph.values[number], self.transitions.terms[number], multipliers.saved
         seconds = _weighted(multipliers.segments[value.segment], terms.loads)
         if multipliers.gathered:
             seconds += multipliers.gathered[value.segment] * terms.gathered
