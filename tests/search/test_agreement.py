@@ -14,15 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from autoshard import Mesh, Options, Overlap
-from autoshard.planner import solver_candidate
+from autoshard.planner import candidates, solver_candidate
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import fold, in_chunks
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
-from autoshard.planner.standings import SearchTask, Standings
-from benchmarks.grid_cases import big_vocabulary, with_network
+from autoshard.planner.standings import SOLVED, SearchTask, Standings
+from benchmarks.grid_cases import big_vocabulary, multi_query_2b, with_network
 from benchmarks.grid_models import UnevenDecoder, wide_mlp
 from benchmarks.recipe_costs import estimate
 from examples.gpt import gpt2
@@ -119,9 +119,13 @@ def test_a_plan_that_was_priced_too_low_is_solved_again_with_links_in_use_at_dif
             patched.setattr(Prepared, "with_links_apart", solved_again)
             solved = solver_candidate.solve(task, Standings(task))
         assert solved.answer is not None
-        steps.append(solved.answer.evaluation.cost.step_time)
+        evaluation = solved.answer.evaluation
+        steps.append(evaluation.cost.step_time)
         bounds.append(solved.proven)
+        notes = list(candidates._notes(task, solved, SOLVED, evaluation, evaluation.cost.step_time))
+        assert (candidates.APART in notes) == (solved.answer.source is apart)
     assert solved_again.call_count == 1 and steps[1] <= steps[0]
+    assert solved.answer.source is apart
     assert bounds[0] is not None and bounds[1] == bounds[0]
 
 
@@ -131,6 +135,15 @@ def test_the_model_prices_a_loss_that_messages_split() -> None:
     with torch.device("meta"):
         model, args = big_vocabulary(16, 4096)
     objective, step = _objective_and_step(_stated(model, args, Mesh("dp=8", hardware="h100")), "megatron")
+    assert objective == pytest.approx(step, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_model_prices_attention_where_heads_do_not_divide() -> None:
+    """Eight heads on sixteen ranks: two ranks send each other keys, which eight ranks share. As a ring of sixteen, 1.32."""
+    with torch.device("meta"):
+        model, args = multi_query_2b(64, 2048)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=2,tp=8", hardware="b200")), "megatron")
     assert objective == pytest.approx(step, rel=0.03)
 
 

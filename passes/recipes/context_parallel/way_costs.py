@@ -8,6 +8,7 @@ these as reshards, and the calls by `sharded_seconds`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,8 @@ _MASKS = ("attn_mask", "attn_bias")
 @dataclass(frozen=True)
 class Attending:
     """An attention as one axis finds it: its calls with the shapes that other axes leave, forward and perhaps backward, on
-    `ranks` ranks. A rank has one piece of the sequence, or, if `is_paired`, a chunk of each half.
+    `ranks` ranks. A rank has one piece of the sequence, or, if `is_paired`, a chunk of each half. If `parts` of another axis
+    divide the queries of a piece, each has all of its keys.
     """
 
     calls: tuple[Call, ...]
@@ -40,6 +42,7 @@ class Attending:
     is_paired: bool
     group: Group
     hardware: Hardware
+    parts: int = 1
 
     @property
     def is_causal(self) -> bool:
@@ -57,7 +60,7 @@ class Attending:
     @property
     def queries(self) -> float:
         """Return the bytes of a rank's queries, which are those of its results."""
-        return tensor_bytes(self.tensor("query")) / self.ranks
+        return tensor_bytes(self.tensor("query")) / (self.ranks * self.parts)
 
     def sides(self, call: Call) -> int:
         """Return how many operands have the positions of queries: in the backward, results and their gradient too."""
@@ -135,8 +138,7 @@ def _width(one: Attending) -> int:
 
 def _ring_calls(one: Attending, call: Call) -> float:
     message, wide = _messages(one)
-    width = _width(one)
-    out = width * tensor_bytes(one.tensor("query")) / one.tensor("query").dtype.itemsize / one.ranks
+    out = _width(one) * one.queries / one.tensor("query").dtype.itemsize
     merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
     home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
     first, step = _step_calls(one, call, is_causal=one.is_causal), _step_calls(one, call, is_causal=False) + merged
@@ -154,24 +156,27 @@ def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardw
 
     `call` has whole positions, and the part of batch and heads that other axes leave.
     """
-    axes = queries.axes_on(POSITIONS)
+    axes, ring = queries.axes_on(POSITIONS), keys.axes_on(POSITIONS)
     outermost = queries.on(axes[0])
     assert isinstance(outermost, Shard)
-    group = mesh.group_shape(tuple(mesh.names[axis] for axis in axes))
-    one = Attending((call,), group.ranks, outermost.mirror > 0, group, hardware)
-    return _ring_calls(one, call) if keys.axes_on(POSITIONS) else _gathered_calls(one, call)
+    group = mesh.group_shape(tuple(mesh.names[axis] for axis in ring or axes))
+    parts = math.prod(mesh.sizes[axis] for axis in axes) // group.ranks
+    one = Attending((call,), group.ranks, outermost.mirror > 0, group, hardware, parts)
+    return _ring_calls(one, call) if ring else _gathered_calls(one, call)
 
 
 def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:
     """Return the seconds of the calls of one step; those of the first are causal if the attention is."""
     queries, keys = (one.tensor(name).shape[2] // one.ranks for name in ("query", "key"))
-    if not one.is_causal:
-        return one.kernel(call, queries, keys, is_causal=False)
-    if not one.is_paired:
-        return one.kernel(call, queries, keys, is_causal=is_causal)
-    chunk = queries // 2
-    later = one.kernel(call, chunk, chunk, is_causal=False)  # the second chunk, to the first of those that are held
-    return later + one.kernel(call, chunk, chunk, is_causal=is_causal, times=2 if is_causal else 1)
+    part = queries // one.parts
+    if not (one.is_causal and one.is_paired):
+        if is_causal and one.parts > 1:  # to the keys of the same part, and of those before it
+            own = one.kernel(call, part, part, is_causal=True)
+            return own + one.kernel(call, part, part, is_causal=False, times=one.parts - 1)
+        return one.kernel(call, part, keys, is_causal=is_causal)
+    chunk, held = part // 2, keys // 2
+    later = one.kernel(call, chunk, held, is_causal=False)  # the second chunk, to the first of those that are held
+    return later + one.kernel(call, chunk, held, is_causal=is_causal, times=2 if is_causal else 1)
 
 
 def exchange_seconds(one: Attending) -> float:
