@@ -21,8 +21,9 @@ from torch.fx import Node
 from passes.ir.layout import Layout, Shard
 from passes.search.model.strategies import Strategy
 
-# Kernels as messages inside a node slow them down, and as those between nodes do; these links; the critical path:
-RESOURCES = BESIDE_INSIDE, BESIDE_ACROSS, INSIDE, ACROSS, PATH = range(5)
+# Kernels as messages inside a node slow them down, and as those between nodes do; these links; each of them without the time in
+# which one layer's kernels run and no gradient is there, or nothing is left to gather; the critical path:
+RESOURCES = BESIDE_INSIDE, BESIDE_ACROSS, INSIDE, ACROSS, LATE_INSIDE, LATE_ACROSS, PATH = range(7)
 # When the forward ends, all that it saves is there, when the backward ends, all gradients; in between, some of both:
 MOMENTS = FORWARD_END, BACKWARD_END = range(2)
 Floats = NDArray[np.float64]
@@ -100,20 +101,22 @@ class Segment:
     def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
         """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.
 
-        A link sends nothing before the first gradient is there, or while the last layer uses what was gathered last.
+        A link sends no gradient before the first is there, and nothing while the last layer uses what was gathered last.
         """
-        return np.stack([seconds, seconds, self.exposed * seconds, self.exposed * seconds, awaited])
+        idle, nothing = self.exposed * seconds, np.zeros_like(seconds)
+        return np.stack([seconds, seconds, nothing, nothing, idle, idle, awaited])
 
 
 @dataclass(frozen=True)
 class Together:
     """The messages of a segment that are joined, of one kind: of each of its `layers`, `times` the bytes of one. The part
-    `exposed` of them has no compute to hide beside, and no less than one message."""
+    `exposed` of them has no compute to hide beside, and no less than one message. Gradients are made within `seconds`."""
 
     kind: Literal["gather", "reduction"]
     times: float
     layers: int
     exposed: float
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +153,16 @@ class FactorGraph:
         segment = self.segments[value.segment]
         joined = self._joined.get((value.segment, value.is_parameter), 0.0)
         kind: Literal["gather", "reduction"] = "gather" if value.is_parameter else "reduction"
-        return Together(kind, joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed)
+        seconds = 0.0 if value.is_parameter else self._kernel_seconds[value.segment]
+        return Together(kind, joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed, seconds)
+
+    @cached_property
+    def _kernel_seconds(self) -> dict[int, float]:
+        """Return the least seconds of the kernels of each segment."""
+        found = dict.fromkeys(range(len(self.segments)), 0.0)
+        for variable in self.variables:
+            found[variable.segment] += float(variable.seconds.min())
+        return found
 
     @cached_property
     def _joined(self) -> dict[tuple[int, bool], float]:

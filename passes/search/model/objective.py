@@ -3,8 +3,9 @@
     step = sum over segments of max over resources of load[segment, resource] + recomputation(bytes)
     bytes[moment] = sum of state[moment] + max of working + sum of held, when the forward ends + max over segments of gathered
 
-The resources of a segment are its kernels beside the messages inside a node and beside those between nodes, these links, and
-the critical path: kernels and messages that wait for each other, one after another. Each strategy of a variable adds to these
+The resources of a segment are its kernels beside the messages inside a node and beside those between nodes; these links; each
+link from when the first gradients are joined, or until the last layer begins; and the critical path: kernels and messages
+that wait for each other, one after another. Each strategy of a variable adds to these
 loads (`Variable.loads`), to the bytes that stay (`state`) and to those of one call (`working`). Each transition of a value
 adds what its `TransitionTerms` say.
 `recomputation` is the time to free what is over the memory limit when the forward ends, by `MemoryBudget`.
@@ -67,11 +68,13 @@ def transition_terms(
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.on_links * value.count
+    # What one layer's backward gathers is sent before the first gradient is there.
+    late = on_links * (1.0 - segment.exposed) if value.gathered_in_forward >= 0 else on_links + costs.awaited * value.count
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
-        np.stack([*(local + beside) * value.count, *on_links, on_path]),
+        np.stack([*(local + beside) * value.count, *on_links, *late, on_path]),
         # Nothing waits for a repeated transition: its local steps are not on the path.
-        np.stack([*unit_costs.beside(again.sum(0), slowed_again) * value.count, *on_links, nothing])
+        np.stack([*unit_costs.beside(again.sum(0), slowed_again) * value.count, *on_links, *on_links, nothing])
         if can_repeat
         else _nothing(len(RESOURCES), *same.shape),
         (links + local) * value.count,

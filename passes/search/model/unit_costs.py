@@ -21,8 +21,9 @@ from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
+SECONDS = 8  # of a leg
 T = TypeVar("T", float, Floats)
-_Seconds = tuple[float, float, float, float, float, float]  # on two links, of local steps, exposed, and slowed by two links
+_Seconds = tuple[float, ...]  # on two links, of local steps, exposed, slowed by two links, and two links' wait for a bucket
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ USUAL = Hiding()
 @dataclass(frozen=True, eq=False)
 class TransitionCosts:
     """The seconds of transitions from each source to each target, on links [link, source, target] and of local steps, and
-    which are `impossible`. Of messages that hide, what kernels wait for is `exposed`, and what those on each link add to
-    the seconds of kernels beside them is `slowed`."""
+    which are `impossible`. Of messages that hide, what kernels wait for is `exposed`, what those on each link add to the
+    seconds of kernels beside them is `slowed`, and what each link waits until the first are joined is `awaited`."""
 
     on_links: Floats
     local: Floats
     exposed: Floats
     slowed: Floats
+    awaited: Floats
     impossible: NDArray[np.bool_]
 
 
@@ -153,16 +155,17 @@ class UnitCosts:
             seconds = np.zeros((len(routes.legs), times.shape[1]))
             for leg in routes.legs.T:
                 seconds += times[leg]
-            inside, across, local, exposed, *slowed = (column[routes.numbers] for column in seconds.T)
+            inside, across, local, exposed, *others = (column[routes.numbers] for column in seconds.T)
+            slowed, awaited = np.stack(others[:2]), np.stack(others[2:])
             impossible = routes.impossible[routes.numbers]
-            self._costs[key] = TransitionCosts(np.stack([inside, across]), local, exposed, np.stack(slowed), impossible)
+            self._costs[key] = TransitionCosts(np.stack([inside, across]), local, exposed, slowed, awaited, impossible)
         return self._costs[key]
 
     def _taken(self, nbytes: float, together: Together | None) -> list[_Seconds]:
         """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
         times = self._times.setdefault((nbytes, together), [])
         times += [self._leg(leg, nbytes, together) for leg in list(self.routes.legs)[len(times) :]]
-        return [*times, (0.0,) * 6]
+        return [*times, (0.0,) * SECONDS]
 
     def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
         """Return the seconds of one leg.
@@ -170,27 +173,29 @@ class UnitCosts:
         It is sent alone or joined, whichever kernels wait for least.
         """
         if leg.kind is TAKE_PART:
-            return (0.0,) * 6  # a view
+            return (0.0,) * SECONDS  # a view
         if not leg.kind.communicates:
-            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, 0.0, 0.0, 0.0
+            return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, *(0.0,) * (SECONDS - 3)
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)
         taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
-        exposed, slowed = taken, 0.0
+        exposed, slowed, awaited = taken, 0.0, 0.0
         if together is not None and nbytes:
-            ways = [(*self.split(taken, together.exposed), taken)]
+            ways = [(*self.split(taken, together.exposed), taken, 0.0)]
             least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
             between = math.sqrt(least * most)  # as `bucketed` tries
             for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket == together.kind else ():
                 joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-                waits = min(1.0, joined / all_layers) if together.exposed else 0.0
+                last = all_layers % joined or joined if together.kind == "reduction" else joined
+                waits = last / all_layers if together.exposed else 0.0
                 copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
                 copies += 2 * self.hardware.launch * nbytes / joined
                 exposed, slowed = self.split(share, waits)
-                ways.append((exposed + copies, slowed, share))
-            exposed, slowed, _ = min(ways, key=lambda way: way[0] + way[1])
-            taken = min(ways, key=sum)[2]
+                first = max(0.0, joined / all_layers - together.exposed) if together.exposed else 0.0
+                ways.append((exposed + copies, slowed, share, first * together.seconds * nbytes / all_layers))
+            exposed, slowed, _, awaited = min(ways, key=lambda way: way[0] + way[1])
+            taken = min(ways, key=lambda way: sum(way[:3]))[2]
         if link_of(group) == "inside":
-            return taken, 0.0, 0.0, exposed, slowed, 0.0
-        return 0.0, taken, 0.0, exposed, 0.0, slowed
+            return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
+        return 0.0, taken, 0.0, exposed, 0.0, slowed, 0.0, awaited
