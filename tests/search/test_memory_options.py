@@ -69,7 +69,7 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     roomy = searched(512, 4096, "dp=8")
     assert roomy.cost is not None
     found, freed, kept = (
-        roomy.replan(memory_limit=int(0.75 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
+        roomy.replan(memory_limit=int(0.65 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
         for one in ("auto", True, False)
     )
     layers = range(len({name.split(".")[1] for name in roomy.parameters}))
