@@ -187,7 +187,8 @@ class UnitCosts:
             for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket == together.kind else ():
                 joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-                last = all_layers % joined or joined if together.kind == "reduction" else joined
+                layer = nbytes * max(1.0, together.times)
+                last = min(joined, max(all_layers % joined or joined, layer)) if together.kind == "reduction" else joined
                 waits = last / all_layers if together.exposed else 0.0
                 copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
                 copies += 2 * self.hardware.launch * nbytes / joined
