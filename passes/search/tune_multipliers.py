@@ -8,11 +8,12 @@ from passes.search.search_state import PRUNING_SWEEPS, SearchState
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
-ROUNDS = 8  # of tuning by the linear program of the strategies near the bound, at most
+ROUNDS = 16  # of tuning by the linear program of the strategies near the bound, at most
 GAIN = 5e-4  # of the bound: a round that adds less to the last one is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
-NEAR = 0.002  # of the bound: strategies within this of it are in the linear program
+NEAR = (0.002, 0.01, 0.05)  # of the bound: strategies within this of it are in the linear program, further ones if need be
+FAR = 0.02  # of the bound: a linear program that takes so much more lacks strategies of those that are further from the bound
 CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
 LARGE = 5_000  # transitions of a program that HiGHS takes seconds for, where few variables have many strategies
 LARGE_EACH = 10  # the same for each variable, where many variables, as of unlike layers, have few
@@ -48,24 +49,28 @@ def tune(state: SearchState) -> None:
     """Tune the multipliers to raise the bound, then solve the program of all strategies that were near it.
 
     The multipliers are the duals of the linear program of the strategies near the bound. Strategies near the bound
-    under those join the program, and so on.
+    under those join the program, and so on. A linear program whose step is far from the bound lacks strategies: those
+    further from the bound join it.
     """
     best = state.dual_bound, state.relaxation.multipliers
-    restriction, idle, last = _near_bound(state), 0, 0.0
+    level, restriction, idle, last = 0, _near_bound(state, 0), 0, 0.0
     for _ in range(ROUNDS):
-        multipliers = state.formulation(restriction).multipliers(state.clock.for_program)
-        if state.is_done or multipliers is None:
+        found = state.formulation(restriction).multipliers(state.clock.for_program)
+        if state.is_done or found is None:
             break
-        state.reweigh(multipliers)
+        state.reweigh(found[0])
         idle = 0 if state.dual_bound - last > GAIN * best[0] else idle + 1
         last = state.dual_bound
         if last > best[0]:
             best = last, state.relaxation.multipliers
         if state.bounds.are_closed:
             break
-        before, restriction = restriction.size, restriction.joined(_near_bound(state))
+        before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
-            break
+            level += 1
+            if found[1] <= best[0] * (1 + FAR) or level == len(NEAR):
+                break
+            idle, restriction = 0, restriction.joined(_near_bound(state, level))
     if state.relaxation.multipliers is not best[1]:
         state.reweigh(best[1])
     if not state.is_done:
@@ -74,11 +79,12 @@ def tune(state: SearchState) -> None:
         state.offer_solved(assignment)
 
 
-def _near_bound(state: SearchState) -> Restriction:
-    """Return the strategies near the bound, or the cheapest where those make a large program; and the assignments seen."""
+def _near_bound(state: SearchState, level: int) -> Restriction:
+    """Return the strategies near the bound, or the cheapest where those make a large program, and the assignments seen; more of
+    them at each `level`."""
     bound, dual = state.dual.bound, state.dual.copied()
-    dual.prune(bound + NEAR * state.dual_bound, PRUNING_SWEEPS)
+    dual.prune(bound + NEAR[level] * state.dual_bound, PRUNING_SWEEPS)
     seen = [assignment.strategies for assignment in state.seen]
     restrictions = (cheapest(dual, most, seen) for most in CHEAPEST)
-    most = max(LARGE, LARGE_EACH * len(state.factor_graph.variables))
+    most = max(LARGE, LARGE_EACH * len(state.factor_graph.variables)) * 2**level
     return next((one for one in restrictions if one.size <= most), cheapest(dual, 0, seen))

@@ -70,6 +70,8 @@ def transition_terms(
     on_links = costs.on_links * value.count
     # What one layer's backward gathers is sent before the first gradient is there.
     late = on_links * (1.0 - segment.exposed) if value.gathered_in_forward >= 0 else on_links + costs.awaited * value.count
+    if value.hides and "backward" in segment.name:
+        late = late + segment.exposed * on_links[::-1]
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
         np.stack([*(local + beside) * value.count, *on_links, *late, on_path]),

@@ -181,21 +181,23 @@ class UnitCosts:
         taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         exposed, slowed, awaited = taken, 0.0, 0.0
         if together is not None and nbytes:
-            ways = [(*self.split(taken, together.exposed), taken, 0.0)]
+            ways = [(*self.split(taken, together.exposed), taken, 0.0, 0.0)]
             least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
             between = math.sqrt(least * most)  # as `bucketed` tries
             for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket == together.kind else ():
                 joined = max(nbytes, min(wanted, all_layers, most))
                 share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-                layer = nbytes * max(1.0, together.times)
-                last = min(joined, max(all_layers % joined or joined, layer)) if together.kind == "reduction" else joined
-                waits = last / all_layers if together.exposed else 0.0
+                waits = min(1.0, joined / all_layers) if together.exposed else 0.0
                 copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
                 copies += 2 * self.hardware.launch * nbytes / joined
                 exposed, slowed = self.split(share, waits)
-                first = max(0.0, joined / all_layers - together.exposed) if together.exposed else 0.0
-                ways.append((exposed + copies, slowed, share, first * together.seconds * nbytes / all_layers))
-            exposed, slowed, _, awaited = min(ways, key=lambda way: way[0] + way[1])
+                ways.append((exposed + copies, slowed, share, joined, copies))
+            exposed, slowed, share, joined, copies = min(ways, key=lambda way: way[0] + way[1])
+            if joined and together.exposed and together.kind == "reduction":
+                last = min(joined, max(all_layers % joined or joined, nbytes * max(1.0, together.times)))
+                exposed, slowed = self.split(share, last / all_layers)
+                exposed += copies
+                awaited = max(0.0, joined / all_layers - together.exposed) * together.seconds * nbytes / all_layers
             taken = min(ways, key=lambda way: sum(way[:3]))[2]
         if link_of(group) == "inside":
             return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0

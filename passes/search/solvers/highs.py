@@ -59,8 +59,9 @@ class MixedIntegerProgram:
         self.entries += entries
         return number
 
-    def duals(self, *, time_limit: float | None = None) -> Floats | None:
-        """Return the duals of the rows of the linear relaxation, None if it is infeasible or not solved in time."""
+    def duals(self, *, time_limit: float | None = None) -> tuple[Floats, float] | None:
+        """Return the duals of the rows of the linear relaxation and its objective, None if it is infeasible or not solved in
+        time."""
         solver = _solver(time_limit)
         model = self._model()
         model.integrality_ = []
@@ -68,7 +69,7 @@ class MixedIntegerProgram:
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
-        return np.array(solver.getSolution().row_dual)
+        return np.array(solver.getSolution().row_dual), float(solver.getInfo().objective_function_value)
 
     def minimise(self, *, gap: float, time_limit: float | None, nodes: int | None = None) -> Solved:
         """Solve to a relative `gap`, within the time limit or a number of branch-and-bound nodes; by default, one that

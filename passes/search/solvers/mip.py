@@ -45,20 +45,21 @@ class Formulation:
         if budget is not None:
             self._add_memory(budget)
 
-    def multipliers(self, time_limit: float | None) -> Multipliers | None:
-        """Return the duals of the linear relaxation, None if it is infeasible or not solved in time."""
-        duals = self.program.duals(time_limit=time_limit)
-        if duals is None:
+    def multipliers(self, time_limit: float | None) -> tuple[Multipliers, float] | None:
+        """Return the duals of the linear relaxation and its seconds, None if it is infeasible or not solved in time."""
+        found = self.program.duals(time_limit=time_limit)
+        if found is None:
             return None
+        duals, seconds = found[0], found[1] / MILLISECONDS
         segments = tuple(weights_of(duals, rows) for rows in self.time_rows)
         if self.budget is None:
-            return Multipliers(segments)
+            return Multipliers(segments), seconds
         (forward, backward), working, gathered = (
             [max(0.0, float(duals[row])) / MILLISECONDS / self.unit for row in rows]
             for rows in (self.byte_rows, self.working_rows, self.gathered_rows)
         )
         backward = max(backward, sum(working) - forward, sum(gathered) - forward)  # equal, but for the solver's tolerance
-        return Multipliers(segments, (forward, backward), tuple(working), tuple(gathered))
+        return Multipliers(segments, (forward, backward), tuple(working), tuple(gathered)), seconds
 
     def solve(self, gap: float, time_limit: float | None, nodes: int | None = None) -> tuple[Assignment | None, float]:
         """Return the best assignment found, None if there is none, and a proven lower bound in seconds."""
