@@ -24,9 +24,9 @@ from autoshard.planner.solver_candidate import stated
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from benchmarks.grid_cases import big_vocabulary, multi_query_2b, with_network
 from benchmarks.grid_models import UnevenDecoder, wide_mlp
-from benchmarks.recipe_costs import estimate
+from benchmarks.recipe_costs import estimate, recipe_assignment
 from examples.gpt import gpt2
-from examples.vit import vit_large
+from examples.vit import vit_huge, vit_large
 from passes.search.goal import Goal
 from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
@@ -148,6 +148,43 @@ def test_the_model_prices_attention_where_heads_do_not_divide() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "rel"), [("fsdp", 0.02), ("hsdp", 0.03), ("fsdp+megatron", 0.02)])
+def test_the_model_prices_what_a_link_waits_for_where_layers_are_few(name: str, rel: float) -> None:
+    """A link gathers until the first gradient is there, and sends between nodes what was reduced inside of them: without,
+    `fsdp` was 1.07 and `hsdp` 0.92 of the step."""
+    with torch.device("meta"):
+        model, args = wide_mlp(1024)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=4,tp=8", hardware="h100")), name)
+    assert objective == pytest.approx(step, rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "zero2", "ddp"])
+def test_the_last_message_has_what_is_left(name: str) -> None:
+    """Four messages of gradients on 256 ranks, the last of which is as short as one layer's: as long as the others, 1.05 to
+    1.08 of the step."""
+    with torch.device("meta"):
+        model, args = gpt2(1024, 1024)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=32,tp=8", hardware="b200")), name)
+    assert objective == pytest.approx(step, rel=0.05)
+
+
+@pytest.mark.slow
+def test_what_is_saved_and_gradients_are_not_in_memory_at_once() -> None:
+    """Added up, `ddp` did not fit, and the recomputation that it did not need was 8 % of the step."""
+    with torch.device("meta"):
+        model, args = multi_query_2b(16, 4096)
+    stated = _stated(model, args, Mesh("dp=8", hardware="h100"))
+    experts = Experts(stated[0].problem, stated[0].folded)
+    assignment = recipe_assignment(stated[1], experts.placed(dict(experts)["ddp"]), gathers_again=True)
+    assert assignment is not None
+    objective, step = _objective_and_step(stated, "ddp")
+    assert objective == pytest.approx(step, rel=0.03)
+    found = in_chunks(stated[0].problem, stated[0].evaluate(dict(experts)["ddp"]))
+    assert assignment.memory == pytest.approx(found.cost.peak_memory, rel=0.06)
+
+
+@pytest.mark.slow
 def test_layers_without_weights_send_nothing() -> None:
     """Half of the backward of two linear layers passes before the first gradient is sent, whatever is between them."""
     with torch.device("meta"):
@@ -183,13 +220,23 @@ def test_tuning_goes_on_while_the_bound_rises() -> None:
 
 
 @pytest.mark.slow
+def test_strategies_further_from_the_bound_join_a_program_that_lacks_some() -> None:
+    """The linear program of those within 0.2 % of the bound took 3 % more than the bound, which did not rise any more."""
+    with torch.device("meta"):
+        model, args = vit_huge(64)
+    task, found = _stated(model, args, Mesh("dp=8,tp=8", hardware="a100"))
+    *_, solution = found.solutions(Goal(float(task.limit), FULL.gap))
+    assert solution.objective < 1.02 * solution.bound
+
+
+@pytest.mark.slow
 def test_a_plan_of_many_unlike_layers_is_near_its_bound() -> None:
     """Too few strategies of each call were in the program that HiGHS solved."""
     with torch.device("meta"):
         model, args = UnevenDecoder(layers=8, dim=1024, heads=16, vocab=50304), (torch.zeros(64, 2048, dtype=torch.long),) * 2
     task, found = _stated(model, args, Mesh("dp=8,tp=8", hardware=with_network("h100", 0.25)))
     solution = next(found.solutions(Goal(float(task.limit), FULL.gap)))
-    assert solution.objective < 1.1 * solution.bound
+    assert solution.objective < 1.03 * solution.bound
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ class Segment:
     layers: int  # how many it stands for
     exposed: float  # the part of its hiding communication that has no compute to hide beside
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
+    is_backward: bool = False
 
     def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
         """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.

@@ -68,10 +68,10 @@ def transition_terms(
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     can_repeat = value.repeat_segment >= 0
     on_links = costs.on_links * value.count
-    # What one layer's backward gathers is sent before the first gradient is there.
-    late = on_links * (1.0 - segment.exposed) if value.gathered_in_forward >= 0 else on_links + costs.awaited * value.count
-    if value.hides and "backward" in segment.name:
-        late = late + segment.exposed * on_links[::-1]
+    late = on_links + costs.awaited * value.count
+    if value.hides and segment.is_backward:
+        # One layer's messages on the other link come before the first gradient's; what it gathers itself is sent until then.
+        late = late + segment.exposed * (on_links[::-1] - (on_links if value.is_parameter else 0.0))
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
         np.stack([*(local + beside) * value.count, *on_links, *late, on_path]),

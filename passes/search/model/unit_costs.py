@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.collective_time import collective_seconds, link_of
-from passes.hardware.hardware import Hardware
+from passes.hardware.hardware import Group, Hardware
 from passes.ir.collectives import TAKE_PART
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -168,37 +168,44 @@ class UnitCosts:
         return [*times, (0.0,) * SECONDS]
 
     def _leg(self, leg: Leg, whole: float, together: Together | None) -> _Seconds:
-        """Return the seconds of one leg.
-
-        It is sent alone or joined, whichever kernels wait for least.
-        """
+        """Return the seconds of one leg."""
         if leg.kind is TAKE_PART:
             return (0.0,) * SECONDS  # a view
         if not leg.kind.communicates:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, *(0.0,) * (SECONDS - 3)
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
-        nbytes = whole * max(leg.before, leg.after)
-        taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
+        taken = collective_seconds(leg.kind.name, whole * max(leg.before, leg.after), group, self.hardware)
         exposed, slowed, awaited = taken, 0.0, 0.0
-        if together is not None and nbytes:
-            ways = [(*self.split(taken, together.exposed), taken, 0.0, 0.0)]
-            least, most, all_layers = self.hiding.bucket, self.hiding.most, nbytes * max(1.0, together.times * together.layers)
-            between = math.sqrt(least * most)  # as `bucketed` tries
-            for wanted in (max(least, nbytes * together.times), between, most) if leg.kind.bucket == together.kind else ():
-                joined = max(nbytes, min(wanted, all_layers, most))
-                share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
-                waits = min(1.0, joined / all_layers) if together.exposed else 0.0
-                copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
-                copies += 2 * self.hardware.launch * nbytes / joined
-                exposed, slowed = self.split(share, waits)
-                ways.append((exposed + copies, slowed, share, joined, copies))
-            exposed, slowed, share, joined, copies = min(ways, key=lambda way: way[0] + way[1])
-            if joined and together.exposed and together.kind == "reduction":
-                last = min(joined, max(all_layers % joined or joined, nbytes * max(1.0, together.times)))
-                exposed, slowed = self.split(share, last / all_layers)
-                exposed += copies
-                awaited = max(0.0, joined / all_layers - together.exposed) * together.seconds * nbytes / all_layers
-            taken = min(ways, key=lambda way: sum(way[:3]))[2]
+        if together is not None and whole:
+            taken, exposed, slowed, awaited = self._hidden(leg, whole, taken, group, together)
         if link_of(group) == "inside":
             return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
         return 0.0, taken, 0.0, exposed, 0.0, slowed, 0.0, awaited
+
+    def _hidden(self, leg: Leg, whole: float, alone: float, group: Group, together: Together) -> _Seconds:
+        """Return the seconds of a leg that takes `alone`, those that are exposed, by which it slows kernels down, and in which
+        its link waits for what it is joined with.
+
+        It is sent alone or joined, whichever kernels wait for least. Of joined gradients, the last message has what is left.
+        """
+        nbytes = whole * max(leg.before, leg.after)
+        layer = nbytes * max(1.0, together.times)
+        everything = layer * together.layers
+        least, most = self.hiding.bucket, self.hiding.most
+        between = math.sqrt(least * most)  # as `bucketed` tries
+        ways = [(*self.split(alone, together.exposed), alone, 0.0, 0.0)]
+        for wanted in (max(least, layer), between, most) if leg.kind.bucket == together.kind else ():
+            joined = max(nbytes, min(wanted, everything, most))
+            share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
+            copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
+            copies += 2 * self.hardware.launch * nbytes / joined
+            exposed, slowed = self.split(share, min(1.0, joined / everything) if together.exposed else 0.0)
+            ways.append((exposed + copies, slowed, share, copies, joined))
+        exposed, slowed, share, copies, joined = min(ways, key=lambda way: way[0] + way[1])
+        taken, awaited = min(ways, key=lambda way: sum(way[:3]))[2], 0.0
+        if joined and together.exposed and together.kind == "reduction":
+            last = min(joined, max(everything % joined or joined, layer))
+            exposed, slowed = self.split(share, last / everything)
+            exposed += copies
+            awaited = max(0.0, joined / everything - together.exposed) * together.seconds * nbytes / everything
+        return taken, exposed, slowed, awaited

@@ -199,7 +199,7 @@ def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
         direction = "forward" if is_forward else "backward"
         is_exposed = number in edges or name == edge or not edges
         between = 1.0 / layers if _is_of_layers(name) and number in trained else 1.0
-        found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between))
+        found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between, not is_forward))
     return tuple(found)
 
 
