@@ -25,7 +25,7 @@ from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
-APART = "solved again with links inside a node and between nodes in use at different times"
+APART = "solved again with links in use at different times"
 KEPT = "slower though nothing is computed again: not made to fit"
 SECONDS = 30.0  # at most of the search for the smallest limit: it is for a message, which may say a larger one
 STEP = 0.05  # part of a memory limit: step of the search for the smallest limit, coarse because each step is a solve

@@ -82,11 +82,12 @@ def _fit(state: SearchState) -> bool:
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
-    """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many."""
+    """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many, or if HiGHS
+    neither found one nor ruled them out."""
     bounds = state.bounds
     if bounds.incumbent is not None:
         threshold = min(threshold, bounds.incumbent.objective)
-    restriction, proven = remaining(state.pruned(threshold)), threshold
+    restriction, proven, is_searched = remaining(state.pruned(threshold)), threshold, True
     if restriction.is_possible:
         if restriction.size > (LARGEST if bounds.incumbent is None else PROVABLE):
             return False
@@ -94,9 +95,9 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
             return False
         assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.clock.for_program)
         state.offer_solved(assignment)
-        proven = min(threshold, bound)
+        proven, is_searched = min(threshold, bound), assignment is not None or bound == float("inf")
     bounds.raise_lower(proven)
-    return True
+    return is_searched
 
 
 def _too_small(state: SearchState) -> MemoryLimitError:
