@@ -39,6 +39,7 @@ from autoshard.planner.standings import SearchTask
 from benchmarks.grid_models import wide_mlp
 from examples import llama
 from examples.gpt import gpt2
+from examples.vit import vit_huge
 from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
 from passes.search.goal import Goal
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
@@ -72,6 +73,7 @@ CASES = {
     "wide mlp": Case(wide_mlp, "dp=4,tp=8", "h100", {"batch": 1024}),
     "slow links": Case(wide_mlp, "dp=2,tp=2", "a100-pcie", {"batch": 4096, "hidden": 8192}),
     "gpt2": Case(gpt2, "dp=8", "h100", {"batch": 8}),
+    "vit": Case(vit_huge, "dp=8,tp=8", "a100", {"batch": 64}),
     "three axes": Case(wide_mlp, "dp=8,cp=2,tp=8", "h100", {"batch": 16384, "hidden": 8192}),
 }
 
@@ -154,7 +156,8 @@ HEURISTICS = {
     ),
     "least memory first": Heuristic(((optimize, "fit_memory", lambda *_: True),), (tune_multipliers.fit_memory,)),
     "multipliers by linear programs": Heuristic(((tune_multipliers, "ROUNDS", 0),), (mip.Formulation.multipliers,)),
-    "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", 0.0),)),
+    "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", (0.0,)),)),
+    "strategies further from the bound": Heuristic(((tune_multipliers, "NEAR", tune_multipliers.NEAR[:1]),)),
     "program of bytes alone": Heuristic(((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
     "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),

@@ -40,6 +40,7 @@ CONSTANTS: tuple[tuple[ModuleType, str], ...] = (
     (tune_multipliers, "ROUNDS"),
     (tune_multipliers, "GAIN"),
     (tune_multipliers, "NEAR"),
+    (tune_multipliers, "FAR"),
     (tune_multipliers, "LARGE"),
     (tune_multipliers, "SMALL_GAP"),
     (optimize, "PROVABLE"),
@@ -75,7 +76,8 @@ def compare(name: str, prepared: Prepared) -> None:
     for module, constant in CONSTANTS:
         value = getattr(module, constant)
         for factor in (0.5, 2):
-            with patch.object(module, constant, type(value)(value * factor)):
+            scaled = tuple(one * factor for one in value) if isinstance(value, tuple) else type(value)(value * factor)
+            with patch.object(module, constant, scaled):
                 found = searched(prepared, tight)
             print(f"  {module.__name__.rpartition('.')[2]}.{constant} x {factor}: {found.over(usual)}", flush=True)
 
