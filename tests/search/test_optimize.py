@@ -133,7 +133,7 @@ def test_a_time_limit_that_is_over_gives_a_plan_at_once() -> None:
 
 
 def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiGHS does not return from a program of a million columns."""
+    """HiGHS does not return from a program of a million columns, and a larger one does not follow one that it leaves open."""
     factor_graph, unit_costs = problem_of(deep_graph(1, "dp=2"))
     monkeypatch.setattr(optimize, "fit_memory", lambda *_: True)  # as where nothing that was rounded fits
     monkeypatch.setattr(optimize, "tune", lambda *_: None)
@@ -141,14 +141,16 @@ def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SearchState, "_fits", lambda *_: False)
     goal = Goal(memory_limit=1e12)
     solved: list[Formulation] = []
+    proven = [math.inf]
 
     def counted(self: Formulation, *_: Any, **__: Any) -> tuple[None, float]:
         solved.append(self)
-        return None, math.inf
+        return None, proven[0]
 
     monkeypatch.setattr(Formulation, "solve", counted)
-    for largest, programs in ((10**6, len(optimize.WIDENINGS)), (0, 0)):
+    for largest, bound, programs in ((10**6, math.inf, len(optimize.WIDENINGS)), (10**6, 0.0, 1), (0, math.inf, 0)):
         monkeypatch.setattr(optimize, "LARGEST", largest)
+        proven[0] = bound
         solved.clear()
         with pytest.raises(MemoryLimitError):
             solve(factor_graph, unit_costs, goal)
