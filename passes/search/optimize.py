@@ -87,7 +87,7 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
     bounds = state.bounds
     if bounds.incumbent is not None:
         threshold = min(threshold, bounds.incumbent.objective)
-    restriction, proven, is_searched = remaining(state.pruned(threshold)), threshold, True
+    restriction = remaining(state.pruned(threshold))
     if restriction.is_possible:
         if restriction.size > (LARGEST if bounds.incumbent is None else PROVABLE):
             return False
@@ -95,9 +95,10 @@ def _solve_below(state: SearchState, threshold: float) -> bool:
             return False
         assignment, bound = state.formulation(restriction).solve(state.goal.gap / 2, state.clock.for_program)
         state.offer_solved(assignment)
-        proven, is_searched = min(threshold, bound), assignment is not None or bound == float("inf")
-    bounds.raise_lower(proven)
-    return is_searched
+        bounds.raise_lower(min(threshold, bound))
+        return assignment is not None or bound == float("inf")
+    bounds.raise_lower(threshold)
+    return True
 
 
 def _too_small(state: SearchState) -> MemoryLimitError:

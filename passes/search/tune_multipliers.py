@@ -58,7 +58,8 @@ def tune(state: SearchState) -> None:
         found = state.formulation(restriction).multipliers(state.clock.for_program)
         if state.is_done or found is None:
             break
-        state.reweigh(found[0])
+        multipliers, seconds = found
+        state.reweigh(multipliers)
         idle = 0 if state.dual_bound - last > GAIN * best[0] else idle + 1
         last = state.dual_bound
         if last > best[0]:
@@ -68,7 +69,7 @@ def tune(state: SearchState) -> None:
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
             level += 1
-            if found[1] <= best[0] * (1 + FAR) or level == len(NEAR):
+            if seconds <= best[0] * (1 + FAR) or level == len(NEAR):
                 break
             idle, restriction = 0, restriction.joined(_near_bound(state, level))
     if state.relaxation.multipliers is not best[1]:

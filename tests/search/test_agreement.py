@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from unittest.mock import Mock
@@ -129,21 +130,20 @@ def test_a_plan_that_was_priced_too_low_is_solved_again_with_links_in_use_at_dif
     assert bounds[0] is not None and bounds[1] == bounds[0]
 
 
+# Each message of a vocabulary in parts ends a kernel, and the next kernel reads the logits again. Of eight heads on sixteen
+# ranks, two ranks send each other keys, which eight ranks share: as a ring of sixteen, 1.32 of the step.
 @pytest.mark.slow
-def test_the_model_prices_a_loss_that_messages_split() -> None:
-    """Each message of a vocabulary in parts ends a kernel, and the next kernel reads the logits again."""
+@pytest.mark.parametrize(
+    ("build", "sizes", "mesh", "hardware"),
+    [(big_vocabulary, (16, 4096), "dp=8", "h100"), (multi_query_2b, (64, 2048), "dp=2,tp=8", "b200")],
+    ids=["a loss that messages split", "attention where heads do not divide"],
+)
+def test_the_model_prices_megatron(
+    build: Callable[[int, int], tuple[nn.Module, tuple[Tensor, ...]]], sizes: tuple[int, int], mesh: str, hardware: str
+) -> None:
     with torch.device("meta"):
-        model, args = big_vocabulary(16, 4096)
-    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=8", hardware="h100")), "megatron")
-    assert objective == pytest.approx(step, rel=0.03)
-
-
-@pytest.mark.slow
-def test_the_model_prices_attention_where_heads_do_not_divide() -> None:
-    """Eight heads on sixteen ranks: two ranks send each other keys, which eight ranks share. As a ring of sixteen, 1.32."""
-    with torch.device("meta"):
-        model, args = multi_query_2b(64, 2048)
-    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=2,tp=8", hardware="b200")), "megatron")
+        model, args = build(*sizes)
+    objective, step = _objective_and_step(_stated(model, args, Mesh(mesh, hardware=hardware)), "megatron")
     assert objective == pytest.approx(step, rel=0.03)
 
 

@@ -21,7 +21,7 @@ from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
-SECONDS = 8  # of a leg
+SECONDS = 8  # of a leg: so many entries has `_Seconds`
 T = TypeVar("T", float, Floats)
 _Seconds = tuple[float, ...]  # on two links, of local steps, exposed, slowed by two links, and two links' wait for a bucket
 
@@ -182,7 +182,7 @@ class UnitCosts:
             return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
         return 0.0, taken, 0.0, exposed, 0.0, slowed, 0.0, awaited
 
-    def _hidden(self, leg: Leg, whole: float, alone: float, group: Group, together: Together) -> _Seconds:
+    def _hidden(self, leg: Leg, whole: float, alone: float, group: Group, together: Together) -> tuple[float, ...]:
         """Return the seconds of a leg that takes `alone`, those that are exposed, by which it slows kernels down, and in which
         its link waits for what it is joined with.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from passes.search.model.factor_graph import FORWARD_END, MOMENTS, RESOURCES, FactorGraph, Floats
 
 Weights = tuple[float, ...]  # of each resource; they sum to 1
-FREE = (0.0,) * len(MOMENTS)
 COMPUTATION: Weights = (0.5, 0.5, *(0.0,) * (len(RESOURCES) - 2))
 
 
@@ -21,7 +20,7 @@ class Multipliers:
     """
 
     segments: tuple[Weights, ...]
-    bytes: tuple[float, ...] = FREE  # per moment
+    bytes: tuple[float, ...] = (0.0,) * len(MOMENTS)
     working: tuple[float, ...] = ()  # per variable; none: these bytes have no price
     gathered: tuple[float, ...] = ()  # per segment
 
