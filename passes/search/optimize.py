@@ -45,7 +45,8 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
         yield bounds.result(bounds.incumbent)
     if bounds.are_closed:
         return
-    _widen(state)
+    if not state.is_hopeless:
+        _widen(state)
     if bounds.incumbent is None:
         raise _too_small(state)
     yield bounds.result(bounds.incumbent)

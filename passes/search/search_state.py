@@ -16,6 +16,7 @@ from passes.search.solvers.relaxation import Relaxation
 from passes.search.solvers.restriction import Restriction
 
 SWEEPS = 30  # of dual ascent, at most; it stops before where the bound hardly grows
+TOO_SLOW = 10.0  # times the fastest assignment: those that fit are not looked for if they are slower
 PRUNING_SWEEPS = 3  # of dual ascent while pruning: each raises reduced costs, so that more is pruned
 
 
@@ -46,9 +47,19 @@ class SearchState:
         return min((assignment.memory for assignment in self.seen), default=float("inf"))
 
     @property
+    def fastest(self) -> float:
+        """Return the seconds of the fastest assignment seen, whether it fits or not."""
+        return min((assignment.objective for assignment in self.seen), default=float("inf"))
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether none that fits was seen, and all that fit are proven to be far slower than the fastest one."""
+        return self.bounds.incumbent is None and self.bounds.lower > TOO_SLOW * self.fastest
+
+    @property
     def is_done(self) -> bool:
-        """Return whether the gap is closed or the time limit has passed."""
-        return self.bounds.are_closed or self.clock.is_late
+        """Return whether the gap is closed, the time limit has passed, or there is no hope."""
+        return self.bounds.are_closed or self.clock.is_late or self.is_hopeless
 
     def ascend(self, tolerance: float = 1e-5) -> None:
         """Raise the dual's bound, take it, and look at the assignments that the dual rounds to."""

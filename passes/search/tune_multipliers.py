@@ -13,10 +13,11 @@ GAIN = 5e-4  # of the bound: a round that adds less to the last one is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
 NEAR = (0.002, 0.01, 0.05)  # of the bound: strategies within this of it are in the linear program, further ones if need be
-FAR = 0.02  # of the bound: a linear program that takes so much more lacks strategies of those that are further from the bound
+FAR = 0.01  # of the bound: a linear program that takes so much more lacks strategies of those that are further from the bound
 CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
 LARGE = 5_000  # transitions of a program that HiGHS takes seconds for, where few variables have many strategies
 LARGE_EACH = 10  # the same for each variable, where many variables, as of unlike layers, have few
+OVER = 1e3  # steps that as many bytes over the limit cost as the smallest assignment has, in a linear program that none fits
 SMALL_GAP = 0.0075  # of the step: to which the first program is solved; closer takes HiGHS three times as long
 SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an assignment of little memory is wanted
 
@@ -41,7 +42,7 @@ def raise_price_of_bytes(state: SearchState, steps: float) -> None:
     """Ascend where all bytes of an assignment cost as much as so many steps."""
     state.ascend(ROUGH)
     if state.seen:
-        byte = steps * min(assignment.objective for assignment in state.seen) / max(1.0, state.smallest)
+        byte = steps * state.fastest / max(1.0, state.smallest)
         state.reweigh(Multipliers(state.relaxation.multipliers.segments, (byte / len(MOMENTS),) * len(MOMENTS)), ROUGH)
 
 
@@ -55,7 +56,7 @@ def tune(state: SearchState) -> None:
     best = state.dual_bound, state.relaxation.multipliers
     level, restriction, idle, last = 0, _near_bound(state, 0), 0, 0.0
     for _ in range(ROUNDS):
-        found = state.formulation(restriction).multipliers(state.clock.for_program)
+        found = state.formulation(restriction).multipliers(state.clock.for_program, _price_over(state))
         if state.is_done or found is None:
             break
         multipliers, seconds = found
@@ -64,7 +65,7 @@ def tune(state: SearchState) -> None:
         last = state.dual_bound
         if last > best[0]:
             best = last, state.relaxation.multipliers
-        if state.bounds.are_closed:
+        if state.is_done:
             break
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
@@ -78,6 +79,13 @@ def tune(state: SearchState) -> None:
         gap = max(state.goal.gap / 2, SMALL_GAP)
         assignment, _ = state.formulation(restriction).solve(gap, state.clock.for_program, nodes=1)
         state.offer_solved(assignment)
+
+
+def _price_over(state: SearchState) -> float | None:
+    """Return the seconds that a byte over the limit costs, None if an assignment fits."""
+    if state.budget is None or state.bounds.incumbent is not None:
+        return None
+    return OVER * state.fastest / state.smallest
 
 
 def _near_bound(state: SearchState, level: int) -> Restriction:

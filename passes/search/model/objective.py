@@ -36,7 +36,8 @@ class TransitionTerms:
     """
 
     loads: Floats  # on the value's segment
-    repeat_loads: Floats  # on its `repeat_segment`, where the transition is repeated rather than its result kept
+    repeats: Bools  # the backward can repeat the transition rather than keep its result
+    repeat_loads: Floats  # on its `repeat_segment`, where the transition is repeated
     seconds: Floats  # on links and of local steps, hidden or not
     link_seconds: Floats  # on links, hidden or not
     held: Floats  # bytes that stay for the backward because of the transition, beyond what the maker counts
@@ -66,7 +67,7 @@ def transition_terms(
         beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
     on_path = nothing if value.hides else (local + awaited) * value.count
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
-    can_repeat = value.repeat_segment >= 0
+    repeats = _repeats(value, sources, same)
     on_links = costs.on_links * value.count
     late = on_links + costs.awaited * value.count
     if value.hides and segment.is_backward:
@@ -75,9 +76,10 @@ def transition_terms(
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
         np.stack([*(local + beside) * value.count, *on_links, *late, on_path]),
+        repeats,
         # Nothing waits for a repeated transition: its local steps are not on the path.
         np.stack([*unit_costs.beside(again.sum(0), slowed_again) * value.count, *on_links, *on_links, nothing])
-        if can_repeat
+        if repeats.any()
         else _nothing(len(RESOURCES), *same.shape),
         (links + local) * value.count,
         links * value.count,
@@ -87,6 +89,12 @@ def transition_terms(
         same,
         costs.impossible | _reduces(sources, targets) if value.stays_partial else costs.impossible,
     )
+
+
+def _repeats(value: Value, sources: Sequence[Layout], same: Bools) -> Bools:
+    """Return which transitions the backward can repeat: those of sources that are kept, which partial sums are not."""
+    is_kept = np.array([value.repeat_segment >= 0 and not source.has_partial for source in sources])
+    return ~same & is_kept[:, None]
 
 
 def _reduces(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:

@@ -3,7 +3,7 @@ backward."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -97,8 +97,8 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
     written = {source_of(value) for value in queue if is_read_by_kernels(value, forward)}
     while queue:
         value = queue.pop()
-        read.add(value)
         node = source_of(value)
+        read |= {value, node, *_aliases(value)}
         if node in seen or node.op == "placeholder":
             continue
         seen.add(node)
@@ -108,6 +108,13 @@ def _saved(nodes: Sequence[Node], forward: set[Node]) -> tuple[set[Node], set[No
         else:
             found.add(node)
     return found, read, remade
+
+
+def _aliases(value: Node) -> Iterator[Node]:
+    """Yield the views between a value and the call that makes it."""
+    while is_alias(value):
+        yield value
+        value = operands(value)[0]
 
 
 def is_read_by_kernels(value: Node, others: Collection[Node] = ()) -> bool:

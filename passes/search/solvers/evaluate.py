@@ -84,7 +84,7 @@ def evaluate(
                 kept.append(number)
                 nbytes[FORWARD_END] += moved
                 continue
-            if held and value.repeat_segment >= 0 and saved <= repeats * held:
+            if held and terms.repeats[arc] and saved <= repeats * held:
                 repeated.append(number)
                 loads[value.repeat_segment] += terms.repeat_loads[:, source, target]
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import highspy
@@ -58,6 +59,16 @@ class MixedIntegerProgram:
         self.columns += columns
         self.entries += entries
         return number
+
+    def extend(self, row: int, column: int, entry: float) -> None:
+        """Add an entry to a row."""
+        self.rows.append(row)
+        self.columns.append(column)
+        self.entries.append(entry)
+
+    def copied(self) -> MixedIntegerProgram:
+        """Return a copy, to be changed."""
+        return deepcopy(self)
 
     def duals(self, *, time_limit: float | None = None) -> tuple[Floats, float] | None:
         """Return the duals of the rows of the linear relaxation and its objective, None if it is infeasible or not solved in

@@ -45,9 +45,14 @@ class Formulation:
         if budget is not None:
             self._add_memory(budget)
 
-    def multipliers(self, time_limit: float | None) -> tuple[Multipliers, float] | None:
-        """Return the duals of the linear relaxation and its seconds, None if it is infeasible or not solved in time."""
+    def multipliers(self, time_limit: float | None, over: float | None = None) -> tuple[Multipliers, float] | None:
+        """Return the duals of the linear relaxation and its seconds, None if it is infeasible or not solved in time.
+
+        If it is infeasible, bytes over the limit cost `over` seconds each: then the duals lead to less memory.
+        """
         found = self.program.duals(time_limit=time_limit)
+        if found is None and over is not None:
+            found = self._with_bytes_over(over).duals(time_limit=time_limit)
         if found is None:
             return None
         duals, seconds = found[0], found[1] / MILLISECONDS
@@ -87,6 +92,14 @@ class Formulation:
             for columns in (self.made.keeps, self.made.repeats)
         )
         return Assignment(picked, kept, repeated, step_seconds(loads, nbytes, self.budget), nbytes, loads)
+
+    def _with_bytes_over(self, seconds: float) -> MixedIntegerProgram:
+        """Return the program with bytes over the limit at so many seconds each."""
+        program = self.program.copied()
+        over = program.column(seconds * self.unit * MILLISECONDS, float("inf"))
+        for row in self.byte_rows:
+            program.extend(row, over, 1.0)
+        return program
 
     def _add_memory(self, budget: MemoryBudget) -> None:
         """Limit the memory at each moment, in units: bytes that stay, the most that one call works on, and the most that one

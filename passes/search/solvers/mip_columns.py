@@ -106,7 +106,7 @@ def _add_transitions(
         if value.is_parameter:
             made.gathered[value.segment].append((column, float(terms.gathered[arc])))
         made.hold(column, float(terms.held[arc]))
-        if terms.held[arc] and value.repeat_segment >= 0 and repeats:
+        if terms.held[arc] and terms.repeats[arc] and repeats:
             _add_repeat(made, terms, number, value, arc, column)
     return columns
 

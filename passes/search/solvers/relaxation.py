@@ -67,7 +67,8 @@ class Relaxation:
             seconds = np.minimum(seconds, byte * np.where(terms.same, 0.0, terms.moved[None, :]))
         held = byte * terms.held
         if value.repeat_segment >= 0:
-            held = np.minimum(held, _weighted(multipliers.segments[value.repeat_segment], terms.repeat_loads))
+            again = _weighted(multipliers.segments[value.repeat_segment], terms.repeat_loads)
+            held = np.where(terms.repeats, np.minimum(held, again), held)
         return np.where(terms.impossible, INFEASIBLE, seconds + held)
 
 
