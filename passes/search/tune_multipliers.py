@@ -70,7 +70,7 @@ def tune(state: SearchState) -> None:
         before, restriction = restriction.size, restriction.joined(_near_bound(state, level))
         if idle == PATIENCE or (idle and restriction.size == before):  # the same program has the same duals
             level += 1
-            if seconds <= best[0] * (1 + FAR) or level == len(NEAR):
+            if seconds <= best[0] * (1 + max(FAR, state.goal.gap / 2)) or level == len(NEAR):
                 break
             idle, restriction = 0, restriction.joined(_near_bound(state, level))
     if state.relaxation.multipliers is not best[1]:

@@ -94,7 +94,8 @@ def transition_terms(
 def _repeats(value: Value, sources: Sequence[Layout], same: Bools) -> Bools:
     """Return which transitions the backward can repeat: those of sources that are kept, which partial sums are not."""
     is_kept = np.array([value.repeat_segment >= 0 and not source.has_partial for source in sources])
-    return ~same & is_kept[:, None]
+    found: Bools = ~same & is_kept[:, None]
+    return found
 
 
 def _reduces(sources: Sequence[Layout], targets: Sequence[Layout]) -> Bools:
