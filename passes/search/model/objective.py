@@ -25,7 +25,7 @@ from passes.ir.layout import Layout, Partial, R, Shard
 from passes.search.model.factor_graph import RESOURCES, Bools, FactorGraph, Floats, Value
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.step_structure import is_read_by_kernels
-from passes.search.model.unit_costs import UnitCosts
+from passes.search.model.unit_costs import CHUNKS, UnitCosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ def transition_terms(
         awaits, slowed = unit_costs.split(costs.on_links, segment.exposed_between)
         beside, awaited = unit_costs.beside(awaits.sum(0) - unit_costs.spared(awaits), slowed), links
     if unit_costs.hiding.in_chunks:
-        in_chunks = _in_chunks(graph, value, sources, targets, links, copied, unit_costs)
+        in_chunks = _in_chunks(graph, value, sources, targets, copied, unit_costs)
         beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
     on_path = nothing if value.hides else (local + awaited) * value.count
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
@@ -136,7 +136,6 @@ def _in_chunks(
     value: Value,
     sources: Sequence[Layout],
     targets: Sequence[Layout],
-    links: Floats,
     copied: Floats,
     unit_costs: UnitCosts,
 ) -> Floats:
@@ -150,13 +149,14 @@ def _in_chunks(
         for numbers in (value.products, (value.maker.variable,) if value.is_product else ())
     )
     if not reading and not making:
-        return np.full_like(links, np.inf)
+        return np.full(copied.shape, np.inf)
     nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
-    empty = unit_costs.transition_costs(value.shape, 0, sources, targets)
-    latency = empty.on_links.sum(0)
+    sizes = {chunks: value.itemsize / chunks for chunks in CHUNKS}
+    parts = {chunks: unit_costs.transition_costs(value.shape, size, sources, targets) for chunks, size in sizes.items()}
+    sent = {chunks: chunks * part.on_links.sum(0) for chunks, part in parts.items()}
     whole = copied if value.is_saved else 0.0  # the backward reads it whole: its chunks are concatenated
-    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(links, latency, reading, nbytes) + whole, np.inf)
-    return np.where(partial & (making > 0), unit_costs.in_chunks(links, latency, making) + copied, found)
+    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(sent, reading, nbytes) + whole, np.inf)
+    return np.where(partial & (making > 0), unit_costs.in_chunks(sent, making) + copied, found)
 
 
 def _made_by_products(nodes: Sequence[Node]) -> int:

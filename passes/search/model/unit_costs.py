@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -118,18 +118,20 @@ class UnitCosts:
         """
         return waits + slowed + slowed[::-1] * self.hiding.apart
 
-    def in_chunks(self, links: Floats, latency: Floats, product: float, nbytes: float = 0.0) -> Floats:
+    def in_chunks(self, sent: Mapping[int, Floats], product: float, nbytes: float = 0.0) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
         sent beside a chunk of the product, and wait for it or slow it down; results of `nbytes` are concatenated.
 
-        Each more chunk takes the `latency` of a message and a launch.
+        `sent` are the seconds of all chunks, by their number. Each more chunk takes a launch.
         """
-        found = np.full_like(links, np.inf)
-        for chunks in CHUNKS:
-            sent = links + (chunks - 1) * latency
-            rest = np.maximum(sent - product, self.slowed(sent)) * (1 - 1 / chunks)
-            found = np.minimum(found, sent / chunks + rest + (chunks - 1) * self.hardware.launch)
-        return found + self.copied(np.array(nbytes / self.mesh.size))
+        found = [
+            seconds / chunks
+            + np.maximum(seconds - product, self.slowed(seconds)) * (1 - 1 / chunks)
+            + (chunks - 1) * self.hardware.launch
+            for chunks, seconds in sent.items()
+        ]
+        least: Floats = np.minimum.reduce(found)
+        return least + self.copied(np.array(nbytes / self.mesh.size))
 
     def copied(self, nbytes: Floats) -> Floats:
         """Return the seconds in which a kernel copies these bytes; none for no bytes."""
@@ -138,7 +140,7 @@ class UnitCosts:
     def transition_costs(
         self,
         shape: Shape,
-        itemsize: int,
+        itemsize: float,
         sources: Sequence[Layout],
         targets: Sequence[Layout],
         together: Together | None = None,
