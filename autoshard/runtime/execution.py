@@ -22,6 +22,7 @@ from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
+from autoshard.runtime.reached_gradients import outputs_of_gradients
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
 from passes._torch import (
     DTensorSpec,
@@ -135,9 +136,15 @@ class Execution:
     parameter_names: tuple[str, ...]  # PARAMETER inputs in order
     gradient_of: Mapping[str, int]  # name of a GRADIENT -> its number among the gradients
     tangent_outputs: tuple[int, ...]  # per tangent, the number of its output
+    gradient_outputs: Mapping[str, frozenset[int]]  # name of a GRADIENT -> numbers of the outputs that it is computed from
     saved_parameters: frozenset[str]  # those that the backward reads
     watch: Watch
     module: nn.Module
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether a call draws random numbers."""
+        return any(given.role is InputRole.SEED for given in self.program.split.inputs)
 
     def run(self, call: Call, seed: torch.Tensor, number: int = 0) -> Any:
         """Run one call of the model on this rank's part of the inputs; return this rank's part of the model's output.
@@ -276,9 +283,12 @@ class _Step(torch.autograd.Function):
         paths = [spec.path for spec in execution.local.signature.inputs]
         names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
         scales = {f"input:{path}": scale for path, scale in ctx.scales.items() if scale != 1.0}
+        given = {number for number, tangent in enumerate(tangents) if tangent is not None}
         found = []
         for name, needed in zip(names, ctx.needs_input_grad[4:], strict=True):
             number = execution.gradient_of.get(name)
+            if number is not None and given.isdisjoint(execution.gradient_outputs[name]):
+                number = None  # as autograd gives no gradient where none of its outputs is used
             part = gradients[number] if needed and number is not None else None
             if part is not None and name in execution.parameters:
                 part = execution.parameters[name].gradient(part)
@@ -328,6 +338,10 @@ def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place,
         tuple(parameters),
         {gradient.name: number for number, gradient in enumerate(split.gradients)},
         tuple(outputs.index(tangent.name) for tangent in split.tangents),
+        {
+            gradient: frozenset(map(outputs.index, made_from))
+            for gradient, made_from in outputs_of_gradients(local.graph).items()
+        },
         _saved_parameters(split),
         watch,
         module,

@@ -32,6 +32,7 @@ from autoshard.runtime.calls.programs import (
     program_of,
     shared_call,
 )
+from autoshard.runtime.calls.random_stream import RandomStream, new_origin
 from autoshard.runtime.calls.refused_modes import COMPILED, Refusals, check_modes
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy, whole_copy
@@ -75,7 +76,7 @@ class ShardedModule(Refusals):
         with state.groups.watch.call(shared_call(self, state, found)):
             execution = program_of(self, state, found, lambda: as_written(self))
             state.step += 1
-            return execution.run(found.call, _seed(state), state.step)
+            return execution.run(found.call, state.seed(execution), state.step)
 
     @property
     def plan(self) -> ShardingPlan:
@@ -125,7 +126,7 @@ class ShardedModule(Refusals):
         with state.groups.watch.call(SharedCall("profile")):
             execution = program_of(self, state, found, lambda: as_written(self))
             fused = state.settings.compile == "inductor"
-            return profile(execution, state.groups, found.call, _seed(state), fused=fused)
+            return profile(execution, state.groups, found.call, state.seed(execution), fused=fused)
 
     def sampler(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, drop_last: bool = True
@@ -195,7 +196,7 @@ def shard_module(
     started = time.perf_counter() if started is None else started
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
-    seed = exchange(groups, torch.initial_seed())[0]
+    stream = RandomStream(exchange(groups, new_origin())[0])
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)
     eager = torch.compiler.disable(ShardedModule._autoshard_call, reason=COMPILED)  # type: ignore[no-untyped-call]
@@ -208,7 +209,7 @@ def shard_module(
         groups,
         planner,
         settings,
-        seed,
+        stream,
         stored=planned is not None,
         suspects=suspects,
     )
@@ -268,9 +269,3 @@ def _suspects(module: nn.Module, copied: nn.Module, groups: MeshGroups) -> tuple
         for number, (name, _) in enumerate(named)
         if number in problems
     )
-
-
-def _seed(state: RuntimeState) -> torch.Tensor:
-    # Steps must not share random numbers, nor must runs with neighbouring seeds: spread them (golden ratio).
-    value = (state.seed * 0x9E3779B97F4A7C15 + state.step) % (1 << 63)
-    return torch.tensor(value, dtype=torch.int64, device=state.place.device)

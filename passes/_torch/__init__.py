@@ -60,7 +60,7 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
-    from passes._torch.modes import in_forward_mode, in_transform, reentrant_checkpoint
+    from passes._torch.modes import in_backward, in_forward_mode, in_transform, reentrant_checkpoint
     from passes._torch.operators.aligned import (
         ALIGNED_CONVOLUTION,
         ALIGNED_CONVOLUTION_INPUT,
@@ -129,6 +129,7 @@ __all__ = [
     "fake_view",
     "flatten_pytree",
     "group_timeout",
+    "in_backward",
     "in_forward_mode",
     "in_transform",
     "inductor_compile",

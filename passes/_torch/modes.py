@@ -19,6 +19,11 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def in_backward() -> bool:
+    """Return whether a backward is running, as when `torch.utils.checkpoint` computes a forward again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def reentrant_checkpoint() -> Any:
     """Return the node of the `torch.utils.checkpoint(..., use_reentrant=True)` that is computed again now, or None."""
     node = torch._C._current_autograd_node()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture.signature import Call, Signature, bind_call
@@ -29,6 +30,7 @@ from autoshard.runtime.calls.arguments import Key, format_call, key_of, signatur
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
+from autoshard.runtime.calls.random_stream import RandomStream
 from autoshard.runtime.execution import Execution, LocalProgram, bind
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place, lay_out
@@ -121,7 +123,7 @@ class RuntimeState:
     groups: MeshGroups
     planner: Planner
     settings: CallSettings
-    seed: int  # equal on all ranks
+    random: RandomStream
     step: int = 0
     stored: bool = False  # parameters are laid out as the first program says
     states: ModelStates = field(default_factory=ModelStates)
@@ -145,6 +147,12 @@ class RuntimeState:
             self.states.current,
         )
 
+    def seed(self, execution: Execution) -> torch.Tensor:
+        """Return the seed of the present call of a program."""
+        if not execution.is_random:
+            return torch.zeros((), dtype=torch.int64, device=self.place.device)
+        return self.random.seed(self.step, self.place.device)
+
     def of_copy(self, model: nn.Module, copied: nn.Module) -> RuntimeState:
         """Return the state of a copy of `model`: the programs of its present state run on the copy's parameters."""
         self.mode(model, gradients=True)
@@ -162,7 +170,8 @@ class RuntimeState:
             for program in self.programs
             if program.mode[-1] == self.states.current
         ]
-        return replace(self, states=states, programs=programs, by_key={}, suspects=(), taken_over={})
+        random = self.random.of_copy()
+        return replace(self, random=random, states=states, programs=programs, by_key={}, suspects=(), taken_over={})
 
     def layouts(self, model: nn.Module) -> dict[str, Layout] | None:
         """Return the layouts of parameters that a program has laid out; None before there is one."""
@@ -225,8 +234,14 @@ def program_of(
     """
     program = found.program
     if program is None:
-        program = state.by_key[found.mode, found.key] = _met(model, state, found.mode, found.call, as_written)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # a checkpoint around the call counts what its forward saves
+            program = _met(model, state, found.mode, found.call, as_written)
+        state.by_key[found.mode, found.key] = program
     return program.execution
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def _met(
