@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import Tensor, nn
 from torch.fx import Graph
 
 import passes.rules  # registers the rules
+from autoshard import Mesh, plan
 from passes.ir.text import parse_graph
+from passes.search.model import grouping
 from passes.search.model.axis_groups import single_axes
 from passes.search.model.grouping import Grouping, joint_strategies
 from passes.search.model.strategies import RowTables, Strategies
@@ -53,7 +58,8 @@ def test_a_group_has_one_layout_of_each_value_inside() -> None:
     nodes = {node.name: node for node in graph.nodes}
     group = [nodes["wide"], nodes["pow_1"], nodes["sum_1"], nodes["mul"]]
     own = {node: strategies.of(node) for node in group}
-    found = joint_strategies(group, own)
+    ((part, found),) = joint_strategies(group, own)
+    assert list(part) == group
     assert found and len(set(found)) == len(found)
     for picked in found:
         wide, pow_1, sum_1, mul = (own[node][one] for node, one in zip(group, picked, strict=True))
@@ -61,8 +67,57 @@ def test_a_group_has_one_layout_of_each_value_inside() -> None:
         assert pow_1.results[0] == sum_1.needs[0]
 
 
+SUM = """
+mesh dp=2,tp=2
+stage CAPTURED
+%a: f32[4, 8] = input("a")
+%b: f32[4, 8] = input("b")
+%c: f32[4, 8] = input("c")
+%d: f32[4, 8] = input("d")
+%e: f32[4, 8] = input("e")
+%ab: f32[4, 8] = add.Tensor(%a, %b)
+%cd: f32[4, 8] = add.Tensor(%c, %d)
+%abcd: f32[4, 8] = add.Tensor(%ab, %cd)
+%total: f32[4, 8] = add.Tensor(%abcd, %e)
+return output("output") %total
+"""
+
+
+def test_a_group_of_too_many_strategies_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels such as those of `grid_sample` read dozens of values, which any of their calls may need in several layouts."""
+    graph, strategies, _ = grouped(SUM)
+    group = [node for node in graph.nodes if node.op == "call_function"]
+    own = {node: strategies.of(node) for node in group}
+    ((_, whole),) = joint_strategies(group, own)
+    monkeypatch.setattr(grouping, "MOST", len(whole) - 1)
+    parts = list(joint_strategies(group, own))
+    assert [[node.name for node in part] for part, _ in parts] == [["ab"], ["cd"], ["abcd"], ["total"]]
+    assert all(len(found) == len(own[part[0]]) for part, found in parts)
+
+
 def test_terms_are_multiplied_by_numbers_only() -> None:
     graph, strategies, _ = grouped(NORM)
     nodes = {node.name: node for node in graph.nodes}
     assert any(strategy.results[0].has_partial for strategy in strategies.of(nodes["mm"]))
     assert not any(strategy.needs[0].has_partial for strategy in strategies.of(nodes["mul"]))
+
+
+class Warped(nn.Module):
+    """Sample an image where a convolution of it says, a kernel that reads dozens of values; forward(x [batch, 3, 4, 6])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.where = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, rows = self.conv(x), self.where(x.mean((2, 3))).unflatten(1, (2, 3))
+        grid = nn.functional.affine_grid(rows, list(values.shape), align_corners=False)
+        return nn.functional.grid_sample(values, grid, align_corners=False).square().mean()
+
+
+@pytest.mark.slow
+def test_a_kernel_that_reads_dozens_of_values_is_planned() -> None:
+    """All strategies of its calls together took 7 GB, and all memory on three axes."""
+    made = plan(Warped(), Mesh("dp=2,cp=2,tp=2", hardware="h100"), (torch.zeros(4, 3, 4, 6),))
+    assert made.state is not None and made.state.prepared is not None
+    assert max(len(one.strategies) for one in made.state.prepared.factor_graph.variables) <= 2 * grouping.MOST

@@ -8,7 +8,8 @@ more bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from torch.fx import Graph, Node
 
@@ -17,6 +18,7 @@ from passes.ir.graph import is_reshard, item_of, operands, results_of
 from passes.ir.layout import Partial
 from passes.search.model.strategies import Strategies, Strategy
 
+MOST = 500  # strategies of a group; those of usual kernels have 50 on two axes
 SMALL = 32  # calls, tied ones counted once: in a graph of no more, every call is a variable, as programs are small anyway
 
 
@@ -101,34 +103,49 @@ def _bytes(node: Node) -> int:
     return sum(result.numel() * result.element_size() for result in results_of(node))
 
 
-def joint_strategies(group: Sequence[Node], strategies: Mapping[Node, Sequence[Strategy]]) -> list[tuple[int, ...]]:
-    """Return the strategies (numbers, one per call) that a group can take together: each value inside has one layout."""
-    order = _adjacent(group)
-    found: list[dict[Node, int]] = [{}]
-    for number, node in enumerate(order):
-        before = order[:number]
-        links = list(_links(node, before))
-        fitting: dict[object, list[int]] = {}
-        for one, strategy in enumerate(strategies[node]):
-            key = tuple(strategy.needs[i] if is_user else strategy.results[i] for is_user, i, _, _ in links)
-            fitting.setdefault(key, []).append(one)
-        wider = []
-        for picked in found:
-            others = [(strategies[other][picked[other]], is_user, j) for is_user, _, other, j in links]
-            key = tuple(strategy.results[j] if is_user else strategy.needs[j] for strategy, is_user, j in others)
-            wider += [{**picked, node: one} for one in fitting.get(key, ())]
-        found = wider
-    return [tuple(picked[node] for node in group) for picked in found]
+def joint_strategies(
+    group: Sequence[Node], strategies: Mapping[Node, Sequence[Strategy]]
+) -> Iterator[tuple[tuple[Node, ...], list[tuple[int, ...]]]]:
+    """Yield the group with the strategies (numbers, one per call) that it can take together: each value inside has one layout.
 
-
-def _adjacent(group: Sequence[Node]) -> list[Node]:
-    """Order the calls so that each has a value in common with one before."""
-    order, waiting = [group[0]], list(group[1:])
+    A group of more than `MOST` strategies comes in parts, as those with many operands from outside can have billions.
+    """
+    waiting = list(group)
     while waiting:
-        node = next(node for node in waiting if next(iter(_links(node, order)), None))
-        order.append(node)
-        waiting.remove(node)
-    return order
+        part, found = [waiting[0]], [{waiting[0]: one} for one in range(len(strategies[waiting[0]]))]
+        refused = set[Node]()
+        while (node := _adjacent(part, waiting, refused)) is not None:
+            wider = list(islice(_joined(found, node, part, strategies), MOST + 1))
+            if len(wider) > MOST:
+                refused.add(node)
+            else:
+                part.append(node)
+                found = wider
+        calls = tuple(node for node in group if node in part)
+        yield calls, [tuple(picked[node] for node in calls) for picked in found]
+        waiting = [node for node in waiting if node not in part]
+
+
+def _joined(
+    found: Sequence[Mapping[Node, int]], node: Node, part: Sequence[Node], strategies: Mapping[Node, Sequence[Strategy]]
+) -> Iterator[dict[Node, int]]:
+    """Yield the strategies of a part and of one more call."""
+    links = list(_links(node, part))
+    fitting: dict[object, list[int]] = {}
+    for one, strategy in enumerate(strategies[node]):
+        key = tuple(strategy.needs[i] if is_user else strategy.results[i] for is_user, i, _, _ in links)
+        fitting.setdefault(key, []).append(one)
+    for picked in found:
+        others = [(strategies[other][picked[other]], is_user, j) for is_user, _, other, j in links]
+        key = tuple(strategy.results[j] if is_user else strategy.needs[j] for strategy, is_user, j in others)
+        for one in fitting.get(key, ()):
+            yield {**picked, node: one}
+
+
+def _adjacent(part: Sequence[Node], waiting: Sequence[Node], refused: Collection[Node]) -> Node | None:
+    """Return the first call that has a value in common with the part, and is neither in it nor refused."""
+    free = (node for node in waiting if node not in part and node not in refused)
+    return next((node for node in free if next(iter(_links(node, part)), None)), None)
 
 
 def _links(node: Node, others: Sequence[Node]) -> Iterable[tuple[bool, int, Node, int]]:

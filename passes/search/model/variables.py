@@ -209,7 +209,12 @@ def _calls(step: _Step, drafts: Sequence[_Draft]) -> Iterator[_Draft]:
         place = partial(_place, step)
         groups = Grouping(structure.gm.graph, step.strategies, structure.weights, place).of(free)
     for group in groups:
-        yield _reshard(step, group[0]) if is_reshard(group[0]) else _group(step, group)
+        if is_reshard(group[0]):
+            yield _reshard(step, group[0])
+        else:
+            own = {node: step.strategies.of(node) for node in group}
+            for part, found in joint_strategies(group, own):
+                yield _group(step, part, own, found)
 
 
 def _place(step: _Step, node: Node) -> object:
@@ -217,9 +222,9 @@ def _place(step: _Step, node: Node) -> object:
     return step.structure.segment.get(node, 0), step.structure.ties.layer[node], _count(step, node)
 
 
-def _group(step: _Step, group: tuple[Node, ...]) -> _Draft:
-    own = {node: step.strategies.of(node) for node in group}
-    found = joint_strategies(group, own)
+def _group(
+    step: _Step, group: tuple[Node, ...], own: Mapping[Node, tuple[Strategy, ...]], found: Sequence[tuple[int, ...]]
+) -> _Draft:
     numbers = np.array(found)
     members = [_member(step, node, own[node], numbers[:, i]) for i, node in enumerate(group)]
     joint = [[own[node][one] for node, one in zip(group, picked, strict=True)] for picked in found]
