@@ -32,7 +32,7 @@ from autoshard.runtime.calls.programs import (
     program_of,
     shared_call,
 )
-from autoshard.runtime.calls.random_stream import RandomStream, new_origin
+from autoshard.runtime.calls.random_stream import RandomStream, origin_of
 from autoshard.runtime.calls.refused_modes import COMPILED, Refusals, check_modes
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, distributed_copy, plain_copy, whole_copy
@@ -196,7 +196,7 @@ def shard_module(
     started = time.perf_counter() if started is None else started
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
-    stream = RandomStream(exchange(groups, new_origin())[0])
+    stream = RandomStream((exchange(groups, origin_of(module))[0],))
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)
     eager = torch.compiler.disable(ShardedModule._autoshard_call, reason=COMPILED)  # type: ignore[no-untyped-call]

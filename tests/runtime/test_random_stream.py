@@ -21,16 +21,16 @@ X = torch.ones(8, 6)
 class Dropped(nn.Module):
     """Drop half of a bias: its gradient is the output's sum over the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: float = 1.0) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.ones(6))
+        self.bias = nn.Parameter(torch.full((6,), bias))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x * self.bias, 0.5)
 
 
-def sharded(mesh: DeviceMesh) -> ShardedModule:
-    return autoshard(Dropped(), mesh, (X,), options=EAGER)
+def sharded(mesh: DeviceMesh, bias: float = 1.0) -> ShardedModule:
+    return autoshard(Dropped(bias), mesh, (X,), options=EAGER)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -47,9 +47,9 @@ def test_a_checkpoint_draws_the_same_numbers_again(one_rank: DeviceMesh, *, reen
 
 def test_models_of_one_seed_draw_different_numbers(one_rank: DeviceMesh) -> None:
     torch.manual_seed(0)
-    models = [sharded(one_rank) for _ in range(2)]
+    models = [sharded(one_rank, bias) for bias in (1.0, 2.0)]
     models += [copy.deepcopy(models[0]) for _ in range(2)]
-    outputs = [model(X) for model in models]
+    outputs = [model(X) / model.bias.full_tensor()[0] for model in models]
     assert not any(torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
 
 

@@ -6,21 +6,22 @@ import hashlib
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from passes._torch import in_backward
 
 KEPT = 65_536  # calls whose random numbers a checkpoint can repeat: more than the microbatches of any step
 
-_alike: dict[int, int] = {}  # state of torch's generator -> models that were sharded in it since the last call
 
-
-def new_origin() -> tuple[int, int]:
-    """Return what the random numbers of a new model start from: the state of torch's generator, which it leaves as it is, and
-    the number of models before in the same state."""
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=7).digest()
-    state = int.from_bytes(digest, "little")
-    _alike[state] = _alike.get(state, -1) + 1
-    return state, _alike[state]
+def origin_of(module: nn.Module) -> int:
+    """Return what the random numbers of a model start from: a digest of the state of torch's generator, and of its parameters,
+    as models of an ensemble may be sharded in the same state."""
+    found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=7)
+    for parameter in module.parameters():
+        if not parameter.is_meta and not isinstance(parameter, DTensor):
+            found.update(parameter.detach().reshape(-1)[:1].cpu().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")
 
 
 @dataclass
@@ -37,7 +38,6 @@ class RandomStream:
 
     def seed(self, call: int, device: torch.device) -> torch.Tensor:
         """Return the seed of a call, by its number."""
-        _alike.clear()
         drawn = int(torch.randint(1 << 62, (), device="cpu"))
         if in_backward():
             call = self.calls.get(drawn, call)
