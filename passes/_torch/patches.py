@@ -11,7 +11,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |
-| `PatternMatcherPass.apply` | patterns are matched | impossible ones are skipped | inductor/inductor_patterns.py |
+| `PatternMatcherPass.apply` | patterns are matched | false matches are left out | inductor/inductor_patterns.py |
 | `IgnoredFunctionVariable.call_function` and | a call is traced | what the model prints is left out | dynamo/module_trace.py |
 | `LoggingLoggerVariable.call_method` | | | |
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | checks are left out | dynamo/module_trace.py |

@@ -30,8 +30,17 @@ def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)) @ v
 
 
-def traced(function: object) -> GraphModule:
-    args = [torch.randn(2, 3, 8, 16) for _ in range(3)]
+def attention_of_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / 4.0, dim=-2) @ v
+
+
+def attention_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention on keys that are given as [batch, rows, heads, columns]."""
+    return torch.softmax(q @ k.permute(0, 2, 3, 1) / 4.0, dim=-1) @ v
+
+
+def traced(function: object, *args: Tensor) -> GraphModule:
+    args = args or tuple(torch.randn(2, 3, 8, 16) for _ in range(3))
     table = select_decompositions(whole=frozenset())
     return make_fx(function, tracing_mode="fake", decomposition_table=table)(*args)
 
@@ -43,6 +52,27 @@ def test_the_graph_is_that_of_all_patterns(function: object) -> None:
     with mock.patch.object(_Possible, "_is_possible", lambda self, pattern: True):
         run_joint_graph_passes(all_)
     assert str(few.graph) == str(all_.graph) != str(given.graph)
+
+
+@pytest.mark.parametrize(
+    ("function", "query", "key"),
+    [
+        (attention, (2, 3, 8, 16), (2, 3, 8, 16)),
+        (attention_of_columns, (2, 3, 8, 16), (2, 3, 8, 16)),
+        (attention_of_heads, (1, 4, 4, 16), (1, 4, 4, 16)),
+        (attention_of_heads, (1, 3, 8, 16), (1, 8, 3, 16)),
+    ],
+)
+def test_what_only_looks_like_attention_stays(
+    function: Callable[..., Tensor], query: tuple[int, ...], key: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(shape, generator=generator) for shape in (query, key, query)]
+    gm = traced(function, *args)
+    run_joint_graph_passes(gm)
+    torch.testing.assert_close(gm(*args), function(*args))
+    assert ("_scaled_dot_product" in str(gm.graph)) == (function is attention)
+    assert not caplog.records
 
 
 def test_attention_is_not_looked_for_where_there_is_no_softmax() -> None:
