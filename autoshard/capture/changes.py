@@ -173,10 +173,12 @@ def name_of_new(changes: Sequence[Change], path: str) -> str:
 
 @dataclass(frozen=True)
 class Traced:
-    """The changes to trace in a model: the objects whose values are returned, and the modules that assign buffers."""
+    """The changes to trace in a model: the objects whose values are returned, and the modules that assign buffers, with
+    the names of these.
+    """
 
     changes: tuple[Change, ...]
-    buffers: tuple[Path, ...]
+    buffers: tuple[tuple[Path, tuple[str, ...]], ...]
 
 
 def changes_of(model: nn.Module, effects: Sequence[SideEffect]) -> Traced | SideEffect:
@@ -191,7 +193,7 @@ def changes_of(model: nn.Module, effects: Sequence[SideEffect]) -> Traced | Side
     for effect in effects:
         number = id(effect.changed)
         if number in buffers:
-            assigning.append(buffers[number])
+            assigning.append((buffers[number], effect.keys))
         elif number not in paths:
             return effect
         elif effect.names:

@@ -142,7 +142,8 @@ def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
 class _Call(nn.Module):
     """Module that calls the traced module under a name that cannot clash with those of its children.
 
-    It returns the values of `changes` after the call, and copies new buffers into those that were there before.
+    It returns the values of `changes` after the call, and copies new buffers into those that were there before. The call
+    reads copies of these, as autograd keeps what the backward needs, and no write may reach that.
     """
 
     def __init__(self, module: nn.Module, changes: Traced | None = None) -> None:
@@ -152,9 +153,11 @@ class _Call(nn.Module):
         self.buffers_of = () if changes is None else changes.buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before = [_buffers(self.autoshard_module, path) for path in self.buffers_of]
+        before = [_buffers(self.autoshard_module, path) for path, _ in self.buffers_of]
+        for path, names in self.buffers_of:
+            _copy_buffers(reach(self.autoshard_module, path), names)
         output = self.autoshard_module(*args, **kwargs)
-        for path, held in zip(self.buffers_of, before, strict=True):
+        for (path, _), held in zip(self.buffers_of, before, strict=True):
             for name, new in _buffers(self.autoshard_module, path).items():
                 _assign(held[name], new)
         # Dynamo returns no graph if nothing is computed; the second result makes sure that something is.
@@ -163,6 +166,13 @@ class _Call(nn.Module):
 
 def _buffers(model: nn.Module, path: Path) -> dict[str, Any]:
     return dict(reach(model, path)._buffers)
+
+
+def _copy_buffers(module: nn.Module, names: tuple[str, ...]) -> None:
+    for name in names:
+        held = module._buffers.get(name)
+        if held is not None:
+            setattr(module, name, held.clone())
 
 
 def _assign(held: torch.Tensor | None, new: torch.Tensor | None) -> None:

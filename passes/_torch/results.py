@@ -21,7 +21,7 @@ class SideEffect:
     """A Python object that a traced call changed, its source, and the stack of a change.
 
     `names` are the attributes that it was given (none: items of a container changed), `constants` those whose new values
-    are constants, and `read` those whose old values the call depends on.
+    are constants, and `read` those whose old values the call depends on. `keys` are those of a dict that have new values.
     """
 
     source: str
@@ -30,6 +30,7 @@ class SideEffect:
     names: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
     read: frozenset[str] = frozenset()
+    keys: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -205,6 +206,32 @@ class AssignsBuffer(Model):
 
 def test_a_buffer_that_is_assigned_again() -> None:
     check(AssignsBuffer().double(), torch.ones(2, 4, dtype=torch.float64))
+
+
+class Queue(Model):
+    """Compares with a queue, a buffer that is assigned again: the backward needs the old one."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        self.queue: Tensor = nn.Buffer(torch.arange(12.0).reshape(3, 4) / 10)
+        self.counts: Tensor = nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        loss = self.use(y, self.queue).square().mean()
+        self.counts.add_(1)
+        self.queue = torch.cat([self.queue[2:], y.detach()])
+        return loss
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda y, queue: y @ queue.t(), lambda y, queue: y * queue[:2], lambda y, queue: torch.cdist(y, queue)],
+    ids=["matmul", "mul", "cdist"],
+)
+def test_a_buffer_that_is_read_and_then_assigned(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    check(Queue(use).double(), torch.ones(2, 4, dtype=torch.float64))
 
 
 class RequiresGradient(Model):

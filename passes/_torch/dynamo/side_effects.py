@@ -12,6 +12,7 @@ from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TempLocalSource
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 
 from passes._torch.patches import replaced
@@ -55,7 +56,7 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
                 continue  # what is added was in it, as the name of a buffer that is assigned again
             read = (name for name in stored if _is_default(changed, name) or _is_read(graph.guards, source, name))
             stack = "".join(stacks[0].format()) if stacks else ""
-            effects.append(SideEffect(source, stack, changed, tuple(stored), constants, frozenset(read)))
+            effects.append(SideEffect(source, stack, changed, tuple(stored), constants, frozenset(read), _keys(variable)))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_SIDE_EFFECTS)
@@ -70,6 +71,15 @@ def _report(message: Warning | str, place: tuple[Any, ...], report: Any, more: d
         _log.info("%s", message)
     else:
         report(message, *place, **more)
+
+
+def _keys(variable: Any) -> tuple[Any, ...]:
+    """Return the keys of a dict that have new values."""
+    if not isinstance(variable, ConstDictVariable):
+        return ()
+    before = variable.original_items
+    changed = (key.vt for key, new in variable.items.items() if variable.is_new_item(before.get(key.vt), new))
+    return tuple(key.as_python_constant() for key in changed if key.is_python_constant())
 
 
 def _objects(tracked: Any) -> dict[int, Any]:
