@@ -23,12 +23,14 @@ from autoshard.runtime.gradient_scale import gradient_scale
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.reached_gradients import outputs_of_gradients
+from autoshard.runtime.saved_buffers import SavedBuffer, write_buffer
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
 from passes._torch import (
     DTensorSpec,
     OutsideRead,
     dtensor_of_local,
     dtensor_spec,
+    keeps_graph,
     local_of_dtensor,
     reentrant_checkpoint,
 )
@@ -119,7 +121,7 @@ class StoredParameter:
 @dataclass(frozen=True)
 class Results:
     outputs: tuple[torch.Tensor, ...]
-    saved: list[torch.Tensor]
+    saved: list[torch.Tensor | SavedBuffer]
 
 
 @dataclass(frozen=True)
@@ -197,21 +199,28 @@ class Execution:
         ]
         owned = {id(tensor) for tensor in arguments}
         outputs, new_buffers, saved = self.program.forward(arguments)
+        held = {id(tensor): name for name, tensor in by_role[InputRole.BUFFER].items() if isinstance(self.buffers[name], Slot)}
+        kept = [SavedBuffer(held[id(tensor)], tensor) if id(tensor) in held else tensor for tensor in saved]
         names = [output.name for output in split.outputs if output.role is OutputRole.BUFFER]
-        held = {id(by_role[InputRole.BUFFER][name]) for name in names}
-        saved = [tensor.clone() if id(tensor) in held else tensor for tensor in saved]
         for name, value in zip(names, new_buffers, strict=True):
-            by_role[InputRole.BUFFER][name].copy_(value)
-        return Results(_distinct(outputs, owned), saved)
+            write_buffer(by_role[InputRole.BUFFER][name], value)
+        return Results(_distinct(outputs, owned), kept)
 
-    def backward(self, saved: list[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return local gradients in the order of the program; an output without a tangent gets a zero one."""
+    def backward(
+        self, saved: list[torch.Tensor | SavedBuffer], tangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return local gradients in the order of the program; an output without a tangent gets a zero one.
+
+        `saved` is emptied, so that its tensors can be freed early.
+        """
+        tensors = [one.read() if isinstance(one, SavedBuffer) else one for one in saved]
+        saved.clear()
         split = self.program.split
         given = [
             _tangent(tangents[output], like, self.local.tangent_scale[output])
             for output, like in zip(self.tangent_outputs, split.tangent_values, strict=True)
         ]
-        return self.program.backward(saved, given)
+        return self.program.backward(tensors, given)
 
 
 def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.Tensor, ...]:
@@ -256,7 +265,8 @@ class _Step(torch.autograd.Function):
             for name, tensor in zip(execution.parameter_names, tensors[count:], strict=True)
             if name in execution.saved_parameters
         ]
-        ctx.save_for_backward(*results.saved)
+        ctx.buffers = [one if isinstance(one, SavedBuffer) else None for one in results.saved]
+        ctx.save_for_backward(*(one for one in results.saved if isinstance(one, torch.Tensor)))
         ctx.set_materialize_grads(False)
         differentiable = set(execution.tangent_outputs)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(results.outputs) if i not in differentiable))
@@ -276,8 +286,12 @@ class _Step(torch.autograd.Function):
                     f"parameter {name!r} was changed in place between a forward and its backward, which needs it as "
                     "it was; call backward before optimizer.step()"
                 )
-        saved = list(ctx.saved_tensors)
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if buffer is None else buffer for buffer in ctx.buffers]
+        del tensors
         ctx.maybe_clear_saved_tensors()
+        if not keeps_graph():
+            del ctx.buffers
         with execution.watch.call(SharedCall(f"backward call {ctx.number}")):
             gradients = execution.backward(saved, tangents)
         paths = [spec.path for spec in execution.local.signature.inputs]

@@ -60,7 +60,7 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
-    from passes._torch.modes import in_backward, in_forward_mode, in_transform, reentrant_checkpoint
+    from passes._torch.modes import in_backward, in_forward_mode, in_transform, keeps_graph, reentrant_checkpoint
     from passes._torch.operators.aligned import (
         ALIGNED_CONVOLUTION,
         ALIGNED_CONVOLUTION_INPUT,
@@ -136,6 +136,7 @@ __all__ = [
     "intercepted",
     "is_fake",
     "is_traced",
+    "keeps_graph",
     "lazy_code",
     "local_of_dtensor",
     "mend_gathers",

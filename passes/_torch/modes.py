@@ -28,3 +28,8 @@ def reentrant_checkpoint() -> Any:
     """Return the node of the `torch.utils.checkpoint(..., use_reentrant=True)` that is computed again now, or None."""
     node = torch._C._current_autograd_node()
     return node if isinstance(node, CheckpointFunction._backward_cls) else None
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward that runs now may be run again (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

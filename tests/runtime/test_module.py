@@ -143,6 +143,56 @@ def test_buffers_are_written_in_every_mode(one_rank: DeviceMesh) -> None:
     assert int(held) == 2
 
 
+class Averages(nn.Module):
+    """Reads its averages in evaluation, and writes them in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.norm(self.layer(x)).square().mean()
+        return loss
+
+
+def averages(mesh: DeviceMesh) -> tuple[Any, torch.Tensor, Any]:
+    """Return a sharded model in evaluation, its input, and the gradient of its weight on one device."""
+    torch.manual_seed(0)
+    model, x = Averages().eval(), torch.randn(6, 4)
+    model(x).backward()
+    sharded: Any = autoshard(model, mesh, options=EAGER)
+    return sharded, x, model.layer.weight.grad
+
+
+def test_a_buffer_that_a_call_writes_before_a_backward_that_needs_it(one_rank: DeviceMesh) -> None:
+    sharded, x, gradient = averages(one_rank)
+    losses = [sharded(x), sharded(x)]
+    for loss in losses:
+        sharded.train()
+        with torch.no_grad():
+            sharded(x)
+        sharded.eval()
+        sharded.zero_grad()
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(sharded.layer.weight.grad.full_tensor(), gradient)
+        loss.backward()
+        torch.testing.assert_close(sharded.layer.weight.grad.full_tensor(), 2 * gradient)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def test_a_buffer_changed_before_its_backward(one_rank: DeviceMesh) -> None:
+    sharded, x, _ = averages(one_rank)
+    loss = sharded(x)
+    sharded.norm.running_var.mul_(2)
+    with pytest.raises(UserError) as error:
+        loss.backward()
+    assert str(error.value) == (
+        "buffer 'norm.running_var' was changed in place between a forward and its backward, which needs it as it was; "
+        "change it after the backward"
+    )
+
+
 def test_random_numbers_differ_between_steps_and_repeat_between_runs(one_rank: DeviceMesh) -> None:
     runs = []
     for _ in range(2):
