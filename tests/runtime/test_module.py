@@ -96,6 +96,61 @@ def test_an_optimizer_built_before_the_capture_keeps_working(one_rank: DeviceMes
     torch.testing.assert_close(sharded.embedding.weight.full_tensor(), model.embedding.weight)
 
 
+@pytest.mark.parametrize("how", ["step", "closure", "with others"])
+def test_an_optimizer_of_the_given_model_is_refused(one_rank: DeviceMesh, how: str) -> None:
+    model = Tied().eval()
+    others = list(nn.Linear(2, 2).parameters()) if how == "with others" else []
+    optimizer = torch.optim.SGD([*model.parameters(), *others], lr=1.0)
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+
+    def loss() -> Tensor:
+        found = sharded(*batch())["loss"]
+        found.backward()
+        return found
+
+    optimizer.step()  # nothing has a gradient yet
+    if how != "closure":
+        loss()
+    with pytest.raises(UserError) as caught:
+        optimizer.step(loss if how == "closure" else None)
+    assert str(caught.value) == (
+        "the optimizer holds parameter 'embedding.weight' of the model that was given to autoshard(...), which has no gradient: "
+        "the sharded model is a copy, with parameters and gradients of its own, and this step trains nothing of it; build the "
+        "optimizer on the sharded model's parameters, after autoshard(...)"
+    )
+
+
+def test_the_given_model_may_be_trained_beside_its_copy(one_rank: DeviceMesh) -> None:
+    model, sharded = made(one_rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    others.step()
+    sharded(*batch())["loss"].backward()
+    others.step()  # without a gradient, beside a sharded model that has some
+    optimizer.step(lambda: model(*batch())["loss"].backward())  # gets its gradients in the step
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to do this time
+    assert model.head.weight.grad is None
+    assert sharded.head.weight.grad is not None
+
+
+def test_a_part_of_two_sharded_models_is_told(one_rank: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    trunk = nn.Linear(4, 4)
+    actor, critic = nn.Sequential(trunk, nn.Linear(4, 2)), nn.Sequential(trunk, nn.Linear(4, 1))
+    kept = [autoshard(one, one_rank, options=EAGER) for one in (actor, actor, trunk)]
+    assert caplog.messages == []
+    kept.append(autoshard(critic, one_rank, options=EAGER))
+    assert set(caplog.messages) == {
+        "Sequential shares parameter '0.weight' with a model that was sharded before (ShardedSequential), but each sharded model "
+        "has a copy of its own, and trains it alone; to train one, shard a module that holds both models, and choose by an "
+        "argument"
+    }
+    trunk.requires_grad_(requires_grad=False)
+    caplog.clear()
+    kept.append(autoshard(critic, one_rank, options=EAGER))
+    assert caplog.messages == []
+
+
 def test_gradients_accumulate_and_calls_may_overlap(one_rank: DeviceMesh) -> None:
     model, sharded = made(one_rank)
     tokens, labels = batch()
