@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.capture.capture_errors import check_module
 from autoshard.config.options import Options, options_given
 from autoshard.config.progress import say
 from autoshard.config.progress import shown as shown_progress
@@ -20,6 +21,7 @@ from autoshard.config.validation import check_call, shown
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.planner.make_plan import plan_ahead
 from autoshard.planner.request import PlanRequest
+from autoshard.runtime.calls.buckets import check_buckets
 from autoshard.runtime.calls.programs import CallSettings
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.parameters import Place, place_of
@@ -128,6 +130,7 @@ def _distribute(
 ) -> ShardedModule:
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard takes an nn.Module, not {type(model).__name__}")
+    check_module(model)
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(
             f"autoshard runs on a DeviceMesh, not on {device_mesh!r}: use init_device_mesh(...); "
@@ -172,6 +175,7 @@ def _distribute_together(
 ) -> ShardedModule:
     given = None if plan is None else given_plan(groups, plan)
     options = options or (Options() if given is None else options_of(given.settings))
+    check_buckets(options.buckets or {}, model)
     check_devices(options, device_mesh.device_type)
     planner = ProgramPlanner(device_mesh.device_type, place.mesh, options, given)
     shows = options.progress and groups.rank == groups.mesh.ranks[0]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from autoshard.capture.capture_errors import capture_error
+from autoshard.capture.capture_errors import capture_error, check_module
 from autoshard.capture.empty_operands import without_empty_operands
 from autoshard.capture.fake_module import fake_module, fake_tensor
 from autoshard.capture.flat_call import FlatCall, flatten_call
@@ -32,6 +32,7 @@ from passes._torch import (
     OutsideRead,
     fake_mode,
     lazy_code,
+    quiet_fakes,
     select_decompositions,
     trace_joint,
 )
@@ -127,9 +128,9 @@ class Captured:
 
 @contextmanager
 def _tracing(*, training: bool) -> Iterator[None]:
-    """Set up torch for tracing, and raise torch's errors as CaptureErrors; their pages of hints go to the log."""
+    """Set up torch for tracing, and raise torch's errors as CaptureErrors; their pages of hints go to our log."""
     try:
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), uncollected():
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), quiet_fakes(), uncollected():
             yield
     except CaptureError:
         raise
@@ -200,6 +201,7 @@ def capture_call(
 
 
 def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    check_module(module)
     signature = inspect.signature(module.forward)
     try:
         call = bind_call(signature, args, kwargs)

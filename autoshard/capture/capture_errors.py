@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
 from autoshard.capture.origins import user_frame
 from passes._torch import SideEffect, TracedModule, TraceFailure, trace_failure
 from passes.base import Remark
 from passes.errors import CaptureError
 from passes.ir.graph import Origin
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ _UNKNOWN_SHAPE = (
     "out with torch.where, a product with the mask, or masked_fill"
 )
 
+
+_READS = (
+    "the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any number is "
+    "known; keep it a tensor"
+)
+
+_FAILS = "the model fails for these arguments, as it would on one device: "
 
 _BACKWARD = (
     "the model calls backward() in its forward, but the backward is derived from the forward's graph; move it into the "
@@ -72,10 +82,12 @@ _CAUSES = (
         "data-dependent expression",
     ),
     _Cause(
-        r"^DataDependentOutputException$|^Tensor\.tolist|^Unsupported Tensor\.item|^Data dependent operator",
-        "the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any "
-        "number is known; keep it a tensor",
+        "^Data dependent operator",
+        "a function of torch reads a value out of a tensor here ({0}), but a graph is built before any value is known; write it "
+        "with functions that return tensors",
+        r"aten\.(?!item|_local_scalar_dense)(\w+)",
     ),
+    _Cause(r"^DataDependentOutputException$|^Tensor\.tolist|^Unsupported Tensor\.item|^Data dependent operator", _READS),
     _Cause(
         "^DynamicOutputShapeException$|^Dynamic shape operator",
         _UNKNOWN_SHAPE,
@@ -93,13 +105,19 @@ _CAUSES = (
     ),
     _Cause(
         "^TorchRuntimeError$",
-        "the model fails for these arguments, as it would on one device: {0}",
+        _FAILS + "{0}",
         r"got \w+\([\"'](.*)[\"']\)$",
     ),
     _Cause(
         "^TorchRuntimeError$",
-        "the model fails for these arguments, as it would on one device: {0}",
+        _FAILS + "{0}",
         "Explanation: (.*)",
+    ),
+    _Cause(
+        "^An opaque object was created",
+        "the model makes a torch.Generator while it runs, but a program draws all numbers from one; leave out generator=..., or "
+        "give the numbers as an argument or a buffer",
+        "Generator",
     ),
     _Cause(_CALLS, _DRAWS, r"\bRandom\.\w+"),
     _Cause(
@@ -118,15 +136,37 @@ _CAUSES = (
 )
 
 
-# Settings of libraries that avoid what a graph cannot have, by folders of their files and a pattern of the lines on the stack.
+@dataclass(frozen=True)
+class _Setting:
+    """A setting of a library that avoids a failure: patterns of its files, of the lines on the stack, and of the failure."""
+
+    folder: str
+    lines: str
+    text: str
+    kind: str = ""
+
+
 _DROPS = "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0) in the model's config"
 _SETTINGS = (
-    (r"/transformers/", r"layerdrop|skip_the_layer", _DROPS),
-    (r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"),
-    (r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
-    (r"/transformers/", r"expert_hit|hit_experts|expert_mask", 'experts_implementation="grouped_mm" in the model\'s config'),
-    (r"/transformers/", r"flex_attention_mask", 'attn_implementation="sdpa" in the model\'s config'),
-    (r"/torch/distributions/", r"/constraints\.py", "validate_args=False where the distribution is made"),
+    _Setting(r"/transformers/", r"layerdrop|skip_the_layer", _DROPS),
+    _Setting(
+        r"/transformers/", r"_mask_hidden_states|_compute_mask_indices", "apply_spec_augment=False in the model's config"
+    ),
+    _Setting(r"/transformers/", r"/cache_utils\.py", "use_cache=False in the model's config"),
+    _Setting(
+        r"/transformers/",
+        r"expert_hit|hit_experts|expert_mask",
+        'experts_implementation="grouped_mm" in the model\'s config',
+    ),
+    _Setting(r"/transformers/", r"flex_attention_mask", 'attn_implementation="sdpa" in the model\'s config'),
+    _Setting(r"/torch/distributions/", r"/constraints\.py", "validate_args=False where the distribution is made"),
+    _Setting(r"/nn/modules/batchnorm\.py", r"F\.batch_norm\(", "momentum to a number, such as 0.1, in BatchNorm", "^UserError$"),
+    _Setting(
+        r"/nn/modules/transformer\.py",
+        r"is_causal[\s\S]*F\.multi_head_attention_forward\(",
+        "tgt_is_causal (of an encoder, is_causal) to True or False where the mask is given",
+        "^UserError$",
+    ),
 )
 
 
@@ -159,16 +199,20 @@ def not_directly(error: Exception, direct: Exception) -> CaptureError:
     """Return the CaptureError for a model that dynamo cannot trace, and that fails when it is run instead."""
     reason = str(direct)
     if not isinstance(direct, CaptureError):
-        failure = trace_failure(direct)
-        stack = "".join(traceback.format_tb(direct.__traceback__))
-        reason = _message(failure) + format_place(user_frame(stack))
+        place = format_place(user_frame("".join(traceback.format_tb(direct.__traceback__))))
+        if isinstance(direct, TypeError) and trace_failure(error).kind.startswith("TypeError"):
+            return CaptureError(_FAILS + str(direct) + place)
+        reason = _message(trace_failure(direct)) + place
     return CaptureError(f"{capture_error(error)}\nwithout dynamo, torch's tracer, it cannot be captured either: {reason}")
 
 
 def _setting(failure: TraceFailure) -> str:
     """Return which setting of the library avoids what failed, if one is known; its sources say where."""
-    found = (text for folder, lines, text in _SETTINGS if folder in failure.stack and re.search(lines, failure.stack))
-    return next((f"; here, set {text}" for text in found), "")
+    for one in _SETTINGS:
+        found = re.search(one.folder, failure.stack) and re.search(one.lines, failure.stack)
+        if found and re.search(one.kind, failure.kind):
+            return f"; here, set {one.text}"
+    return ""
 
 
 def takes_lock(error: Exception) -> bool:
@@ -188,6 +232,24 @@ def check_shapes(graph: Graph) -> None:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
             raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
+
+
+def check_numbers(graph: Graph) -> None:
+    """Raise CaptureError for an output that is a number known only when the model runs."""
+    for node in graph.output_node().args[0]:  # type: ignore[union-attr]
+        read = node.args[0] if isinstance(node, Node) and node.target is torch.scalar_tensor else node
+        if isinstance(read, Node) and isinstance(read.meta.get("example_value"), _NUMBERS):
+            raise CaptureError(_READS + format_place(user_frame(read.meta.get("stack_trace"))))
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise CaptureError for a module that torch.jit made, which has no Python code."""
+    for name, one in module.named_modules():
+        if isinstance(one, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'} is a ScriptModule, which torch.jit made, and has no Python code to be captured; give the "
+                "nn.Module that it was made from"
+            )
 
 
 def check_functions(graph: Graph) -> None:

@@ -20,6 +20,7 @@ from autoshard.capture.capture_errors import (
     check_draws,
     check_functions,
     check_messages,
+    check_numbers,
     check_shapes,
     format_place,
     user_name,
@@ -68,6 +69,7 @@ def flatten_call(
     _widen_masks(graph)
     check_draws(traced)
     check_shapes(graph)
+    check_numbers(graph)
     check_messages(traced.graph_module)
     check_functions(graph)
     old = graph.find_nodes(op="placeholder")

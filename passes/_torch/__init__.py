@@ -44,6 +44,7 @@ try:
         fake_mode_of,
         fake_view,
         is_fake,
+        quiet_fakes,
         rehearsed,
         shares_memory,
     )
@@ -147,6 +148,7 @@ __all__ = [
     "register_group",
     "reentrant_checkpoint",
     "registered_group",
+    "quiet_fakes",
     "rehearsed",
     "relay_dtensor",
     "required_gradients",

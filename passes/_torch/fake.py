@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 def fake_mode() -> Any:
     """Return a context manager in which tensors have static shapes and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Let torch not log the traceback of an op that fails on tensors without data: it raises the error, too."""
+    log = logging.getLogger(FakeTensor.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -89,6 +89,58 @@ class ReadsList(Model):
         return self.layer(x) * x.tolist()[0][0]  # <line>
 
 
+class ReturnsItem(Model):
+    """the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any
+    number is known; keep it a tensor <line>"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return self.layer(x), x.sum().item()  # <line>
+
+
+class ReturnsInteger(Model):
+    """the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any
+    number is known; keep it a tensor <line>"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.layer(x), int(x.sum())  # <line>
+
+
+class Compares(Model):
+    """a function of torch reads a value out of a tensor here (equal), but a graph is built before any value is known;
+    write it with functions that return tensors <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cov(self.layer(x))  # <line>
+
+
+class MakesGenerator(Model):
+    """the model makes a torch.Generator while it runs, but a program draws all numbers from one; leave out
+    generator=..., or give the numbers as an argument or a buffer <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.rand(4, generator=torch.Generator())  # <line>
+
+
+class GivesText(Model):
+    """the model fails for these arguments, as it would on one device: linear(): argument 'input' (position 1) must be
+    Tensor, not str <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear("text", self.layer.weight) + x  # <line>
+
+
+class HoldsScript(Model):
+    """scripted is a ScriptModule, which torch.jit made, and has no Python code to be captured; give the nn.Module that it
+    was made from"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scripted(x)
+
+
 class Sends(Model):
     """the model sends values between ranks (all_reduce), but it computes as on one device: each value is that of all ranks
     together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)
@@ -472,6 +524,31 @@ class Correlated(torch.nn.Linear):
 def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
     with pytest.raises(CaptureError, match=r"; here, set validate_args=False where the distribution is made\n"):
         capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
+
+    def forward(self, x: Tensor, mask: Tensor, is_causal: bool | None = None) -> Tensor:
+        return self.layers(x, mask, is_causal=is_causal)
+
+
+def test_the_settings_of_torchs_modules_that_avoid_a_decision_by_value_are_named() -> None:
+    with pytest.raises(CaptureError, match=r"; here, set momentum to a number, such as 0.1, in BatchNorm\n"):
+        capture(nn.BatchNorm1d(4, momentum=None), (torch.ones(2, 4),), training=True)
+    masked = torch.ones(2, 3, 4), nn.Transformer.generate_square_subsequent_mask(3)
+    setting = r"; here, set tgt_is_causal (of an encoder, is_causal) to True or False where the mask is given" + "\n"
+    with pytest.raises(CaptureError, match=re.escape(setting)):
+        capture(Attends(), masked, training=True)
+    capture(Attends(), (*masked, False), training=True)
+
+
+def test_torch_does_not_log_the_traceback_of_a_wrong_shape(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError, match="a and b must have same reduction dim"):
+        capture(nn.Linear(4, 4), (torch.ones(2, 5),), training=True)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,18 @@ def test_a_bucket_for_a_dim_that_is_not_there(one_rank: DeviceMesh) -> None:
     )
 
 
+@pytest.mark.parametrize("unknown", ["tokenz", "other*", "token.0"])
+def test_a_bucket_for_an_argument_that_is_not_there(one_rank: DeviceMesh, unknown: str) -> None:
+    fine = {name: Bucket(1, (8,), fill=0) for name in ("tok*", "*.inside", "labels.0", "?abels")}
+    sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets=fine))
+    with pytest.raises(InputError) as caught:
+        sharded_of(one_rank, Options(recipe="fsdp", compile="eager", buckets={unknown: Bucket(1, (8,), fill=0)}))
+    names = "'tokens', 'labels', 'scale'" if unknown == "other*" else "'tokens'"
+    assert str(caught.value) == (
+        f"Options(buckets=...): {unknown!r} matches no argument of Classifier.forward; names look like {names}"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -412,6 +412,15 @@ def test_a_batch_of_any_call_that_was_captured_is_sharded(one_rank: DeviceMesh) 
     assert _same(sharded.shard(X, mask=Y), ((X,), {"mask": Y}))
 
 
+def test_a_module_of_torch_jit(one_rank: DeviceMesh) -> None:
+    with pytest.raises(CaptureError) as caught:
+        autoshard(torch.jit.trace(nn.Linear(4, 4), (torch.ones(2, 4),)), one_rank, options=EAGER)
+    assert str(caught.value) == (
+        "the model is a ScriptModule, which torch.jit made, and has no Python code to be captured; give the nn.Module that it "
+        "was made from"
+    )
+
+
 def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
     model = nn.Linear(2, 2)
     vars(model)["lock"] = threading.Lock()

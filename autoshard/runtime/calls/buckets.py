@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture.signature import Call, format_leaf
 from autoshard.config.options import Bucket
 from passes.errors import InputError
+
+
+def check_buckets(buckets: Mapping[str, Bucket], model: nn.Module) -> None:
+    """Raise InputError for a path or glob that fits no argument of the model's forward; one of `**kwargs` has any name."""
+    parameters = inspect.signature(model.forward).parameters if buckets else {}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for pattern in buckets:
+        start = re.split(r"[*?\[.]", pattern)[0]
+        is_glob = pattern[len(start) : len(start) + 1] in ("*", "?", "[")
+        if not any(name.startswith(start) if is_glob else name == start for name in parameters):
+            names = ", ".join(map(repr, difflib.get_close_matches(start, parameters, n=3) or tuple(parameters)[:3]))
+            raise InputError(
+                f"Options(buckets=...): {pattern!r} matches no argument of {type(model).__name__}.forward; names look like "
+                f"{names or 'nothing: there are none'}"
+            )
 
 
 def padded(call: Call, buckets: Mapping[str, Bucket]) -> Call:
