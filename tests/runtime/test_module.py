@@ -162,6 +162,34 @@ def test_gradients_accumulate_and_calls_may_overlap(one_rank: DeviceMesh) -> Non
     assert sharded.scale.grad is None
 
 
+class Features(nn.Module):
+    """Features, and a loss that is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.layer(x)
+        return features, features.sum()
+
+
+def test_an_output_that_is_inside_of_the_loss_has_the_gradient_of_what_is_outside(one_rank: DeviceMesh) -> None:
+    model = Features()
+    sharded: Any = autoshard(model, one_rank, options=EAGER)
+    gradients = []
+    for one in (model, sharded):
+        features, loss = one(torch.ones(4, 3))
+        features.retain_grad()
+        (loss + 2 * features.sum()).backward()
+        gradients.append(features.grad)
+    torch.testing.assert_close(sharded.layer.weight.grad.full_tensor(), model.layer.weight.grad)
+    assert torch.equal(gradients[0], torch.full((4, 2), 3.0))
+    assert torch.equal(gradients[1], torch.full((4, 2), 2.0))  # a limit, which docs/calls.md tells
+    features, loss = sharded(torch.ones(4, 3))
+    assert torch.autograd.grad(loss, features, allow_unused=True) == (None,)
+
+
 def test_a_graph_can_be_retained(one_rank: DeviceMesh) -> None:
     _, sharded = made(one_rank)
     loss = sharded(*batch())["loss"]
