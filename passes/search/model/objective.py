@@ -151,9 +151,7 @@ def _in_chunks(
     if not reading and not making:
         return np.full(copied.shape, np.inf)
     nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
-    sizes = {chunks: value.itemsize / chunks for chunks in CHUNKS}
-    parts = {chunks: unit_costs.transition_costs(value.shape, size, sources, targets) for chunks, size in sizes.items()}
-    sent = {chunks: chunks * part.on_links.sum(0) for chunks, part in parts.items()}
+    sent = {n: n * unit_costs.link_seconds(value.shape, value.itemsize / n, sources, targets) for n in CHUNKS}
     whole = copied if value.is_saved else 0.0  # the backward reads it whole: its chunks are concatenated
     found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(sent, reading, nbytes) + whole, np.inf)
     return np.where(partial & (making > 0), unit_costs.in_chunks(sent, making) + copied, found)

@@ -140,7 +140,7 @@ class UnitCosts:
     def transition_costs(
         self,
         shape: Shape,
-        itemsize: float,
+        itemsize: int,
         sources: Sequence[Layout],
         targets: Sequence[Layout],
         together: Together | None = None,
@@ -162,6 +162,13 @@ class UnitCosts:
             impossible = routes.impossible[routes.numbers]
             self._costs[key] = TransitionCosts(np.stack([inside, across]), local, exposed, slowed, awaited, impossible)
         return self._costs[key]
+
+    def link_seconds(self, shape: Shape, itemsize: float, sources: Sequence[Layout], targets: Sequence[Layout]) -> Floats:
+        """Return the seconds on links of reshards from each source to each target, on both links together."""
+        routes = self.routes.routes(shape, sources, targets)
+        times = np.array(self._taken(math.prod(shape) * itemsize, None))[:, :2].sum(1)
+        seconds: Floats = times[routes.legs].sum(1)[routes.numbers]
+        return seconds
 
     def _taken(self, nbytes: float, together: Together | None) -> list[_Seconds]:
         """Return the seconds of every leg for a tensor of so many bytes, and a last entry of 0."""
