@@ -82,10 +82,10 @@ def tune(state: SearchState) -> None:
 
 
 def _price_over(state: SearchState) -> float | None:
-    """Return the seconds that a byte over the limit costs, None if an assignment fits."""
-    if state.budget is None or state.bounds.incumbent is not None:
+    """Return the seconds that a byte over the limit costs, None if an assignment fits or none was seen."""
+    if state.budget is None or state.bounds.incumbent is not None or not state.seen:
         return None
-    return OVER * state.fastest / state.smallest
+    return OVER * state.fastest / max(1.0, state.smallest)
 
 
 def _near_bound(state: SearchState, level: int) -> Restriction:
