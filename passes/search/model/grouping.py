@@ -18,7 +18,8 @@ from passes.ir.graph import is_reshard, item_of, operands, results_of
 from passes.ir.layout import Partial
 from passes.search.model.strategies import Strategies, Strategy
 
-MOST = 500  # strategies of a group; those of usual kernels have 50 on two axes
+FEW = 500  # strategies of a group, which are never too many; usual kernels have 50 on two axes
+MORE = 2  # times the strategies of one of its calls: a group of more is too many; usual kernels have no more than one call
 SMALL = 32  # calls, tied ones counted once: in a graph of no more, every call is a variable, as programs are small anyway
 
 
@@ -108,15 +109,17 @@ def joint_strategies(
 ) -> Iterator[tuple[tuple[Node, ...], list[tuple[int, ...]]]]:
     """Yield the group with the strategies (numbers, one per call) that it can take together: each value inside has one layout.
 
-    A group of more than `MOST` strategies comes in parts, as those with many operands from outside can have billions.
+    A group with far more strategies than any of its calls comes in parts, as one with many operands from outside can have
+    billions.
     """
+    most = max(FEW, MORE * max(len(strategies[node]) for node in group))
     waiting = list(group)
     while waiting:
         part, found = [waiting[0]], [{waiting[0]: one} for one in range(len(strategies[waiting[0]]))]
         refused = set[Node]()
         while (node := _adjacent(part, waiting, refused)) is not None:
-            wider = list(islice(_joined(found, node, part, strategies), MOST + 1))
-            if len(wider) > MOST:
+            wider = list(islice(_joined(found, node, part, strategies), most + 1))
+            if len(wider) > most:
                 refused.add(node)
             else:
                 part.append(node)
