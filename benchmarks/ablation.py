@@ -158,6 +158,9 @@ HEURISTICS = {
     "multipliers by linear programs": Heuristic(((tune_multipliers, "ROUNDS", 0),), (mip.Formulation.multipliers,)),
     "strategies near the bound at first": Heuristic(((tune_multipliers, "NEAR", (0.0,)),)),
     "strategies further from the bound": Heuristic(((tune_multipliers, "NEAR", tune_multipliers.NEAR[:1]),)),
+    "bytes over the limit at a price": Heuristic(
+        ((tune_multipliers, "_price_over", lambda _: None),), (tune_multipliers._price_over, mip.Formulation._with_bytes_over)
+    ),
     "program of bytes alone": Heuristic(((optimize, "_fit", lambda _: True),), (optimize._fit, mip.Formulation.fit)),
     "widened in steps": Heuristic(((optimize, "WIDENINGS", optimize.WIDENINGS[-1:]),)),
     "widened at all": Heuristic(((optimize, "_widen", lambda _: None),), (optimize._widen, optimize._solve_below)),

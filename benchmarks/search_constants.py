@@ -41,6 +41,8 @@ CONSTANTS: tuple[tuple[ModuleType, str], ...] = (
     (tune_multipliers, "GAIN"),
     (tune_multipliers, "NEAR"),
     (tune_multipliers, "FAR"),
+    (tune_multipliers, "OVER"),
+    (search_state, "TOO_SLOW"),
     (tune_multipliers, "LARGE"),
     (tune_multipliers, "SMALL_GAP"),
     (optimize, "PROVABLE"),

@@ -50,11 +50,13 @@ def constraints_on(
 
 
 def _no_match(pattern: str, what: str, names: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(pattern, names, n=3) or names[:3]
-    return (
-        f"Options({what}=...): {pattern!r} matches none of the {len(names)} {what} of the model; "
-        f"names look like {', '.join(map(repr, close)) or 'nothing: there are none'}"
-    )
+    return f"Options({what}=...): {pattern!r} matches none of the {len(names)} {what} of the model; {names_like(pattern, names)}"
+
+
+def names_like(given: str, names: Sequence[str]) -> str:
+    """Return the end of a message about a name that is unknown: some of the known ones, the closest if any is close."""
+    close = difflib.get_close_matches(given, names, n=3) or names[:3]
+    return f"names look like {', '.join(map(repr, close)) or 'nothing: there are none'}"
 
 
 def placement_of(given: dt.Placement | str, what: str, name: str, shape: Sequence[int]) -> Placement:

@@ -178,3 +178,50 @@ def test_one_rank_of_a_host_compiles_and_the_others_find_its_code(tmp_path: Path
     first, other = run_on_ranks(_compile, 2, str(tmp_path), fresh=True)
     assert first == (2, 0, True)
     assert other == (0, 2, True)
+
+
+REFUSED = {"Adafactor", "Rprop"}  # by DTensor, of torch 2.13, as the README says
+SPARSE = {"SparseAdam"}  # of sparse gradients only
+
+
+def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """Return the optimizers of `torch.optim` for dense gradients, by name."""
+    classes = {name: one for name, one in vars(torch.optim).items() if isinstance(one, type)}
+    found = {name: one for name, one in classes.items() if issubclass(one, torch.optim.Optimizer)}
+    return {name: one for name, one in found.items() if name not in {"Optimizer", *SPARSE}}
+
+
+def _optimized(rank: int) -> dict[str, float]:
+    """Return how far three steps of each optimizer are from those on one device; infinity where it raises."""
+    found = {}
+    for name, kind in optimizers().items():
+        torch.manual_seed(0)
+        plain, x = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)), torch.randn(8, 6)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model: Any = autoshard(plain, mesh, (x,), options=Options(recipe="fsdp", compile="eager"))
+        try:
+            for trained, given in ((plain, (x,)), (model, model.shard(x))):
+                _three_steps(trained, given, kind)
+            found[name] = difference(values_of(plain), values_of(model))
+        except RuntimeError:
+            found[name] = float("inf")
+    return found
+
+
+def _three_steps(model: nn.Module, given: tuple[Tensor, ...], kind: Any) -> None:
+    optimizer = kind(model.parameters(), lr=0.01)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(*given).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def test_optimizers_train_as_on_one_device_but_for_those_that_the_docs_name() -> None:
+    for found in run_on_ranks(_optimized, 2):
+        assert len(found) > 10
+        assert {name for name, off in found.items() if off > 2e-3} <= REFUSED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import inspect
 import re
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture.signature import Call, format_leaf
+from autoshard.config.constraints import names_like
 from autoshard.config.options import Bucket
 from passes.errors import InputError
 
@@ -29,10 +29,9 @@ def check_buckets(buckets: Mapping[str, Bucket], model: nn.Module) -> None:
         start = re.split(r"[*?\[.]", pattern)[0]
         is_glob = pattern[len(start) : len(start) + 1] in ("*", "?", "[")
         if not any(name.startswith(start) if is_glob else name == start for name in parameters):
-            names = ", ".join(map(repr, difflib.get_close_matches(start, parameters, n=3) or tuple(parameters)[:3]))
             raise InputError(
-                f"Options(buckets=...): {pattern!r} matches no argument of {type(model).__name__}.forward; names look like "
-                f"{names or 'nothing: there are none'}"
+                f"Options(buckets=...): {pattern!r} matches no argument of {type(model).__name__}.forward; "
+                f"{names_like(start, tuple(parameters))}"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 
 import highspy
@@ -65,10 +64,6 @@ class MixedIntegerProgram:
         self.rows.append(row)
         self.columns.append(column)
         self.entries.append(entry)
-
-    def copied(self) -> MixedIntegerProgram:
-        """Return a copy, to be changed."""
-        return deepcopy(self)
 
     def duals(self, *, time_limit: float | None = None) -> tuple[Floats, float] | None:
         """Return the duals of the rows of the linear relaxation and its objective, None if it is infeasible or not solved in

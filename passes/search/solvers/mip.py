@@ -7,6 +7,7 @@ each of its resources; the bytes at each moment are within the budget.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 
@@ -95,7 +96,7 @@ class Formulation:
 
     def _with_bytes_over(self, seconds: float) -> MixedIntegerProgram:
         """Return the program with bytes over the limit at so many seconds each."""
-        program = self.program.copied()
+        program = deepcopy(self.program)
         over = program.column(seconds * self.unit * MILLISECONDS, float("inf"))
         for row in self.byte_rows:
             program.extend(row, over, 1.0)
