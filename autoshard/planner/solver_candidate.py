@@ -18,7 +18,7 @@ from passes.cost.shrink import Tried, shrink
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
-from passes.search.model.axis_groups import AxisGroups, coarse_groups, single_axes
+from passes.search.model.axis_groups import AxisGroups, can_be_single, coarse_groups, finer_groups, single_axes
 from passes.search.model.memory_budget import RecomputationCurve
 from passes.search.model.unit_costs import Hiding
 from passes.search.prepared import Prepared, prepare
@@ -85,7 +85,8 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
     """Enter the solver's plan, if there is time for one.
 
     First, each mesh axis is used by itself; if the simulated step is far from the proven bound, also with axes in
-    groups. An effort that takes the first good plan uses only the best groups.
+    groups. Four or more axes are only used in groups: two, then three, of which two make up one of the former. An effort
+    that takes the first good plan uses only the best two groups.
     """
     found = _found(task, standings)
     if found.prepared is None:
@@ -97,7 +98,8 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
 
 def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> Solved:
     """Enter the solver's plan with the least memory at any cost; `before` is its result that does not fit."""
-    prepared = stated(task, single_axes(task.problem.mesh))
+    mesh = task.problem.mesh
+    prepared = stated(task, single_axes(mesh)) if can_be_single(mesh) else before.source
     assert prepared is not None
     curve = memory_budget_of(task.problem, prepared).recomputation
     found = _taken(before, ask(task, standings, prepared, curve, gap=ANY), prepared)
@@ -115,6 +117,9 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
     whole, grouped = single_axes(task.problem.mesh), coarse_groups(task.problem.mesh)
     if task.effort.takes_first:
         return _solve_grouped(task, standings, Solved(), grouped or (whole,))
+    if not can_be_single(task.problem.mesh):
+        found = _solve_grouped(task, standings, Solved(), grouped)
+        return found if found.source is None else _solve_grouped(task, standings, found, finer_groups(_groups(found.source)))
     prepared = _in_time(task, whole)
     if prepared is None:
         return Solved()
@@ -192,7 +197,11 @@ def _taken(before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:
 
 def _is_whole(prepared: Prepared) -> bool:
     """Return whether each mesh axis is used by itself, so that all plans are considered."""
-    return prepared.skeleton.axis_groups == single_axes(prepared.node_costs.unit_costs.mesh)
+    return _groups(prepared) == single_axes(prepared.node_costs.unit_costs.mesh)
+
+
+def _groups(prepared: Prepared) -> AxisGroups:
+    return prepared.skeleton.axis_groups
 
 
 def _better(task: SearchTask, before: Solved, answer: Answer | None, prepared: Prepared) -> Solved:

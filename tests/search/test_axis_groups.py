@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard import Mesh, Options, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.planner.ties import TIE
 from passes.ir.layout import Layout, Shard
 from passes.ir.text import parse_graph
 from passes.search.goal import Goal
-from passes.search.model.axis_groups import AxisGroups, coarse_groups
+from passes.search.model.axis_groups import AxisGroups, coarse_groups, finer_groups
 from passes.search.optimize import solve
 from passes.search.prepared import prepare
 from tests.planner.test_search import on_meta
@@ -31,6 +31,12 @@ from tests.search.test_optimize import deep_graph
 )
 def test_the_inner_group_stays_inside_a_node(mesh: str, ways: tuple[AxisGroups, ...]) -> None:
     assert coarse_groups(Mesh(mesh, hardware="h100")) == ways
+
+
+def test_one_group_is_divided() -> None:
+    assert finer_groups(((0, 1), (2, 3))) == (((0,), (1,), (2, 3)), ((0, 1), (2,), (3,)))
+    assert finer_groups(((0, 1, 2), (3,))) == (((0,), (1, 2), (3,)), ((0, 1), (2,), (3,)))
+    assert finer_groups(((0,), (1,))) == ()
 
 
 def alike(layout: Layout, axes: tuple[int, ...]) -> bool:
@@ -90,3 +96,20 @@ def test_three_axes_are_as_good_as_two() -> None:
     assert three.cost.step_time * (1 - TIE) <= quick.cost.step_time <= three.cost.step_time * 1.25
     explained = quick.explain("layers.0.0.weight").choices[0].alternatives
     assert len(explained) > 1 and all(alike(one.layout, tuple(axes)) for one in explained)
+
+
+@pytest.mark.slow
+def test_four_axes_are_as_good_as_two() -> None:
+    two, four = searched("dp=16,tp=8"), searched("pod=2,dp=8,cp=2,tp=4")
+    assert two.cost is not None and four.cost is not None and four.search is not None
+    assert four.cost.step_time <= two.cost.step_time * (1.02 + TIE)
+    assert four.search.solver_gap is None, "not all plans were looked at"
+    assert any("used alike" in one.note for one in four.search.candidates)
+    assert len(four.explain("layers.0.0.weight").choices[0].alternatives) > 1
+
+
+@pytest.mark.slow
+def test_four_axes_that_do_not_fit_name_what_is_needed() -> None:
+    model, args = on_meta(8192, 1 << 17)
+    with pytest.raises(MemoryLimitError, match="no plan fits in 1.0 MiB.*takes least"):
+        plan(model, Mesh("pod=2,dp=2,cp=2,tp=2", hardware="h100"), args, options=Options(memory_limit=1 << 20))

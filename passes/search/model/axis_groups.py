@@ -9,6 +9,7 @@ from __future__ import annotations
 from passes.ir.mesh import Mesh
 
 AxisGroups = tuple[tuple[int, ...], ...]  # every axis is in one; those of a group are neighbours, in mesh order
+MOST_GROUPS = 3  # a product of a Llama has 512 strategies in three groups; in four it has 4,096, and a search does not end
 
 
 def single_axes(mesh: Mesh) -> AxisGroups:
@@ -23,7 +24,7 @@ def coarse_groups(mesh: Mesh) -> tuple[AxisGroups, ...]:
     The inner group holds those of the last axes that stay inside a node; if all or none do, it holds the last axis. The
     other way has one more axis in the inner group, or one less if there is no more.
     """
-    real = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+    real = _real(mesh)
     if len(real) <= 2:
         return ()
     inside = [first for first in range(len(real)) if _is_inside(mesh, real[first:])]
@@ -33,9 +34,28 @@ def coarse_groups(mesh: Mesh) -> tuple[AxisGroups, ...]:
     return tuple((tuple(real[:at]), tuple(real[at:]), *idle) for at in (first, other))
 
 
+def can_be_single(mesh: Mesh) -> bool:
+    """Return whether the axes are few enough to be searched one by one."""
+    return len(_real(mesh)) <= MOST_GROUPS
+
+
+def finer_groups(axis_groups: AxisGroups) -> tuple[AxisGroups, ...]:
+    """Return the ways to divide one of the groups into two."""
+    return tuple(
+        (*axis_groups[:at], group[:first], group[first:], *axis_groups[at + 1 :])
+        for at, group in enumerate(axis_groups)
+        for first in range(1, len(group))
+    )
+
+
 def format_axis_groups(axis_groups: AxisGroups, mesh: Mesh) -> str:
     """Return `"dp and cp"`, or `"dp and cp, ep and tp"`; empty if each axis is a group."""
     return ", ".join(" and ".join(mesh.names[axis] for axis in group) for group in axis_groups if len(group) > 1)
+
+
+def _real(mesh: Mesh) -> list[int]:
+    """Return the axes that have more than one rank."""
+    return [axis for axis, size in enumerate(mesh.sizes) if size > 1]
 
 
 def _is_inside(mesh: Mesh, axes: list[int]) -> bool:
