@@ -111,5 +111,5 @@ def test_four_axes_are_as_good_as_two() -> None:
 @pytest.mark.slow
 def test_four_axes_that_do_not_fit_name_what_is_needed() -> None:
     model, args = on_meta(8192, 1 << 17)
-    with pytest.raises(MemoryLimitError, match="no plan fits in 1.0 MiB.*takes least"):
+    with pytest.raises(MemoryLimitError, match=r"no plan fits in 1.0 MiB.*takes least"):
         plan(model, Mesh("pod=2,dp=2,cp=2,tp=2", hardware="h100"), args, options=Options(memory_limit=1 << 20))
