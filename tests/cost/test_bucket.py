@@ -9,7 +9,7 @@ import pytest
 from passes.cost.collective_time import collective_seconds
 from passes.cost.program import Program, Task
 from passes.cost.scheduling.best_schedule import bucketed, schedule
-from passes.cost.scheduling.bucketing import bucket
+from passes.cost.scheduling.bucketing import FIRST, Growing, bucket
 from passes.cost.simulate import simulate
 from passes.hardware.hardware import hardware_named
 from passes.ir.mesh import Mesh
@@ -108,6 +108,7 @@ def test_each_axis_gets_the_size_that_suits_it() -> None:
 
 
 def test_a_size_between_the_smallest_and_the_largest_sends_earlier_with_less_latency() -> None:
+    """Buckets that grow up to it send the first gradients earlier still."""
     calm = replace(hardware_named("h100"), name="calm", contention=0.0)
     tasks = list[Task]()
     for n in range(16):
@@ -115,7 +116,8 @@ def test_a_size_between_the_smallest_and_the_largest_sends_earlier_with_less_lat
         tasks += [kernel(f"h{n}", 1e-4), _priced(reduction, 16 * MiB)]
     given = replace(program(*tasks), mesh=Mesh("dp=64", hardware=calm))
     found, best = bucketed(given, (32 * MiB, 512 * MiB))
-    assert found == {(("dp",), "f32"): 128 * MiB}
+    assert found == {(("dp",), "f32"): Growing(128 * MiB)}
+    assert best.timeline.step_time < schedule(given, buckets=(128 * MiB,)).timeline.step_time
     others = schedule(given, buckets=(0, 32 * MiB, 512 * MiB)).timeline.step_time
     assert best.timeline.step_time < 0.95 * others
 
@@ -144,3 +146,11 @@ def test_of_a_program_that_is_much_slower_than_another_no_more_sizes_are_tried()
     step = schedule(given).timeline.step_time
     assert schedule(given, buckets=sizes, worst=step / 2) == schedule(given)
     assert schedule(given, buckets=sizes, worst=step) == schedule(given, buckets=sizes) != schedule(given)
+
+
+def test_growing_buckets_double() -> None:
+    first = 64 * KiB
+    joined = bucket(_gathers(*[first] * 12), Growing(FIRST * first))
+    gathers = [task.nbytes // first for task in joined.tasks if task.kind == "all_gather"]
+    assert gathers == [1, 2, 4, 5]
+    assert Growing(FIRST * first).limit(20) == FIRST * first

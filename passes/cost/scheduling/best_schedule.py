@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.cost.program import Program
-from passes.cost.scheduling.bucketing import Bucketing, Sizes, Sort, seconds_by_sort
+from passes.cost.scheduling.bucketing import Bucketing, Growing, Size, Sizes, Sort, seconds_by_sort
 from passes.cost.scheduling.list_scheduling import list_schedule
 from passes.cost.scheduling.movable_tasks import MovableTasks
 from passes.cost.shrink import Tried, shrink
@@ -38,7 +38,7 @@ class Schedule:
     window_bytes: int  # 0: the given order
     fill: bool
     held_seconds: float
-    bucket_bytes: int  # 0: no collectives are bucketed
+    bucket_bytes: Size  # 0: no collectives are bucketed
     memory_budget: int | None = None  # bytes that a prefetch may bring memory to; None: all that the window allows
 
 
@@ -74,7 +74,7 @@ class _Orders:
     def tried(
         self,
         window: int,
-        bucket_bytes: int,
+        bucket_bytes: Size,
         *,
         fill: bool = False,
         held_seconds: float = 0.0,
@@ -101,7 +101,7 @@ class _Joined:
         self.bucketing = Bucketing(program)
         self._found: dict[tuple[tuple[int, ...], ...], _Orders] = {}
 
-    def orders(self, nbytes: int | Sizes) -> _Orders:
+    def orders(self, nbytes: Size | Sizes) -> _Orders:
         """Return the orders of the program with buckets of at most `nbytes`."""
         joinable = self.bucketing.buckets(nbytes)
         if joinable not in self._found:
@@ -130,18 +130,18 @@ def bucketed(
     memory_limit: int | None = None,
     windows: Sequence[int] = WINDOWS,
     worst: float = float("inf"),
-) -> tuple[dict[Sort, int], Schedule]:
+) -> tuple[dict[Sort, Size], Schedule]:
     """Return the bucket size for each sort of message, out of `buckets`, and the best order with these sizes.
 
     First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
-    the largest is tried too, then each sort's size is changed alone, also to less than the smallest, and kept if that is
-    faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in a graph is not known
-    so precisely. `worst`: as for `schedule`; with a common size that is much slower, no others are tried.
+    the largest is tried too, then each sort's size is changed alone, also to less than the smallest and to buckets that grow,
+    and kept if that is faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in
+    a graph is not known so precisely. `worst`: as for `schedule`; with a common size that is much slower, no others are tried.
     """
     joined = _Joined(program)
     plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
     seconds = seconds_by_sort(program)
-    none = dict.fromkeys(seconds, 0)
+    none: dict[Sort, Size] = dict.fromkeys(seconds, 0)
     if not tries:
         return none, plain
     best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
@@ -152,9 +152,12 @@ def bucketed(
         buckets = (*buckets, math.isqrt(min(buckets) * max(buckets)))
         tries += _sizes_tried(joined, buckets[-1:], memory_limit, windows, worst)
         best = min(tries, key=lambda one: _key(one.timeline, memory_limit))
-    found = dict.fromkeys(seconds, best.bucket_bytes)
-    for sort in seconds if len(seconds) > 1 and not (is_worse or is_hidden) else ():
-        others = [nbytes for nbytes in (0, min(buckets) // FEWER, *buckets) if nbytes != found[sort]]
+    found: dict[Sort, Size] = dict.fromkeys(seconds, best.bucket_bytes)
+    growing = tuple(map(Growing, buckets))
+    alone = (0, min(buckets) // FEWER, *buckets) if len(seconds) > 1 else ()  # of one sort, these are the common sizes
+    sizes: tuple[Size, ...] = (*alone, *growing)
+    for sort in seconds if not (is_worse or is_hidden) else ():
+        others = [nbytes for nbytes in sizes if nbytes != found[sort]]
         for nbytes in others if seconds[sort] > WORTH * best.timeline.step_time else ():
             orders = joined.orders(found | {sort: nbytes})
             tried = orders.tried(
@@ -180,7 +183,7 @@ def memory_cap(given: Timeline, memory_limit: int | None) -> int:
     return max(memory_limit, given.peak_memory)
 
 
-def _schedule(orders: _Orders, bucket_bytes: int, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
+def _schedule(orders: _Orders, bucket_bytes: Size, memory_limit: int | None, counts: Sequence[int]) -> Schedule:
     movable, windows = orders.movable, _windows(orders.program, counts)
     best = Schedule(orders.program, movable.given, 0, False, 0.0, bucket_bytes)
     best = _best_window(orders, best, memory_limit, windows, fill=False)

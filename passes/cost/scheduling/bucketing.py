@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from passes.cost.collective_time import collective_seconds
 from passes.cost.kernel_time import region_seconds
@@ -16,7 +16,22 @@ from passes.cost.program import COMPUTE, Buffer, Program, Task
 from passes.ir.collectives import KINDS
 
 Sort = tuple[tuple[str, ...], str]  # the mesh axes and the dtype of messages
-Sizes = Mapping[Sort, int]  # bytes of the largest bucket of each sort; 0: none is joined
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Buckets that get larger, each twice the one before: the first ones are full early, so a link is used early."""
+
+    most: int  # bytes of the largest
+
+    def limit(self, number: int) -> int:
+        """Return the bytes of a bucket by its number, from 0."""
+        return min(self.most, self.most // FIRST << number)
+
+
+Size = int | Growing  # bytes of the largest bucket; 0: none is joined
+Sizes = Mapping[Sort, Size]
+FIRST = 64  # times fewer bytes in the first of growing buckets: of 64 MiB, the 1 MiB with which DDP begins
 SMALLER = 16  # the small bucket size tried is the limit / 16: of 400 MiB, the 25 MiB of DDP (bucket_cap_mb)
 
 
@@ -25,13 +40,13 @@ def sizes(limit: int) -> tuple[int, ...]:
     return (0, limit // SMALLER, limit)
 
 
-def bucket(program: Program, nbytes: int | Sizes) -> Program:
+def bucket(program: Program, nbytes: Size | Sizes) -> Program:
     """Return `program` with its `buckets` of at most `nbytes`: one size for all sorts, or one for each."""
     bucketing = Bucketing(program)
     return bucketing.joined(bucketing.buckets(nbytes))
 
 
-def buckets(program: Program, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
+def buckets(program: Program, nbytes: Size | Sizes) -> tuple[tuple[int, ...], ...]:
     """Return the `neighbours` that are faster as one collective than as several, copies included."""
     return Bucketing(program).buckets(nbytes)
 
@@ -44,7 +59,7 @@ class Bucketing:
         self._levels = _levels(program)
         self._joins: dict[tuple[int, ...], tuple[tuple[Task, ...], tuple[Buffer, ...]]] = {}
 
-    def buckets(self, nbytes: int | Sizes) -> tuple[tuple[int, ...], ...]:
+    def buckets(self, nbytes: Size | Sizes) -> tuple[tuple[int, ...], ...]:
         """Return the neighbours that are faster as one collective of at most `nbytes` than as several, copies included."""
         return tuple(members for members in _neighbours(self.program, self._levels, nbytes) if self._is_faster(members))
 
@@ -93,7 +108,7 @@ def _sort(task: Task) -> Sort:
     return task.axes, task.dtype
 
 
-def neighbours(program: Program, nbytes: int | Sizes) -> list[tuple[int, ...]]:
+def neighbours(program: Program, nbytes: Size | Sizes) -> list[tuple[int, ...]]:
     """Return groups of two or more collectives, by number, that can share a message of at most `nbytes` (larger side).
 
     Members have the same kind, group, dtype and direction, are neighbours in the program, and are the same number of
@@ -102,21 +117,28 @@ def neighbours(program: Program, nbytes: int | Sizes) -> list[tuple[int, ...]]:
     return _neighbours(program, _levels(program), nbytes)
 
 
-def _neighbours(program: Program, levels: list[int], nbytes: int | Sizes) -> list[tuple[int, ...]]:
+def _neighbours(program: Program, levels: list[int], nbytes: Size | Sizes) -> list[tuple[int, ...]]:
     found: list[list[int]] = []
     open_: dict[object, tuple[list[int], int]] = {}
+    closed: dict[object, int] = {}
     for number, task in enumerate(program.tasks):
         if not is_movable(task):
             continue
         key = (task.kind, task.axes, task.dtype, task.backward, levels[number])
-        most = nbytes if isinstance(nbytes, int) else nbytes[_sort(task)]
-        members, filled = open_.get(key, ([], most))
-        if filled + task.nbytes > most:
+        if not (size := nbytes[_sort(task)] if isinstance(nbytes, Mapping) else nbytes):
+            continue
+        members, filled = open_.get(key, ([], 0))
+        if not members or filled + task.nbytes > _limit(size, closed[key]):
+            closed[key] = closed.get(key, -1) + 1
             members, filled = [], 0
             found.append(members)
         members.append(number)
         open_[key] = members, filled + task.nbytes
     return [tuple(members) for members in found if len(members) > 1]
+
+
+def _limit(size: Size, number: int) -> int:
+    return size.limit(number) if isinstance(size, Growing) else size
 
 
 def is_movable(task: Task) -> bool:

@@ -56,7 +56,7 @@ def transition_terms(
     segment = graph.segments[value.segment]
     links, nothing = costs.on_links.sum(0), _nothing(*same.shape)
     copied = _copied(value, sources, targets, unit_costs)
-    local = costs.local + copied + _read_again(value, sources, same, unit_costs)
+    local = costs.local + copied + _read_again(value, sources, same, unit_costs) + _cast_again(value, sources, same, unit_costs)
     if value.hides:
         beside, awaited = unit_costs.beside(costs.exposed, costs.slowed), nothing
     else:
@@ -128,6 +128,15 @@ def _read_again(value: Value, sources: Sequence[Layout], same: Bools, unit_costs
     sizes = unit_costs.mesh.sizes
     parts = [math.prod(size for one, size in zip(layout.placements, sizes, strict=True) if one != R) for layout in sources]
     seconds = value.read_again / np.array(parts) / unit_costs.hardware.memory_bandwidth
+    return np.where(same, 0.0, seconds[:, None])
+
+
+def _cast_again(value: Value, sources: Sequence[Layout], same: Bools, unit_costs: UnitCosts) -> Floats:
+    """Return the seconds in which the backward casts its part of a parameter before it gathers it."""
+    if not value.cast_from:
+        return _nothing(*same.shape)
+    parts = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize + value.cast_from, source) for source in sources])
+    seconds = parts / unit_costs.hardware.memory_bandwidth + unit_costs.hardware.launch
     return np.where(same, 0.0, seconds[:, None])
 
 
