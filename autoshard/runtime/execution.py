@@ -25,6 +25,7 @@ from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.reached_gradients import outputs_of_gradients
 from autoshard.runtime.saved_buffers import SavedBuffer, write_buffer
 from autoshard.runtime.watch.call_watch import SharedCall, Watch
+from autoshard.runtime.whole_tensor import WholeTensor
 from passes._torch import (
     DTensorSpec,
     OutsideRead,
@@ -45,7 +46,8 @@ class LocalProgram:
 
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
-    module. The tangent of each output is multiplied by its `tangent_scale`. Without `overlap`, collectives are awaited
+    module. The tangent of each output is multiplied by its `tangent_scale`. Calls split the batch, but `whole_outputs`, by
+    number, are whole on every rank. Without `overlap`, collectives are awaited
     where they are issued. `names` are those that the captured code reads (None: not known), `outside` what it reads from
     outside of the model. Each call stores `new_values` in the module's objects.
     """
@@ -57,6 +59,7 @@ class LocalProgram:
     parameters: Mapping[str, Layout]
     constants: Mapping[str, torch.Tensor]
     tangent_scale: tuple[float, ...]
+    whole_outputs: frozenset[int]
     plan: ShardingPlan
     dump: GraphDump | None = None
     overlap: OverlapPhase | None = None
@@ -158,7 +161,8 @@ class Execution:
         scales = self._gradient_scales(inputs)
         outputs = _Step.apply(self, number, scales, seed, *inputs, *parameters)  # type: ignore[no-untyped-call]
         self.local.new_values.store(self.module, outputs)
-        return self.local.signature.unflatten(outputs)
+        whole = self.local.whole_outputs
+        return self.local.signature.unflatten([WholeTensor.of(one) if i in whole else one for i, one in enumerate(outputs)])
 
     def _gradient_scales(self, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
         """Return the factors for gradients of inputs that are computed from other tensors, by path."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ class ProgramPlanner:
         if planned.captured.known is None:
             made = EarlierProgram(planned.captured, planned.graph, planned.plan)
             self.programs = [*self.programs, made][-KEPT:]
-        return _local_program(planned, self.options)
+        return _local_program(planned, self.options, self.splits().data_axes)
 
     def _options_with(self, layouts: Mapping[str, Layout]) -> Options:
         """Return the options for a call whose inputs have these layouts."""
@@ -161,7 +161,7 @@ def _placements(layout: Layout, mesh: Mesh) -> dict[str, str]:
     return dict(zip(mesh.names, map(str, layout.placements), strict=True))
 
 
-def _local_program(planned: Planned, options: Options) -> LocalProgram:
+def _local_program(planned: Planned, options: Options, data_axes: Sequence[int]) -> LocalProgram:
     signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
     parameters = {name: value.layout for name, value in plan.parameters.items()}
     outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
@@ -173,6 +173,7 @@ def _local_program(planned: Planned, options: Options) -> LocalProgram:
         parameters=parameters | {alias: parameters[name] for alias, name in planned.captured.tied.items()},
         constants=planned.captured.constants,
         tangent_scale=tuple(_scale(layout, plan.mesh, options) for layout in outputs),
+        whole_outputs=frozenset(number for number, layout in enumerate(outputs) if _is_whole(layout, plan.mesh, data_axes)),
         plan=plan,
         dump=dump_of(options),
         overlap=OverlapPhase.of(options, plan.mesh),
@@ -180,6 +181,12 @@ def _local_program(planned: Planned, options: Options) -> LocalProgram:
         outside=planned.captured.outside,
         new_values=planned.captured.call.new_values,
     )
+
+
+def _is_whole(layout: Layout, mesh: Mesh, data_axes: Sequence[int]) -> bool:
+    """Return whether an output is whole on every rank where `data_axes` split the batch."""
+    split = [size > 1 and placement != R for size, placement in zip(mesh.sizes, layout.placements, strict=True)]
+    return not any(split) and any(mesh.sizes[axis] > 1 for axis in data_axes)
 
 
 def _scale(layout: Layout, mesh: Mesh, options: Options) -> float:

@@ -61,7 +61,14 @@ try:
         watch_store,
     )
     from passes._torch.interception import Calls, intercepted
-    from passes._torch.modes import in_backward, in_forward_mode, in_transform, keeps_graph, reentrant_checkpoint
+    from passes._torch.modes import (
+        in_backward,
+        in_forward_mode,
+        in_transform,
+        keeps_graph,
+        reentrant_checkpoint,
+        without_torch_function,
+    )
     from passes._torch.operators.aligned import (
         ALIGNED_CONVOLUTION,
         ALIGNED_CONVOLUTION_INPUT,
@@ -71,7 +78,7 @@ try:
     from passes._torch.operators.neighbours import SEND
     from passes._torch.operators.reversed_cumsum import REVERSED_CUMSUM
     from passes._torch.operators.symmetric import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, reserve_symmetric_memory
-    from passes._torch.pytree import TreeSpec, flatten_pytree, unflatten_pytree
+    from passes._torch.pytree import TreeSpec, flatten_pytree, map_pytree, unflatten_pytree
     from passes._torch.recompute_tags import checkpoint_of, clear_checkpoint, tag_recompute, tag_save
     from passes._torch.results import (
         OUTSIDE_GONE,
@@ -140,6 +147,7 @@ __all__ = [
     "keeps_graph",
     "lazy_code",
     "local_of_dtensor",
+    "map_pytree",
     "mend_gathers",
     "min_cut_partition",
     "module_of",
@@ -172,4 +180,5 @@ __all__ = [
     "unflatten_pytree",
     "unregister_group",
     "watch_store",
+    "without_torch_function",
 ]

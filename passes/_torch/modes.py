@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,3 +34,9 @@ def reentrant_checkpoint() -> Any:
 def keeps_graph() -> bool:
     """Return whether the backward that runs now may be run again (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `func` on tensors of subclasses as on those of `torch.Tensor`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import (
     _get_node_type,
     register_dataclass,
     tree_flatten,
+    tree_map,
     tree_unflatten,
 )
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -67,3 +68,8 @@ def _key_name(key: Any) -> str:
 
 def unflatten_pytree(leaves: Sequence[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(list(leaves), spec)
+
+
+def map_pytree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with each leaf replaced by what `function` returns for it."""
+    return tree_map(function, tree)

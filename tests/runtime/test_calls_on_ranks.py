@@ -133,21 +133,90 @@ def _train_gan(models: tuple[Any, Any], batch: tuple[Any, ...], steps: int) -> l
     return [parameter for model in models for parameter in model.parameters()]
 
 
-def _gan(rank: int) -> float:
+def _gan(rank: int, batch: int) -> float:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     models = Generator().double(), Discriminator().double()
     options = Options(recipe="fsdp", compile="eager")
-    sharded = tuple(autoshard(model, mesh, options=options) for model in models)
-    z, real, ones = (torch.randn(8, n, dtype=torch.float64) for n in (4, 6, 1))
-    batch = z, real, ones[:, 0] * 0 + 1, ones[:, 0] * 0
-    mine = _train_gan(sharded, tuple(one.chunk(2)[rank] for one in batch), 3)
-    pairs = zip(mine, _train_gan(models, batch, 3), strict=True)
-    return max(float((p.detach().full_tensor() - q).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+    sharded: tuple[Any, ...] = tuple(autoshard(model, mesh, options=options) for model in models)
+    z, real, ones = (torch.randn(batch, n, dtype=torch.float64) for n in (4, 6, 1))
+    given = z, real, ones[:, 0] * 0 + 1, ones[:, 0] * 0
+    generator, discriminator = sharded
+    pairs = [discriminator.shard(real, labels) for labels in given[2:]]
+    mine = _train_gan(sharded, (*generator.shard(z), *pairs[0], pairs[1][1]), 3)
+    weights = zip(mine, _train_gan(models, given, 3), strict=True)
+    return max(float((p.detach().full_tensor() - q).abs().max()) for p, q in weights)  # type: ignore[attr-defined]
 
 
-def test_a_gan_trains_as_on_one_device() -> None:
-    assert max(run_on_ranks(_gan, 2)) < 1e-12
+@pytest.mark.parametrize("batch", [8, 7], ids=("even", "odd"))
+def test_a_gan_trains_as_on_one_device(batch: int) -> None:
+    assert max(run_on_ranks(_gan, 2, batch)) < 1e-12
+
+
+class Prototypes(torch.nn.Module):
+    """Return the mean of even and of odd samples, or the loss of samples with given means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, means: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.layer(x)
+        if means is None:
+            return torch.stack([h[::2].mean(0), h[1::2].mean(0)])
+        return torch.cdist(h, means).log_softmax(-1)[:, 0].mean()
+
+
+def _prototypes(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one = Prototypes().double()
+    model: Any = autoshard(one, mesh, options=Options(recipe="fsdp", compile="eager"))
+    found = []
+    for batch in (4, 3):  # the two means are as long as a rank's part of four samples
+        first, second = torch.randn(2, batch, 6, dtype=torch.float64)
+        loss, expected = model(*model.shard(second), model(*model.shard(first))), one(second, one(first))
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        for each in (loss, expected):
+            each.backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        found += [float((total / 2 - expected).detach().abs()), *(float((p - q).abs().max()) for p, q in pairs)]
+        for each in (model, one):
+            each.zero_grad()
+    return found
+
+
+def test_an_output_that_is_whole_is_whole_in_the_next_call() -> None:
+    assert all(max(found) < 1e-12 for found in run_on_ranks(_prototypes, 2))
+
+
+def _outside(rank: int) -> list[float]:
+    """Compute the loss and the accuracy outside of the model, with a penalty on parameters."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one = torch.nn.Linear(6, 5).double()
+    model: Any = autoshard(one, mesh, options=Options(recipe="fsdp", compile="eager"))
+    found = []
+    for batch in (4, 3):
+        x, y = torch.randn(batch, 6, dtype=torch.float64), torch.randint(5, (batch,))
+        (part,), (labels,) = model.shard(x), model.shard(y)
+        output, expected = model(part), one(x)
+        penalty, wanted = (sum((p.square().sum() for p in each.parameters()), start=torch.zeros(())) for each in (model, one))
+        (torch.nn.functional.cross_entropy(output, labels) + penalty.full_tensor()).backward()
+        (torch.nn.functional.cross_entropy(expected, y) + wanted).backward()
+        correct = (output.argmax(-1) == labels).sum()
+        if batch == 4:
+            torch.distributed.all_reduce(correct)
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        found += [abs(int(correct) - int((expected.argmax(-1) == y).sum())), *(float((p - q).abs().max()) for p, q in pairs)]
+        for each in (model, one):
+            each.zero_grad()
+    return found
+
+
+def test_a_loss_outside_of_the_model_takes_an_odd_batch() -> None:
+    assert all(max(found) < 1e-12 for found in run_on_ranks(_outside, 2))
 
 
 def _differentiate(rank: int) -> float:

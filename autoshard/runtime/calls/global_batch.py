@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.calls.programs import RuntimeState, bound_call
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place
+from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes.ir.layout import local_part
 
 
@@ -25,7 +26,8 @@ def parts_of(
     plan says.
     """
     call = bound_call(state, args, kwargs)
-    tensors = tensors_of(call.leaves)
+    given = tensors_of(call.leaves)
+    tensors = {path: one.plain() if isinstance(one, WholeTensor) else one for path, one in given.items()}
     parts = _parts(tensors, state.planner.splits(), state.place)
     return call.as_written(call.leaves | parts, args, kwargs)
 
@@ -34,7 +36,7 @@ def _parts(tensors: Mapping[str, torch.Tensor], splits: Splits, place: Place) ->
     batch = batch_of(tensors)
     parts = {path: _part(path, tensor, batch, splits, place) for path, tensor in tensors.items()}
     while unclear := [path for path in parts if not _is_clear(path, parts, tensors[path], splits)]:
-        parts |= {path: _whole(tensors[path], place) for path in unclear}
+        parts |= {path: replicated_tensor(tensors[path], place) for path in unclear}
     return parts
 
 
@@ -47,9 +49,3 @@ def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, pl
     if isinstance(tensor, DTensor):
         return tensor
     return local_part(tensor, splits.layout(path, tensor, batch), place.mesh, place.coordinate).to(place.device)
-
-
-def _whole(tensor: torch.Tensor, place: Place) -> DTensor:
-    """Return a DTensor that has all of `tensor` on every rank; a gradient goes back to `tensor`."""
-    whole = [Replicate()] * place.mesh.ndim
-    return DTensor.from_local(tensor.to(place.device).contiguous(), place.device_mesh, whole, run_check=False)

@@ -37,6 +37,7 @@ from autoshard.runtime.parameters import Place, lay_out
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
 from autoshard.runtime.watch.call_watch import SharedCall
+from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
 from passes.errors import DistributedError, InputError, UserError
 from passes.ir.layout import Layout, replicated
@@ -199,9 +200,15 @@ def find_program(model: nn.Module, state: RuntimeState, args: tuple[Any, ...], k
     """Look for the program that runs a call. Raises InputError if the model's forward does not take the arguments."""
     gradients = torch.is_grad_enabled()
     mode = state.mode(model, gradients=gradients)
-    call = padded(bound_call(state, args, kwargs), state.settings.buckets)
+    call = padded(_with_whole(bound_call(state, args, kwargs), state.place), state.settings.buckets)
     key = key_of(call, gradients=gradients)
     return Found(call, mode, key, state.by_key.get((mode, key)))
+
+
+def _with_whole(call: Call, place: Place) -> Call:
+    """Return the call with tensors that are known to be whole on every rank as DTensors."""
+    whole = {path: replicated_tensor(leaf.plain(), place) for path, leaf in call.leaves.items() if isinstance(leaf, WholeTensor)}
+    return replace(call, leaves=call.leaves | whole) if whole else call
 
 
 def shared_call(model: nn.Module, state: RuntimeState, found: Found) -> SharedCall:

@@ -1,0 +1,54 @@
+"""What is computed from whole tensors alone is whole; next to a plain tensor, nothing is known."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+
+from autoshard.runtime.whole_tensor import WholeTensor
+
+
+def whole(*shape: int) -> torch.Tensor:
+    return WholeTensor.of(torch.randn(*shape))
+
+
+def test_operators_on_whole_tensors_are_whole() -> None:
+    a, b = whole(3, 4), whole(3, 4)
+    results = [a + b, a * 2, a[:, 0], a.detach(), torch.cat([a, b]), a.view(12), a @ b.T, a + torch.tensor(2.0)]
+    assert all(type(one) is WholeTensor for one in results)
+    assert all(type(one) is WholeTensor for one in a.chunk(3))
+
+
+def test_next_to_a_plain_tensor_nothing_is_known() -> None:
+    a, plain = whole(3, 4), torch.randn(3, 4)
+    assert type(a + plain) is type(plain + a) is type(torch.cat([plain, a])) is torch.Tensor
+    assert torch.equal(a + plain, a.plain() + plain)  # type: ignore[attr-defined]
+
+
+def test_a_number_has_no_mark() -> None:
+    assert type(whole(3).sum()) is torch.Tensor and type(WholeTensor.of(torch.ones(()))) is torch.Tensor
+
+
+def test_gradients_are_plain() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    (WholeTensor.of(x * 2)[:, 0].square().sum()).backward()
+    assert x.grad is not None and type(x.grad) is torch.Tensor
+    assert torch.equal(x.grad[:, 0], 8 * x.detach()[:, 0]) and not x.grad[:, 1:].any()
+
+
+def test_it_is_used_like_any_tensor() -> None:
+    a = whole(3)
+    assert a.tolist() == [float(one) for one in a] and a.numpy().shape == (3,) and a.shape == (3,)
+    assert torch.nn.functional.cross_entropy(whole(3, 5), torch.tensor([0, 1, 2])).dim() == 0
+    torch.testing.assert_close(a, a.plain())  # type: ignore[attr-defined]
+    compiled = torch.compile(lambda t: t.sin() + 1, backend="eager")
+    assert torch.equal(compiled(a), a.sin() + 1)
+
+
+def test_it_is_saved_as_a_plain_tensor() -> None:
+    a, file = whole(3), io.BytesIO()
+    torch.save({"a": a}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["a"]
+    assert type(loaded) is torch.Tensor and torch.equal(loaded, a)
