@@ -40,6 +40,7 @@ from benchmarks.grid_models import wide_mlp
 from examples import llama
 from examples.gpt import gpt2
 from examples.vit import vit_huge
+from passes.cost.scheduling import best_schedule, bucketing
 from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
 from passes.search.goal import Goal
 from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
@@ -185,6 +186,7 @@ HEURISTICS = {
         ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()
     ),
     "chunks of all that could win": Heuristic(((candidates, "_cut", _best_in_chunks),), (candidates._cut,)),
+    "buckets that grow": Heuristic(((best_schedule, "Growing", lambda nbytes: nbytes),), (bucketing.Growing,)),
     "padded or not": Heuristic(
         ((decision, "_best_of_variants", _padded_only),), (decision._best_of_variants, candidates.compared)
     ),
