@@ -150,7 +150,8 @@ class OverlapPasses:
         """Return the passes that send the messages of tensor parallelism concurrently with the products that read or
         make them.
         """
-        return (DecomposeMatmuls(self.memory_limit, self.fused, self.symmetric_memory),) if self.split_matmuls else ()
+        cut = DecomposeMatmuls(self.memory_limit, self.fused, self.symmetric_memory, self.bucket_bytes)
+        return (cut,) if self.split_matmuls else ()
 
     @property
     def schedule(self) -> Passes:

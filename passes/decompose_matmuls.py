@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from passes.base import Pass, PassContext
-from passes.cost.scheduling.best_schedule import memory_cap, schedule
+from passes.cost.scheduling.best_schedule import memory_cap
 from passes.cost.simulate import Timeline, simulate
 from passes.ir.graph import Stage, copy_graph, origin_of, repeats_of
 from passes.ir.matmul_chunks.sites import Site, sites_in
@@ -35,7 +35,8 @@ class DecomposeMatmuls(Pass):
     itself, or made one operator, whichever is faster. They are changed only if the simulator predicts a gain three times:
     the device waits for them in the scheduled graph; the part of the graph around one of them, scheduled by itself, gets
     faster; and so does the scheduled graph with all changes, within `memory_limit` (bytes at the graph's peak; None: 5 %
-    more than in the given order). In a folded graph the decision holds for all layers. `fused`: as for `schedule_overlap`.
+    more than in the given order), with other messages in buckets of at most `bucket_bytes`. In a folded graph the decision holds
+    for all layers. `fused`: as for `schedule_overlap`.
 
     Before:
 
@@ -78,6 +79,7 @@ class DecomposeMatmuls(Pass):
     memory_limit: int | None = None
     fused: bool = True
     symmetric_memory: bool = False
+    bucket_bytes: int = 0
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
         sites = sites_in(gm)
@@ -86,10 +88,10 @@ class DecomposeMatmuls(Pass):
         if ctx.mesh.hardware is None:
             ctx.remark(self, sites[0].collective, "left whole: the figures of this device are not known", routine=True)
             return False
-        trials = Trials(ctx.mesh, self.fused, self.symmetric_memory, self.name)
+        trials = Trials(ctx.mesh, self.fused, self.symmetric_memory, self.name, self.bucket_bytes)
         program = trials.program(gm)
         cap = memory_cap(simulate(program), self.memory_limit)
-        whole = schedule(program, memory_limit=cap).timeline
+        whole = trials.bucketed(program, cap)
         forms, found = _by_form(sites), _choices(gm, sites, whole, trials)
         firsts = {form: sites[numbers[0]].collective for form, numbers in forms.items()}
         counts = {form: sum(_count(gm, sites[number]) for number in numbers) for form, numbers in forms.items()}
@@ -125,7 +127,7 @@ def _apply(gm: GraphModule, chosen: dict[object, Choice], before: Timeline, cap:
     memory."""
     whole = copy_graph(gm)
     trials.change(gm, chosen)
-    after = trials.scheduled(gm, cap)
+    after = trials.bucketed(trials.program(gm), cap)
     refused = ""
     if after.peak_memory > cap:
         refused = f"{format_bytes(after.peak_memory)} at the peak, over {format_bytes(cap)}"

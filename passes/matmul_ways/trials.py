@@ -10,7 +10,8 @@ from torch.fx import GraphModule, Node
 from passes.cost.build_program import program_of_graph
 from passes.cost.collective_time import link_of
 from passes.cost.program import Program
-from passes.cost.scheduling.best_schedule import schedule
+from passes.cost.scheduling.best_schedule import bucketed, schedule
+from passes.cost.scheduling.bucketing import sizes
 from passes.cost.simulate import Timeline
 from passes.cost.unroll import unroll
 from passes.ir.graph import repeats_of
@@ -40,12 +41,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Trials:
-    """Trials of ways on one mesh; `fused` and `symmetric_memory` are as in `DecomposeMatmuls`."""
+    """Trials of ways on one mesh; `fused`, `symmetric_memory` and `bucket_bytes` are as in `DecomposeMatmuls`."""
 
     mesh: Mesh
     fused: bool
     symmetric_memory: bool
     by: str  # the pass that new calls are noted with
+    bucket_bytes: int
 
     def choice(self, site: Site, calls: list[Node], found: dict[object, Choice]) -> Choice:
         """Return the choice for the sites of a form, by scheduling one and the `calls` around it, with the choices `found`."""
@@ -93,9 +95,15 @@ class Trials:
             why = f"ranks joined by {link.name} share no memory"
         return f"; no operator: {why}" if self.symmetric_memory and why else ""
 
-    def scheduled(self, gm: GraphModule, cap: int | None = None) -> Timeline:
-        """Return the timeline of a graph in its best order, within `cap` bytes."""
-        return schedule(self.program(gm), memory_limit=cap).timeline
+    def scheduled(self, gm: GraphModule) -> Timeline:
+        """Return the timeline of a part of a graph in its best order."""
+        return schedule(self.program(gm)).timeline
+
+    def bucketed(self, program: Program, cap: int) -> Timeline:
+        """Return the timeline of a whole graph in its best buckets and order, within `cap` bytes."""
+        if not self.bucket_bytes:
+            return schedule(program, memory_limit=cap).timeline
+        return bucketed(program, sizes(self.bucket_bytes)[1:], memory_limit=cap)[1].timeline
 
     def program(self, gm: GraphModule) -> Program:
         """Return the program of all layers, also if `gm` is folded."""
