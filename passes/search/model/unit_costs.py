@@ -197,26 +197,23 @@ class UnitCosts:
         """Return the seconds of a leg that takes `alone`, those that are exposed, by which it slows kernels down, and in which
         its link waits for what it is joined with.
 
-        It is sent alone or joined, whichever kernels wait for least. Of joined gradients, the last message has what is left, a
-        layer's at least.
+        It is sent alone or joined, whichever takes least on the link and of kernels together. Of joined gradients, the last
+        message has what is left, a layer's at least.
         """
         nbytes = whole * max(leg.before, leg.after)
         layer = nbytes * max(1.0, together.times)
         everything = layer * together.layers
-        ways = [(*self.split(alone, together.exposed), alone, 0.0, 0.0, 0.0)]
+        part, is_reduction = nbytes / everything, together.kind == "reduction"
+        ways = [(*self.split(alone, together.exposed), 0.0, alone)]
         for messages in self._buckets(nbytes, layer, everything) if leg.kind.bucket == together.kind else ():
-            part = nbytes / everything
             share = part * sum(collective_seconds(leg.kind.name, joined, group, self.hardware) for joined in messages)
             copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
             copies += 2 * self.hardware.launch * part * len(messages)
-            exposed, slowed = self.split(share, min(1.0, messages[0] / everything) if together.exposed else 0.0)
-            ways.append((exposed + copies, slowed, share, copies, messages[0], messages[-1]))
-        exposed, slowed, share, copies, first, last = min(ways, key=lambda way: way[0] + way[1])
-        taken, awaited = min(ways, key=lambda way: sum(way[:3]))[2], 0.0
-        if first and together.exposed and together.kind == "reduction":
-            exposed, slowed = self.split(share, max(last, layer) / everything)
-            exposed += copies
-            awaited = max(0.0, first / everything - together.exposed) * together.seconds * nbytes / everything
+            beside_none = max(messages[-1], layer) if is_reduction else messages[0]
+            exposed, slowed = self.split(share, min(1.0, beside_none / everything) if together.exposed else 0.0)
+            late = max(0.0, messages[0] / everything - together.exposed) if is_reduction and together.exposed else 0.0
+            ways.append((exposed + copies, slowed, late * together.seconds * part, share))
+        exposed, slowed, awaited, taken = min(ways, key=sum)
         return taken, exposed, slowed, awaited
 
     def _buckets(self, nbytes: float, layer: float, everything: float) -> Iterator[list[float]]:
