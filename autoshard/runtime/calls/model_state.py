@@ -269,7 +269,6 @@ class Describing:
             is_known = self.seen.setdefault(id(value), path) != path
             kind = type(value)
             self.add(path, kind if isinstance(value, CONTAINERS) else (Same(value), Same(kind)), names)
-            self.objects.append(value)
             if not is_known:
                 self._inside(path, value, names, depth)
 
@@ -291,6 +290,8 @@ class Describing:
     def _look(self, value: Any) -> None:
         """Add how a change of what an object holds is seen."""
         self.dicts += dicts_of(value)
+        if dict_of(value) is not None and not isinstance(value, FunctionType | MethodType):
+            self.objects.append(value)
         if isinstance(value, list | deque | set | OrderedDict):
             self.lists.append((value, list(value)))
         elif not isinstance(value, _SEEN_IN_DICTS) and (members_of(type(value)) or dict_of(value) is None):
