@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.held_objects import Path, Step, format_path, held_objects, reach
+from autoshard.capture.held_objects import Path, format_path, held_objects, reach
+from autoshard.capture.object_contents import Step, dict_of
 from passes._torch import SideEffect, TreeSpec, flatten_pytree, unflatten_pytree
 
 
@@ -194,7 +195,7 @@ def changes_of(model: nn.Module, effects: Sequence[SideEffect]) -> Traced | Side
         number = id(effect.changed)
         if number in buffers:
             assigning.append((buffers[number], effect.keys))
-        elif number not in paths:
+        elif number not in paths or (effect.names and dict_of(effect.changed) is None):
             return effect
         elif effect.names:
             changes.append(Change(paths[number], effect.names, effect.read, _numbers(effect)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from autoshard.capture.held_objects import held_tensors
+from autoshard.capture.held_objects import held_tensors, reachable_tensors
 from passes._torch import is_fake
 from passes.errors import CaptureError
 from passes.ir.graph import Input, InputRole
@@ -60,6 +60,8 @@ def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch
         if id(tensor) not in memo:
             tensors[Input(InputRole.BUFFER, fqn)] = memo[id(tensor)] = fake_tensor(tensor, mode, device)
             attributes[fqn] = tensor
+    for tensor in reachable_tensors(module):
+        memo.setdefault(id(tensor), tensor)  # one that is read is a constant: the model's own, not a copy of it
     return FakeModule(_copy(module, memo), tensors, tied, attributes)
 
 

@@ -7,26 +7,24 @@ objects that they can reach hold before and after it, and which generators of ra
 from __future__ import annotations
 
 import dis
-import enum
 import functools
 import gc
-import logging
 import random
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from autoshard.capture.object_contents import CONTAINERS, State, Step, contents_of
 from autoshard.capture.signature import is_constant, same_constant
 from passes._torch import names_read
 
@@ -41,7 +39,7 @@ _CHECKPOINT = str(checkpoint_sequential.__code__.co_filename)
 _LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 _HERE = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("autoshard", "passes"))
 _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
-_CLOSED = (*_FUNCTIONS, ModuleType, type, enum.Enum, logging.Logger, nn.Module, torch.Tensor)
+_CLOSED = (*_FUNCTIONS, nn.Module)
 
 
 @dataclass
@@ -198,7 +196,7 @@ class Held:
                 old, new = contents.get(key), present.get(key)
                 is_kept = key in contents and key in present and _is_same(old, new)
                 if not is_kept and not (are_flags and is_constant(old) and is_constant(new)):
-                    return _join(path, str(key))
+                    return _join(path, str(key.key))
         return ""
 
     def _add(self, path: str, value: Any, depth: int, ignored: frozenset[str] = frozenset()) -> None:
@@ -210,8 +208,8 @@ class Held:
             return
         self._before[number] = (path, value, (ignored, contents))
         if depth and len(contents) <= _ITEMS_MAX:
-            for key, item in contents.items():
-                self._add(_join(path, str(key)), item, depth - 1)
+            for step, item in contents.items():
+                self._add(_join(path, str(step.key)), item, depth - 1)
 
 
 class _Class:
@@ -222,42 +220,20 @@ class _Class:
 
 
 def _contents(value: Any, ignored: frozenset[str] = frozenset()) -> Any:
-    """Return what an object holds, by attribute, key or number; None for one that is known not to change."""
+    """Return what an object holds, by the step to it; None for one that is known not to change."""
     if isinstance(value, _Class):
         value = dict(vars(value.kind))
-    elif is_constant(value) or isinstance(value, _CLOSED):
+    elif isinstance(value, _CLOSED):
         return None
-    if isinstance(value, dict):
-        return {key: item for key, item in value.items() if key not in ignored} if ignored else dict(value)
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    if isinstance(value, ContextVar):
-        return {"": value.get(None)}
-    if isinstance(value, set | frozenset):
-        return dict.fromkeys(value)
-    found = dict(value.__dict__) if hasattr(value, "__dict__") else {}
-    slots = (name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name))
-    return found | {name: getattr(value, name) for name in slots} or {"": _Opaque(value)}
-
-
-def _slots(kind: type) -> Sequence[str]:
-    names = vars(kind).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-class _Opaque:
-    """The state of an object that holds neither attributes nor items, as far as it tells: a counter, an iterator."""
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self.text = repr(value.__reduce_ex__(4))
-        except Exception:  # each class says in its own way that it has no state to tell
-            self.text = ""
+    found = contents_of(value)
+    if not found and not (found is None or isinstance(value, CONTAINERS)):
+        return {Step("", is_item=True): State(value)}
+    return {step: item for step, item in found.items() if step.key not in ignored} if found and ignored else found
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, _Opaque) and isinstance(other, _Opaque):
-        return one.text == other.text
+    if isinstance(one, State) and isinstance(other, State):
+        return one == other
     return one is other or (is_constant(one) and is_constant(other) and same_constant(one, other))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import enum
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from passes._torch import TreeSpec, flatten_pytree, unflatten_pytree
@@ -35,6 +35,8 @@ _CONSTANT_TYPES = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    np.number,
+    np.bool_,
 )
 
 
@@ -118,8 +120,8 @@ def same_constant(left: object, right: object) -> bool:
     """Compare constants as a trace does: 1, 1.0 and True are different, and nan equals nan."""
     if type(left) is not type(right):
         return False
-    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
-        return math.isnan(right)
+    if isinstance(left, float | np.floating) and isinstance(right, float | np.floating) and np.isnan(left):
+        return bool(np.isnan(right))
     return bool(left == right)
 
 

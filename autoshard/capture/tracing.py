@@ -24,6 +24,7 @@ from autoshard.capture.capture_errors import (
 from autoshard.capture.changes import Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, reach
+from autoshard.capture.object_contents import dict_of
 from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
 from passes.base import Remark
 from passes.errors import CaptureError
@@ -77,7 +78,7 @@ def _settled(
     """Return the trace of a second call, if the first one sets flags only, and the second changes nothing."""
     if not all(effect.constants and set(effect.constants) == set(effect.names) for effect in effects):
         return None
-    if any(isinstance(effect.changed, nn.Module) for effect in effects):
+    if any(isinstance(effect.changed, nn.Module) or dict_of(effect.changed) is None for effect in effects):
         return None
     before = [(vars(effect.changed), dict(vars(effect.changed))) for effect in effects]
     for effect in effects:

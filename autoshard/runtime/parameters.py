@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.held_objects import copies_of_computed, held_tensors
+from autoshard.capture.held_objects import copies_of_computed, reachable_tensors
 from autoshard.config.topology import mesh_of
 from autoshard.runtime.placements import Storage, dtensor_placements, layout_of_placements
 from passes._torch import (
@@ -134,7 +134,7 @@ def _with_parameters(module: nn.Module, value_of: Callable[[torch.Tensor], torch
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(value_of(parameter), requires_grad=parameter.requires_grad)
-    for tensor in (*module.buffers(), *(tensor for _, tensor in held_tensors(module))):
+    for tensor in (*module.buffers(), *reachable_tensors(module)):
         memo.setdefault(id(tensor), tensor)  # a list of parameters, as an LSTM has, holds none of its own
     return copy.deepcopy(module, memo)
 

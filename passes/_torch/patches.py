@@ -17,6 +17,9 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `symbolic_convert._detect_and_normalize_assert_statement` | a call is traced | checks are left out | dynamo/module_trace.py |
 | `SetAttrBuiltinVariable._call_setattr` and | a call is traced | a value is no leaf | dynamo/module_trace.py |
 | `TensorVariable.call_method` | | a selection by a mask, for a CTC loss, has a fixed length | |
+| `VariableBuilder._wrap` and | a call is traced | numpy's numbers are numbers, | dynamo/numpy_numbers.py |
+| `TorchInGraphFunctionVariable.call_function` | | with a dtype of their own | |
+| `TensorVariable.var_getattr` | a call is traced | a view that is returned is in the graph | dynamo/module_trace.py |
 | `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo/module_trace.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | dynamo/side_effects.py |
 | `nn.Module.__call__` | a call is run instead of traced by dynamo | ops are told their modules | direct_trace.py |

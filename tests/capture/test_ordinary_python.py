@@ -7,6 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -278,3 +279,26 @@ def test_all_segments_but_the_last_are_checkpointed() -> None:
     captured = check(Sequence().double(), torch.ones(2, 4, dtype=torch.float64))
     regions = {region_of(node) for node in captured.graph_module.graph.nodes} - {None}
     assert len(regions) == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda y: y.mT, lambda y: y.mH, lambda y: y.data, lambda y: y.data.mT, lambda y: y[0].T, lambda y: y.real],
+    ids=["mT", "mH", "data", "data.mT", "T", "real"],
+)
+def test_attributes_of_tensors_that_are_returned(view: Callable[[Tensor], Tensor]) -> None:
+    """They are values of the graph, whether the tensor is an argument, a parameter, a buffer or an attribute."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4).double()
+            self.weight = nn.Parameter(torch.ones(2, 3, 4).double())
+            self.register_buffer("offset", torch.ones(2, 3, 4).double())
+            self.scale = torch.ones(2, 3, 4).double()
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            held = [view(one) for one in (self.weight, self.offset, self.scale)]
+            return self.linear(x).sum(), {"y": view(y)}, held
+
+    check(Views(), torch.randn(2, 5, 3).double(), torch.randn(2, 3, 4).double())

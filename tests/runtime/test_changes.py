@@ -504,7 +504,8 @@ def test_how_a_change_is_told(one_rank: DeviceMesh, change: Callable[[Any], obje
     sharded: Any = autoshard(Model(), one_rank, options=EAGER)
     sharded(X, Y)
     states = sharded._autoshard.states
-    before, states.names = states.current, None
+    before = states.current
+    states.read(sharded, Model, None, (), ())
     change(sharded)
     states.update(sharded, Model)
     assert states.changes(before) == (told,)

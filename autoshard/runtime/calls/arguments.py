@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -53,6 +53,6 @@ def _leaf_key(leaf: Any, gradients: bool) -> Hashable:
         return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.device, gradients and leaf.requires_grad
     if isinstance(leaf, slice):  # has no hash
         return slice, leaf.start, leaf.stop, leaf.step
-    if isinstance(leaf, float) and math.isnan(leaf):  # equals no float, itself included
+    if isinstance(leaf, float | np.floating) and np.isnan(leaf):  # equals no float, itself included
         return type(leaf), "nan"
     return type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf)

@@ -26,6 +26,7 @@ from autoshard.config.progress import Progress, shown, silent
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
 from autoshard.runtime.build import Partitioned, build_program
+from autoshard.runtime.calls import model_state
 from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
@@ -132,6 +133,7 @@ class RuntimeState:
     programs: list[Program] = field(default_factory=list)
     by_key: dict[tuple[Mode, Key], Program] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
+    unseen: set[str] = field(default_factory=set)  # attributes that hold too many objects, as was said once
     repeated: set[str] = field(default_factory=set)  # axes whose ranks gave equal batches, as was said once
 
     def mode(self, model: nn.Module, *, gradients: bool) -> Mode:
@@ -279,6 +281,20 @@ def _tell(state: RuntimeState, changes: tuple[str, ...]) -> None:
         _log.warning("the model changed, and is captured again: %s%s", "; ".join(changes[:_SHOWN]), more)
 
 
+def _tell_unseen(state: RuntimeState) -> None:
+    """Say on the first rank which attributes hold too many objects to look at all before each call."""
+    new = [path for path in state.states.unseen if path not in state.unseen]
+    state.unseen.update(new)
+    for path in new if state.groups.rank == state.groups.mesh.ranks[0] else ():
+        _log.warning(
+            "%s holds more than %d objects, and a change of one beyond these is not noticed: the program stays as it is. Assign "
+            "a new object to %s to have the model captured again, or keep what does not matter to forward elsewhere",
+            path,
+            model_state.OBJECTS_MAX,
+            path,
+        )
+
+
 def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call of the model's forward with these arguments. Raises InputError if it does not take them."""
     signature = state.states.signature
@@ -352,7 +368,8 @@ def install(
         lay_out(model, state.place, local.parameters)
         state.stored, state.taken_over = True, {}
         state.states.settle(model, state.kind)
-    state.states.read(local.names, local.outside, local.new_values.changes)
+    state.states.read(model, state.kind, local.names, local.outside, local.new_values.changes)
+    _tell_unseen(state)
     seconds = time.perf_counter() - started
     local = replace(local, plan=replace(local.plan, remarks=(*local.plan.remarks, *built.remarks)))
     program = Program(mode, described, seconds, bind(built.program, local, model, state.place, state.groups.watch))
