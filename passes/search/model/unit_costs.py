@@ -183,9 +183,10 @@ class UnitCosts:
         if not leg.kind.communicates:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, *(0.0,) * (SECONDS - 3)
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
-        taken = collective_seconds(leg.kind.name, whole * max(leg.before, leg.after), group, self.hardware)
+        nbytes = whole * max(leg.before, leg.after)  # 0 if the whole is empty, as all parts of an empty batch are
+        taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         exposed, slowed, awaited = taken, 0.0, 0.0
-        if together is not None and whole:
+        if together is not None and nbytes:
             taken, exposed, slowed, awaited = self._hidden(leg, whole, taken, group, together)
         if link_of(group) == "inside":
             return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
