@@ -46,7 +46,11 @@ class MemoryLimitError(UserError):
 
 
 class CaptureError(UserError):
-    """A model that cannot be captured as one graph."""
+    """A model that cannot be captured as one graph; `for_arguments` if it fails for the arguments of this call."""
+
+    def __init__(self, message: str, *, for_arguments: bool = False) -> None:
+        super().__init__(message)
+        self.for_arguments = for_arguments
 
 
 class InputError(UserError):

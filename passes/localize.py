@@ -53,6 +53,7 @@ from passes.rules.local_forms.masked import mirrored
 from passes.rules.rule import LocalCall, Message, rule_of
 
 aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Localize(Pass):
     2. A step of a reshard becomes a functional collective and its wait, between views.
     3. An op whose rule has a local form (shape arguments, masked lookups, random numbers) is replaced by it;
        every other op stays as it is.
+    4. A collective of complex numbers is one of pairs of real numbers, since neither gloo nor NCCL has one of complex numbers.
 
     The rank's coordinates are placeholders, so that the graph is equal on all ranks.
 
@@ -203,6 +205,7 @@ class _Emitter:
         self.inputs: dict[Input, Node] = {}
         self.last_placeholder = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
         self.randoms = 0
+        self.pairs: set[Node] = set()  # results of collectives, not yet awaited, that stand for complex numbers
         self.skipped: list[Node] = []  # views that were viewed again
         self.backward = set(placeholders(gm.graph, InputRole.TANGENT))  # and all that depends on them
 
@@ -247,6 +250,14 @@ class _Emitter:
                 self.graph.erase_node(view)
 
     def _add(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        kind = kind_of_op(op)
+        if kind is not None and tensor_of(args[0]).is_complex():
+            sent = self._add(op, (self._pairs(args[0]), *args[1:]), kwargs)
+            self.pairs.add(sent)
+            return sent
+        if op is _WAIT and args[0] in self.pairs:
+            self.pairs.remove(args[0])
+            return self._add(aten.view_as_complex.default, (self._add(op, args, kwargs),), {})
         with self.graph.inserting_before(self.at):
             new = add_call(self.graph, op, args, kwargs)
         copy_facts(self.at, new)
@@ -254,9 +265,16 @@ class _Emitter:
         set_value(new, self.run(op, args, kwargs))
         set_note(new, note_of(self.at))
         set_recompute(new, is_recompute(self.at))
-        if (kind := kind_of_op(op)) is not None:
+        if kind is not None:
             set_transfer(new, Transfer(kind.name, self.mesh.axes_of_group(str(args[-1])), (self.at.name,)))
         return new
+
+    def _pairs(self, value: Node) -> Node:
+        """View complex numbers as pairs of real ones, in a last dim, which no collective cuts."""
+        if _is_conjugate(value):
+            twice = self._add(aten._conj.default, (value,), {})  # Inductor would take a clone for a no-op
+            value = self._add(aten._conj_physical.default, (twice,), {})
+        return self._add(aten.view_as_real.default, (value,), {})
 
     def send(self, message: Message, op: OpOverload, *args: Any) -> Node:
         """Add a collective that a local form makes. In the backward, what it gives is never kept from the forward."""
@@ -376,6 +394,15 @@ class _LocalCall(LocalCall):
 def _is_between(other: Placement, placement: Shard) -> bool:
     """Return whether another digit of a dim stands between a mirrored one and the one that says in which half it is."""
     return isinstance(other, Shard) and placement.half < other.outer < placement.outer
+
+
+def _is_conjugate(value: Node) -> bool:
+    """Return whether the memory of a value may hold its conjugate."""
+    while isinstance(value.target, OpOverload) and value.target.is_view:
+        if value.target is aten._conj.default:
+            return True
+        value = _as_node(value.args[0])
+    return False
 
 
 def _as_node(value: Any) -> Node:

@@ -31,6 +31,7 @@ class _Cause:
     kind: str
     message: str
     detail: str = ""
+    for_arguments: bool = False
 
     def fits(self, failure: TraceFailure) -> re.Match[str] | None:
         """Return where `detail` is in a failure of this kind."""
@@ -96,6 +97,7 @@ _CAUSES = (
         "^Observed exception|^TypeError from user code",
         "the model raises {0} for these arguments; call it with arguments that it accepts",
         r"raised exception (.*)",
+        for_arguments=True,
     ),
     _Cause(
         "^TorchRuntimeError$",
@@ -107,11 +109,13 @@ _CAUSES = (
         "^TorchRuntimeError$",
         _FAILS + "{0}",
         r"got \w+\([\"'](.*)[\"']\)$",
+        for_arguments=True,
     ),
     _Cause(
         "^TorchRuntimeError$",
         _FAILS + "{0}",
         "Explanation: (.*)",
+        for_arguments=True,
     ),
     _Cause(
         "^An opaque object was created",
@@ -173,7 +177,9 @@ _SETTINGS = (
 def capture_error(error: Exception) -> CaptureError:
     """Return the CaptureError to raise for `error`, an exception of a trace."""
     failure = trace_failure(error)
-    return CaptureError(_message(failure) + _setting(failure) + format_place(user_frame(failure.stack)))
+    cause = next((one for one in _CAUSES if one.fits(failure)), None)
+    text = _message(failure) + _setting(failure) + format_place(user_frame(failure.stack))
+    return CaptureError(text, for_arguments=cause is not None and cause.for_arguments)
 
 
 def may_run_directly(error: Exception) -> bool:
@@ -201,7 +207,7 @@ def not_directly(error: Exception, direct: Exception) -> CaptureError:
     if not isinstance(direct, CaptureError):
         place = format_place(user_frame("".join(traceback.format_tb(direct.__traceback__))))
         if isinstance(direct, TypeError) and trace_failure(error).kind.startswith("TypeError"):
-            return CaptureError(_FAILS + str(direct) + place)
+            return CaptureError(_FAILS + str(direct) + place, for_arguments=True)
         reason = _message(trace_failure(direct)) + place
     return CaptureError(f"{capture_error(error)}\nwithout dynamo, torch's tracer, it cannot be captured either: {reason}")
 

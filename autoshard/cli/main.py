@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from autoshard.cli.flags import with_flags
 from passes.errors import UserError
 
 DONE, DIFFERENT, USERS_FAULT, STOPPED = 0, 1, 2, 130
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parser(next(iter(words), "")).parse_args(words)
         return DONE if given.run(given) is not False else DIFFERENT
     except UserError as error:
-        print(f"autoshard: {error}", file=sys.stderr)
+        print(f"autoshard: {with_flags(str(error))}", file=sys.stderr)
         return USERS_FAULT
     except KeyboardInterrupt:
         print("autoshard: stopped", file=sys.stderr)

@@ -91,7 +91,7 @@ def options_of_command(given: argparse.Namespace) -> Options:
     """Return the options that a command line asks for."""
     return Options(
         recipe=_recipe(given.recipe),
-        memory_limit=given.memory_limit,
+        memory_limit=_bytes(given.memory_limit),
         time_limit=given.time_limit,
         mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else None,
     )
@@ -100,6 +100,11 @@ def options_of_command(given: argparse.Namespace) -> Options:
 def sizes_of(given: argparse.Namespace) -> dict[str, int]:
     """Return the sizes that a command line asks for, by the names of the function's arguments."""
     return {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
+
+
+def _bytes(text: str | None) -> int | str | None:
+    """Return a memory limit as given (`"60GB"`), or as a number of bytes (`"6564"`)."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:

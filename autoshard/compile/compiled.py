@@ -92,7 +92,11 @@ class Program:
 
 
 def strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the strides that a program was made for, copied if it has others."""
+    """Return `tensor` with the strides that a program was made for, copied if it has others.
+
+    A conjugate or a negative that is only marked as such is computed: a program was made for what memory holds.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -24,8 +24,9 @@ from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
 from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
-from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
+from autoshard.runtime.global_call import Splits, global_call, layouts_of_call, with_joined
 from autoshard.runtime.shared_plan import Decided
+from passes.errors import CaptureError
 from passes.ir.layout import Layout, R, Shard, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
@@ -55,17 +56,23 @@ class ProgramPlanner:
         splits = self.splits()
         args, kwargs = global_call(call.module, call.args, call.kwargs, splits)
         layouts = layouts_of_call(call.module, args, kwargs, splits) if self.made else None
-        return self.plan(
-            call.module,
-            args,
-            kwargs,
-            call.gradients,
-            call.parameters,
-            batch_axes=splits.data_axes if self.made else self.batch_axes(),
-            layouts=layouts,
-            followed=followed,
-            progress=call.progress,
-        )
+        try:
+            return self.plan(
+                call.module,
+                args,
+                kwargs,
+                call.gradients,
+                call.parameters,
+                batch_axes=splits.data_axes if self.made else self.batch_axes(),
+                layouts=layouts,
+                followed=followed,
+                progress=call.progress,
+            )
+        except CaptureError as error:
+            joined = with_joined(error, call.module, call.args, call.kwargs, splits)
+            if joined is None:
+                raise
+            raise joined from error
 
     def plan(
         self,

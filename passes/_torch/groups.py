@@ -112,6 +112,8 @@ def _put_in_gather() -> None:
 
 
 def _all_gather_into_tensor(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Gather parts; gloo sends no complex numbers, as `DTensor.full_tensor` asks for, so that they are sent as pairs."""
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-    gathered: torch.Tensor = torch.ops._c10d_functional.all_gather_into_tensor_out(part, ranks, group, out=whole)
-    return gathered
+    sent, out = (torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in (part, whole))
+    torch.ops._c10d_functional.all_gather_into_tensor_out(sent, ranks, group, out=out)
+    return whole

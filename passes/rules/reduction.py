@@ -26,7 +26,7 @@ def _combining(op: str) -> SpaceOf:
 
     def space(call: Call) -> Space | None:
         terms = call.operands[0].dtype
-        if terms is torch.bool and op != "sum":  # collectives do not reduce booleans
+        if op != "sum" and (terms is torch.bool or terms.is_complex):  # collectives reduce neither; sums of pairs are sums
             return _reduced(call, None, ())
         return _reduced(call, op, LINEAR if op == "sum" else (Linear((0,), (op,)),))
 

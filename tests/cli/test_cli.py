@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from autoshard import ShardingPlan
+from autoshard.cli.flags import with_flags
 from autoshard.cli.main import DONE, USERS_FAULT, main
 from autoshard.cli.target import load_target
 from autoshard.config.display import Display
@@ -260,3 +262,24 @@ def test_the_command_exits_with_its_code() -> None:
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines()[-1].startswith("autoshard: the plan none.json cannot be read")
+
+
+def test_a_message_names_the_options_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "fsdp", "--memory-limit", "100") == USERS_FAULT
+    found = re.search(r"Give --memory-limit (\d+), --recipe auto, .* or --bf16\. ", capsys.readouterr().err)
+    assert found is not None
+    assert plan("--recipe", "fsdp", "--memory-limit", found[1]) == DONE
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Options(memory_limit='60'): give bytes", "--memory-limit 60: give bytes"),
+        ("give Options(hardware='h100') or", "give --hardware h100 or"),
+        ("such as Options(recipe={'dp': 'fsdp', 'tp': None})", "such as --recipe dp=fsdp,tp=none"),
+        ("Options(inputs={'x': {'dp': 'S(1)'}})", "Options(inputs={'x': {'dp': 'S(1)'}})"),
+        ("fails\n  model.py:3: run(recipe='auto')", "fails\n  model.py:3: run(recipe='auto')"),
+    ],
+)
+def test_settings_are_written_as_options(message: str, expected: str) -> None:
+    assert with_flags(message) == expected

@@ -64,6 +64,26 @@ return output("output") %wait_tensor
 """)
 
 
+def test_complex_numbers_are_sent_as_pairs() -> None:
+    before = """
+mesh tp=2
+stage COLLECTIVE
+%x: c64[8, 12] {tp:S(0)} = input("x")
+%all_gather: c64[8, 12] {tp:R} = all_gather(%x, ["tp"])
+return output("output") %all_gather
+"""
+    assert_expected_inline(rewrite(Localize(), before), """\
+mesh tp=2
+stage LOCAL
+%x: c64[4, 12] {tp:S(0)} = input("x")
+%view_as_real: f32[4, 12, 2] = view_as_real(%x)
+%all_gather_into_tensor: f32[8, 12, 2] = _c10d_functional.all_gather_into_tensor(%view_as_real, 2, "autoshard:tp=2:tp")
+%wait_tensor: f32[8, 12, 2] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+%view_as_complex: c64[8, 12] {tp:R} = view_as_complex(%wait_tensor)
+return output("output") %view_as_complex
+""")
+
+
 def test_a_gather_of_columns_puts_the_parts_side_by_side() -> None:
     before = """
 mesh tp=2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import Options, autoshard
+from autoshard import Options, UserError, autoshard
 from autoshard.runtime.calls.drawing import Resets
 from examples.gpt import GPT, Config
 from tests.spawn import Failure, reports_of_ranks, run_on_ranks
@@ -285,3 +286,51 @@ def test_a_replaced_head_is_sharded_and_trained() -> None:
     for report in reports_of_ranks(_replace_head, 2, 1):
         assert isinstance(report, Failure)
         assert report.message.startswith("parameter '1.weight' is replicated on axis 'dp', but ranks 0 and 1 gave different")
+
+
+class Recurrent(torch.nn.Module):
+    """An LSTM that is given its first state: [layers, batch, width], while the batch of `x` is dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.LSTM(6, 10, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+        return self.layers(x, (hidden, cell))[0].square().mean()
+
+
+def test_a_batch_that_is_not_dim_0_is_explained() -> None:
+    for unnamed, named, refused in run_on_ranks(_recurrent, 2):
+        assert "Expected hidden[0] size (2, 4, 10), got [4, 2, 10]" in unnamed
+        assert (
+            "call it with arguments that it accepts. Dim 0 of 'x', 'hidden', 'cell' was taken for the batch, and the ranks' "
+            "parts were joined there; where the batch is another dim, give Options(inputs={'cell': {'dp': 'S(1)'}})\n  "
+        ) in unnamed
+        assert named == ""
+        assert refused.endswith(
+            "cannot be called like this: too many positional arguments; model.shard takes the arguments that the model takes: "
+            "model.shard(tokens, labels), model.shard(**batch)"
+        )
+
+
+def _recurrent(rank: int) -> tuple[str, str, str]:
+    """Return what is said of a call whose batch is nowhere named, where it is, and of arguments in a tuple."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    call = torch.randn(2, 3, 6), torch.randn(2, 2, 10), torch.randn(2, 2, 10)
+    named = {name: {"dp": "S(1)"} for name in ("hidden", "cell")}
+    said = []
+    for inputs in (None, named):
+        torch.manual_seed(0)
+        options = Options(recipe="fsdp", compile="eager", inputs=inputs)
+        model: Any = autoshard(Recurrent(), mesh, options=options)
+        said.append(_said(lambda model=model: model(*call)))  # type: ignore[misc]
+    whole = ((torch.randn(4, 3, 6), torch.randn(2, 4, 10), torch.randn(2, 4, 10)), {"more": 1})
+    return said[0], said[1], _said(lambda: model.shard(*whole, 1, 2))
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""

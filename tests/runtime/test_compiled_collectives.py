@@ -45,6 +45,27 @@ stage LOCAL
 return output("chosen") %chosen, output("product") %product, output("where") %where, output("sent") %sent
 """
 
+# Few rows are reduced in one loop, whose masks stand beside each other; those of the rank are compared with what returns.
+COMPARED = """
+mesh dp=2
+stage LOCAL
+%x: f64[2, 8] = input("x")
+%gt: b8[2, 8] = gt.Scalar(%x, 0)
+%gather: b8[4, 8] = _c10d_functional.all_gather_into_tensor(%gt, 2, "autoshard:dp=2:dp")
+%gathered: b8[4, 8] = _c10d_functional.wait_tensor(%gather)
+%send: b8[2, 8] = autoshard.send(%gt, 1, "autoshard:dp=2:dp")
+%sent: b8[2, 8] = _c10d_functional.wait_tensor(%send)
+%most: (b8[8], i64[8]) = max.dim(%gathered, 0)
+%first: i64[8] = getitem(%most, 1)
+%least: (b8[8], i64[8]) = min.dim(%gathered, 0)
+%last: i64[8] = getitem(%least, 1)
+%eq: b8[2, 8] = eq.Tensor(%sent, %gt)
+%le: b8[2, 8] = le.Tensor(%gt, %sent)
+%larger: b8[2, 8] = gt.Tensor(%sent, %gt)
+%cat: b8[6, 8] = cat([%eq, %le, %larger])
+return output("first") %first, output("last") %last, output("compared") %cat
+"""
+
 
 def test_booleans_stay_booleans() -> None:
     for found, expected in run_on_ranks(_moved, 2):
@@ -60,6 +81,21 @@ def _moved(rank: int) -> tuple[Any, Any]:
     compiled, eager = (compile_split(split_program(gm, mode=mode), mode=mode) for mode in ("inductor", "eager"))
     found, expected = compiled.forward([x])[0], eager.forward([x])[0]
     assert [value.dtype for value in found] == [torch.float64, torch.float64, torch.float32, torch.bool]
+    return [value.tolist() for value in found], [value.tolist() for value in expected]
+
+
+def test_booleans_that_return_are_compared_with_others() -> None:
+    for found, expected in run_on_ranks(_compared, 2):
+        assert found == expected
+
+
+def _compared(rank: int) -> tuple[Any, Any]:
+    """Return what compiled code gives, and what the graph gives op by op."""
+    open_groups(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), Mesh("dp=2"), [("dp",)])
+    x = torch.tensor([[1.0, -1, 1, -1, -1, 1, 1, -1], [-1, 1, 1, -1, 1, -1, 1, -1]], dtype=torch.float64)
+    gm, _ = parse_graph(COMPARED.strip())
+    compiled, eager = (compile_split(split_program(gm, mode=mode), mode=mode) for mode in ("inductor", "eager"))
+    found, expected = compiled.forward([x if rank == 0 else -x])[0], eager.forward([x if rank == 0 else -x])[0]
     return [value.tolist() for value in found], [value.tolist() for value in expected]
 
 

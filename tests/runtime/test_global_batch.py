@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from autoshard import InputError, Options
+from autoshard import CaptureError, InputError, Options
 from autoshard.runtime.calls.global_batch import _is_clear
-from autoshard.runtime.global_call import Splits
+from autoshard.runtime.global_call import Splits, with_joined
 from autoshard.runtime.program_planner import ProgramPlanner
 from passes.ir.mesh import Mesh
 
@@ -34,3 +36,15 @@ def test_how_a_sequence_is_split_is_not_known_before_a_plan(options: Options) ->
     options = Options(recipe={"dp": "fsdp", "cp": "context"}, inputs={"tokens": {"cp": "S(1)"}})
     splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), options, None).splits()
     assert splits.whole_shape("tokens", torch.zeros(4, 4), 4) == (8, 8)
+
+
+def test_joined_inputs_are_named_where_a_model_fails_for_them() -> None:
+    model, args, splits = torch.nn.Linear(4, 4), (torch.zeros(2, 4),), Splits(Mesh("dp=2"), (0,), None, is_planned=False)
+    error = CaptureError("the model fails.\n  model.py:3: a @ b", for_arguments=True)
+    assert str(with_joined(error, model, args, {}, splits)) == (
+        "the model fails. Dim 0 of 'input' was taken for the batch, and the ranks' parts were joined there; where the batch is "
+        "another dim, give Options(inputs={'input': {'dp': 'S(1)'}})\n  model.py:3: a @ b"
+    )
+    assert with_joined(CaptureError("it branches"), model, args, {}, splits) is None
+    assert with_joined(error, model, args, {}, Splits(Mesh("dp=2"), (), None)) is None  # no axis splits the batch
+    assert with_joined(error, model, args, {}, replace(splits, inputs={"input": {"dp": "S(0)"}})) is None  # the user says so

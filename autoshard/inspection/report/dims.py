@@ -129,7 +129,12 @@ class _Factors:
             if a == b:
                 continue
             small, large = sorted((a, b), key=lambda factor: (self.sizes[factor], factor))
-            rest, remainder = divmod(self.sizes[large], self.sizes[small])
+            if self.sizes[large] == self.sizes[small]:
+                rest, remainder = 1, 0  # of empty dims, too
+            elif self.sizes[small]:
+                rest, remainder = divmod(self.sizes[large], self.sizes[small])
+            else:
+                return
             if remainder or (rest > 1 and not may_split):
                 return
             tail = self.new(rest)

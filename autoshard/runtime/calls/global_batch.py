@@ -25,7 +25,8 @@ def parts_of(
     the batch. Raises InputError for arguments that `forward` does not take, and for a recipe that splits inputs as only a
     plan says.
     """
-    call = bound_call(state, args, kwargs)
+    advice = "; model.shard takes the arguments that the model takes: model.shard(tokens, labels), model.shard(**batch)"
+    call = bound_call(state, args, kwargs, advice)
     given = tensors_of(call.leaves)
     tensors = {path: one.plain() if isinstance(one, WholeTensor) else one for path, one in given.items()}
     parts = _parts(tensors, state.planner.splits(), state.place)

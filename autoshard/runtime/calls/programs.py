@@ -295,13 +295,14 @@ def _tell_unseen(state: RuntimeState) -> None:
         )
 
 
-def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return the call of the model's forward with these arguments. Raises InputError if it does not take them."""
+def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> Call:
+    """Return the call of the model's forward with these arguments. Raises InputError, with advice, if it does not take them.
+    """
     signature = state.states.signature
     try:
         return bind_call(signature, args, kwargs)
     except TypeError as error:
-        raise InputError(f"{state.kind.__name__}.forward{signature} cannot be called like this: {error}") from error
+        raise InputError(f"{state.kind.__name__}.forward{signature} cannot be called like this: {error}{advice}") from error
 
 
 def _known(state: RuntimeState, mode: Mode, call: Call) -> Program | None:

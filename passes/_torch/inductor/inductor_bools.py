@@ -2,6 +2,9 @@
 
 Inductor promotes the operand of a lowering with its numbers, and the number of ranks is one: booleans become int64, while
 the graph says that they are booleans. What reads them then computes with numbers (`~1` is -2, which is true).
+
+What returns becomes booleans by way of float32: on a CPU, Inductor reads booleans from memory as masks of float32, and C++
+has no comparison of such a mask with one of uint8, as in `max(dim)` of what returns.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ def send_booleans_as_bytes(gm: GraphModule) -> None:
             assert wait.target is _WAIT
             readers = list(wait.users)
             _retype(wait)
-            with gm.graph.inserting_after(wait):
-                back = _converted(wait, torch.bool)
+            with gm.graph.inserting_before(wait.next):
+                back = _true_where_not_zero(_converted(wait, torch.float32))
             for reader in readers:
                 reader.replace_input_with(wait, back)
 
@@ -49,6 +52,12 @@ def _converted(node: Node, dtype: torch.dtype) -> Node:
     converted = node.graph.call_function(_CONVERT, (node, dtype))
     converted.meta = dict(node.meta) | {"val": node.meta["val"].to(dtype)}
     return converted
+
+
+def _true_where_not_zero(node: Node) -> Node:
+    found = node.graph.call_function(torch.ops.aten.ne.Scalar, (node, 0))
+    found.meta = dict(node.meta) | {"val": node.meta["val"].to(torch.bool)}
+    return found
 
 
 def _retype(node: Node) -> None:

@@ -54,7 +54,10 @@ class Kind:
     moves: Callable[[Placement, Placement], bool]  # whether it takes an axis from one placement to another
     lower: Callable[[StepCall], Node]  # its calls in a LOCAL graph
     ops: Mapping[OpOverload, Simulated] = field(default_factory=dict)
-    """Functional collectives that it becomes. From the arguments of the call on each rank of a group, the results."""
+    """Functional collectives that it becomes. From the arguments of the call on each rank of a group, the results.
+
+    Complex numbers come as pairs of real ones, in a last dim of the operand and of the result.
+    """
     received: Callable[[Any, Any, Any], Any] | None = None  # units that a rank receives; None: nothing is sent
     pieces: Callable[[int, int, int], int] | None = None  # the same as it is sent, padding included: routes compare it
     seconds: Callable[[Fabric], sympy.Expr] | None = None  # in `formulas.SYMBOLS`

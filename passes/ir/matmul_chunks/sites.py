@@ -86,7 +86,12 @@ def sites_in(gm: GraphModule) -> list[Site]:
             found += _gather(node)
         elif node.target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):
             found += _reduction(node)
-    return found
+    return [site for site in found if not _is_empty(site)]
+
+
+def _is_empty(site: Site) -> bool:
+    """Return whether a product has nothing to compute, as those of an empty batch."""
+    return not all(tensor_of(operand).numel() for product in site.products for operand in operands(product))
 
 
 def _gather(node: Node) -> list[Site]:

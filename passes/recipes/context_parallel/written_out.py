@@ -180,7 +180,7 @@ def _free_row(product: Node, number: int) -> Row | None:
         return None
     index, others = ({f for dim in space.operands[i] for f in dim} for i in (number, _other(product, number)))
     free = [factor for factor in space.sizes if factor in index - others]
-    return factor_row(space, free[0], 1, space.sizes[free[0]]) if len(free) == 1 else None
+    return factor_row(space, free[0], 1, space.sizes[free[0]]) if len(free) == 1 and space.sizes[free[0]] else None
 
 
 def _bytes(value: Node) -> int:

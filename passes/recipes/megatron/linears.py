@@ -168,6 +168,6 @@ def _viewed(view: Node, columns: int) -> list[int]:
     found, inner = [], 1
     for size in reversed(tensor_of(view).shape):
         inner *= size
-        if columns % inner == 0 and inner < columns:
+        if inner and columns % inner == 0 and inner < columns:
             found.append(columns // inner)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cost.collective_time import collective_seconds, link_of
-from passes.cost.scheduling.bucketing import Growing
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.collectives import TAKE_PART
 from passes.ir.layout import Layout
@@ -23,7 +22,6 @@ from passes.search.model.reshard_routes import Leg, ReshardRoutes
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
 SECONDS = 8  # of a leg: so many entries has `_Seconds`
-ROUNDING = 1e-9  # of a message: one more is not sent for less
 T = TypeVar("T", float, Floats)
 _Seconds = tuple[float, ...]  # on two links, of local steps, exposed, slowed by two links, and two links' wait for a bucket
 
@@ -185,9 +183,10 @@ class UnitCosts:
         if not leg.kind.communicates:
             return 0.0, 0.0, 2 * whole * leg.after / self.hardware.memory_bandwidth, *(0.0,) * (SECONDS - 3)
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
-        taken = collective_seconds(leg.kind.name, whole * max(leg.before, leg.after), group, self.hardware)
+        nbytes = whole * max(leg.before, leg.after)  # 0 if the whole is empty, as all parts of an empty batch are
+        taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
         exposed, slowed, awaited = taken, 0.0, 0.0
-        if together is not None and whole:
+        if together is not None and nbytes:
             taken, exposed, slowed, awaited = self._hidden(leg, whole, taken, group, together)
         if link_of(group) == "inside":
             return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
@@ -197,36 +196,26 @@ class UnitCosts:
         """Return the seconds of a leg that takes `alone`, those that are exposed, by which it slows kernels down, and in which
         its link waits for what it is joined with.
 
-        It is sent alone or joined, whichever takes least on the link and of kernels together. Of joined gradients, the last
-        message has what is left, a layer's at least.
+        It is sent alone or joined, whichever kernels wait for least. Of joined gradients, the last message has what is left.
         """
         nbytes = whole * max(leg.before, leg.after)
         layer = nbytes * max(1.0, together.times)
         everything = layer * together.layers
-        part, is_reduction = nbytes / everything, together.kind == "reduction"
-        ways = [(*self.split(alone, together.exposed), 0.0, alone)]
-        for messages in self._buckets(nbytes, layer, everything) if leg.kind.bucket == together.kind else ():
-            share = part * sum(collective_seconds(leg.kind.name, joined, group, self.hardware) for joined in messages)
-            copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
-            copies += 2 * self.hardware.launch * part * len(messages)
-            beside_none = max(messages[-1], layer) if is_reduction else messages[0]
-            exposed, slowed = self.split(share, min(1.0, beside_none / everything) if together.exposed else 0.0)
-            late = max(0.0, messages[0] / everything - together.exposed) if is_reduction and together.exposed else 0.0
-            ways.append((exposed + copies, slowed, late * together.seconds * part, share))
-        exposed, slowed, awaited, taken = min(ways, key=sum)
-        return taken, exposed, slowed, awaited
-
-    def _buckets(self, nbytes: float, layer: float, everything: float) -> Iterator[list[float]]:
-        """Yield the bytes of the messages in which `everything` is sent, as `bucketed` tries: equal ones, and ones that grow."""
         least, most = self.hiding.bucket, self.hiding.most
-        between = math.sqrt(least * most)
-        for wanted in (max(least, layer), between, most):
+        between = math.sqrt(least * most)  # as `bucketed` tries
+        ways = [(*self.split(alone, together.exposed), alone, 0.0, 0.0)]
+        for wanted in (max(least, layer), between, most) if leg.kind.bucket == together.kind else ():
             joined = max(nbytes, min(wanted, everything, most))
-            count = math.ceil(everything / joined - ROUNDING)
-            yield [joined] * (count - 1) + [everything - joined * (count - 1)]
-        for largest in (between, most):
-            messages, left = list[float](), everything
-            while left > 0:
-                messages.append(min(left, max(nbytes, Growing(int(largest)).limit(len(messages)))))
-                left -= messages[-1]
-            yield messages
+            share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
+            copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
+            copies += 2 * self.hardware.launch * nbytes / joined
+            exposed, slowed = self.split(share, min(1.0, joined / everything) if together.exposed else 0.0)
+            ways.append((exposed + copies, slowed, share, copies, joined))
+        exposed, slowed, share, copies, joined = min(ways, key=lambda way: way[0] + way[1])
+        taken, awaited = min(ways, key=lambda way: sum(way[:3]))[2], 0.0
+        if joined and together.exposed and together.kind == "reduction":
+            last = min(joined, max(everything % joined or joined, layer))
+            exposed, slowed = self.split(share, last / everything)
+            exposed += copies
+            awaited = max(0.0, joined / everything - together.exposed) * together.seconds * nbytes / everything
+        return taken, exposed, slowed, awaited
