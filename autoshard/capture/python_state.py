@@ -51,6 +51,11 @@ class Functions:
     checkpoints: bool = False
     _seen: dict[int, CodeType] = field(default_factory=dict)  # by id: the hash of code reads all of it
 
+    def __post_init__(self) -> None:
+        """Leave out what garbage collection calls, which runs at any time and is not of the model."""
+        codes = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+        self._seen |= {id(code): code for code in codes if isinstance(code, CodeType)}
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note the functions that run until the block ends."""

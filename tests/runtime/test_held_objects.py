@@ -6,6 +6,7 @@ import array
 import copy
 import enum
 import functools
+import gc
 import itertools
 import operator
 import weakref
@@ -335,3 +336,19 @@ def test_more_objects_than_are_looked_at_are_named(
     ]
     sharded.held = [2.0] * 200
     assert torch.equal(sharded(X), 2 * before)
+
+
+_collections = 0
+
+
+def _count_collections(phase: str, info: dict[str, int]) -> None:
+    global _collections
+    _collections += 1
+
+
+def test_a_callback_of_garbage_collection_is_not_of_the_model(one_rank: DeviceMesh) -> None:
+    gc.callbacks.append(_count_collections)
+    try:
+        check_change(RunDirectly, one_rank, "slots")
+    finally:
+        gc.callbacks.remove(_count_collections)

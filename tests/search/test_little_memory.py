@@ -62,7 +62,7 @@ def solved(limit: float) -> Solution:
 def test_a_plan_is_found_where_none_of_the_usual_strategies_fits() -> None:
     free = solved(1e12)
     little = solved(0.3 * free.memory)
-    assert little.memory <= 0.3 * free.memory and little.objective < 2 * free.objective
+    assert little.memory <= 0.3 * free.memory * (1 + 1e-9) and little.objective < 2 * free.objective
 
 
 def test_what_is_far_too_little_is_refused_without_a_search_of_all_strategies(monkeypatch: pytest.MonkeyPatch) -> None:

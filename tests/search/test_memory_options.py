@@ -79,7 +79,7 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         assert one.cost is not None and found.cost is not None
         assert one.cost.step_time >= found.cost.step_time * (1 - TIE)
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
-        read = read_again & {gather.what for gather in gathers}  # others are whole in memory, where they fit
-        assert read and {gather.what for gather in gathers if gather.recomputed} == (read if again else set())
+        again_gathered = {gather.what for gather in gathers if gather.recomputed}
+        assert bool(again_gathered) is again and again_gathered <= read_again  # a backward may read a part, or all be kept
         assert one.solution is None or bool(one.solution.kept) is not again
     assert freed.cost.communication > kept.cost.communication and freed.cost.memory.gathered < kept.cost.memory.gathered
