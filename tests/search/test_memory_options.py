@@ -67,9 +67,8 @@ def test_a_plan_that_does_not_fit_is_offered_with_layers_computed_again() -> Non
 @pytest.mark.slow
 def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
     roomy = searched(512, 4096, "dp=8")
-    assert roomy.cost is not None
     found, freed, kept = (
-        roomy.replan(memory_limit=int(0.65 * roomy.cost.peak_memory), reshard_after_forward=one, prove=True)
+        roomy.replan(memory_limit=110_000_000, reshard_after_forward=one, prove=True)  # two thirds of what `ddp` takes
         for one in ("auto", True, False)
     )
     layers = range(len({name.split(".")[1] for name in roomy.parameters}))
@@ -79,7 +78,7 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         assert one.cost is not None and found.cost is not None
         assert one.cost.step_time >= found.cost.step_time * (1 - TIE)
         gathers = [gather for gather in one.collectives if gather.kind == "all_gather"]
-        again_gathered = {gather.what for gather in gathers if gather.recomputed}
-        assert bool(again_gathered) is again and again_gathered <= read_again  # a backward may read a part, or all be kept
+        read = read_again & {gather.what for gather in gathers}  # others are whole in memory, where they fit
+        assert read and {gather.what for gather in gathers if gather.recomputed} == (read if again else set())
         assert one.solution is None or bool(one.solution.kept) is not again
     assert freed.cost.communication > kept.cost.communication and freed.cost.memory.gathered < kept.cost.memory.gathered
