@@ -1,4 +1,4 @@
-"""What is computed from whole tensors alone is whole; next to a plain tensor, nothing is known."""
+"""Test that operators on whole tensors return whole tensors, and operators that also take a plain tensor return plain ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_operators_on_whole_tensors_are_whole() -> None:
     assert all(type(one) is WholeTensor for one in a.chunk(3))
 
 
-def test_next_to_a_plain_tensor_nothing_is_known() -> None:
+def test_an_operator_that_takes_a_plain_tensor_returns_one() -> None:
     a, plain = whole(3, 4), torch.randn(3, 4)
     assert type(a + plain) is type(plain + a) is type(torch.cat([plain, a])) is torch.Tensor
     assert torch.equal(a + plain, a.plain() + plain)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from passes.ir.mesh import Mesh
 
 AxisGroups = tuple[tuple[int, ...], ...]  # every axis is in one; those of a group are neighbours, in mesh order
-MOST_GROUPS = 3  # a product of a Llama has 512 strategies in three groups; in four it has 4,096, and a search does not end
+MOST_GROUPS = 3  # a matmul of a Llama has 558 strategies in three groups, and 5,330 in four: planning did not end in 5 minutes
 
 
 def single_axes(mesh: Mesh) -> AxisGroups:

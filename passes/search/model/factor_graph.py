@@ -77,7 +77,7 @@ class Value:
     hides: bool = False  # its transition is a parameter's gather or a gradient's reduction, which runs beside compute
     is_parameter: bool = False
     gathered_in_forward: int = -1  # of a parameter used in the backward: the number of the same in the forward
-    cast_from: int = 0  # bytes per element of the parameter that the backward casts to this value again before it gathers it
+    cast_from: int = 0  # bytes per element of the parameter that the backward casts again before it gathers this value
     is_saved: bool = False  # kept from the forward for the backward, in the layout that the backward needs
     is_counted: bool = False  # `state` of the maker has its bytes already, unless it is partial
     repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result

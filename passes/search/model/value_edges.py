@@ -73,7 +73,7 @@ def values_of(
             hides=hides,
             is_parameter=node in structure.weights,
             gathered_in_forward=gathered.get((maker, node), -1) if not is_forward else -1,
-            cast_from=_cast_from(node) if hides and not is_forward else 0,
+            cast_from=_cast_from(node) if node in structure.weights and not is_forward else 0,
             is_saved=node not in structure.weights and node in structure.read,
             is_counted=structure.ties.leader[source_of(node)] in structure.saved,
             repeat_segment=_repeat_segment(node, structure),
@@ -127,7 +127,7 @@ def _directions(user: Node, structure: StepStructure) -> set[bool]:
 
 
 def _cast_from(node: Node) -> int:
-    """Return the bytes per element of what a kernel makes a form of a parameter from, such as a cast; 0 if no kernel does."""
+    """Return the bytes per element of the tensor that a kernel makes this value from, such as a cast; 0 if no kernel makes it."""
     return 0 if node.op == "placeholder" or is_alias(node) else tensor_of(operands(node)[0]).element_size()
 
 
