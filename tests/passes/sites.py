@@ -36,6 +36,14 @@ return output("0") %mm, output("1") %mm_1{returned}
 """
 
 
+def saved(before: int, after: int, width: int, *, kept: bool) -> str:
+    """Return what `gather` does, where others read the rows before products do: the backward, and a call earlier than the view
+    that products read."""
+    text = gather(before, after, width, kept=kept)
+    earlier = f"%twice: f64[{before}, 2, {after}, {width}] = mul.Tensor(%copied, 2)"
+    return text.replace("%whole: ", f"{earlier}\n%whole: ", 1).rstrip() + ', output("3") %copied, output("4") %twice\n'
+
+
 def scatter(before: int, after: int, width: int, *, kept: bool) -> str:
     """Return the sum of x @ w and, if `kept`, y @ w in a wider dtype, whose rows [before, 2, after] are parted."""
     rows = 2 * before * after

@@ -24,12 +24,12 @@ from passes.ir.text import format_graph, parse_graph
 from passes.matmul_ways.trials import WORTH
 from tests.calm import calm
 from tests.models import build
-from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, scatter
+from tests.passes.sites import GROUP, MESH, all_reduce, gather, inputs, read, saved, scatter
 from tests.spmd.oracle import plan_ranks
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("kind", [gather, scatter, all_reduce])
+@pytest.mark.parametrize("kind", [gather, saved, scatter, all_reduce])
 @pytest.mark.parametrize(
     ("before", "after", "count"), [(1, 8, 2), (1, 8, 4), (4, 3, 2), (4, 3, 4), (3, 4, 2), (3, 4, 4), (2, 1, 2), (2, 6, 4)]
 )

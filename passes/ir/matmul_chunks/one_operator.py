@@ -13,7 +13,7 @@ from torch.fx import Node
 from passes._torch import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, OpOverload
 from passes.ir.graph import note_of, operands, set_note, set_transfer, transfer_of
 from passes.ir.matmul_chunks.row_order import width_of
-from passes.ir.matmul_chunks.sites import Site
+from passes.ir.matmul_chunks.sites import Site, read_joined
 from passes.ir.matmul_chunks.writer import Writer
 
 aten = torch.ops.aten
@@ -42,6 +42,7 @@ def why_not_one(site: Site) -> str:
 def make_one(site: Site, by: str) -> None:
     """Replace a site by one operator, in place; `by` is the pass that does it."""
     assert not why_not_one(site), why_not_one(site)
+    read_joined(site)
     if site.is_gather:
         _One(site, by).gather()
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.fx import GraphModule, Node
@@ -49,7 +50,8 @@ class Site:
 
     `joined` holds all rows in order, whatever its shape: the result of a gather, or the operand of a reduction before
     its rows are divided. As an all-reduce does not divide them, any run of rows can be a chunk of it. `kept` says
-    whether anything but the products reads the gathered value.
+    whether anything but the products reads the gathered value. `earlier` are the values that `joined` is a view of and that
+    have other readers, such as the backward.
     """
 
     collective: Node
@@ -57,6 +59,7 @@ class Site:
     products: tuple[Node, ...]
     rows: Rows
     kept: bool = False
+    earlier: tuple[Node, ...] = ()
 
     @property
     def is_gather(self) -> bool:
@@ -96,15 +99,27 @@ def _is_empty(site: Site) -> bool:
 
 def _gather(node: Node) -> list[Site]:
     wait = next(iter(node.users))
-    joined, moves = wait, list[Node]()
-    while len(joined.users) == 1 and is_move(next(iter(joined.users))):
-        joined = next(iter(joined.users))
-        moves.append(joined)
+    joined, moves, earlier = wait, list[Node](), list[Node]()
+    while (move := _next_move(joined, is_view=bool(earlier))) is not None:
+        earlier += [joined] if len(joined.users) > 1 else []
+        joined = move
+        moves.append(move)
     rows = rows_gathered(wait, moves, _ranks(node)) if width_of(wait) == width_of(joined) else None
     if rows is None:
         return []
     products = [user for user in joined.users if _reads_rows(user, joined)]
-    return [Site(node, joined, tuple(products), rows, len(products) < len(joined.users))] if products else []
+    kept = bool(earlier) or len(products) < len(joined.users)
+    return [Site(node, joined, tuple(products), rows, kept, tuple(earlier))] if products else []
+
+
+def _next_move(value: Node, *, is_view: bool) -> Node | None:
+    """Return the move that alone reads a value, or its only view if others read it too; None if products read it, or if there
+    is none. With `is_view`, a view."""
+    if any(_reads_rows(user, value) for user in value.users):
+        return None
+    is_view = is_view or len(value.users) > 1
+    found = [user for user in value.users if (user.target is aten.view.default if is_view else is_move(user))]
+    return found[0] if len(found) == 1 else None
 
 
 def _reads_rows(user: Node, joined: Node) -> bool:
@@ -149,8 +164,25 @@ def _ranks(node: Node) -> int:
     return ranks
 
 
+def read_joined(site: Site) -> None:
+    """Let other readers of the values that `joined` is a view of read views of it, in place."""
+    if not site.earlier:
+        return
+    values = [site.joined]
+    while values[0] is not site.earlier[0]:
+        values.insert(0, operands(values[0])[0])
+    for value, view in pairwise(values):
+        value.append(view)  # before the other readers
+    writer = Writer(site.joined)
+    writer.before = site.joined.next
+    for value, view in pairwise(values):
+        if value in site.earlier:
+            writer.read_instead(value, site.joined, but=view)
+
+
 def split(site: Site, cut: Cut, by: str) -> None:
     """Cut a site into chunks, in place; `by` is the pass that does it."""
+    read_joined(site)
     chunks = _Chunks(site, cut, by)
     if site.is_gather:
         chunks.gather()

@@ -39,11 +39,15 @@ class Writer:
         self.erased: set[Node] = set()
 
     def replace(self, old: Node, new: Node) -> None:
+        self.read_instead(old, new)
+        self.erase(old)
+
+    def read_instead(self, old: Node, new: Node, but: Node | None = None) -> None:
+        """Let all readers of `old`, `but` one, read `new` in the shape of `old`."""
         result = self.view(new, list(tensor_of(old).shape))
         if has_layout(old):
             set_layouts(result, *layouts_of(old))
-        old.replace_all_uses_with(result)
-        self.erase(old)
+        old.replace_all_uses_with(result, delete_user_cb=lambda user: user is not but)
 
     def erase(self, node: Node) -> None:
         """Erase unused calls, from `node` backwards."""
