@@ -42,6 +42,15 @@ def is_generated(node: Node) -> bool:
     return not any(value.is_complex() for value in (*results_of(node), *map(tensor_of, operands(node))))
 
 
+def is_written_by_products(node: Node) -> bool:
+    """Return whether a call concatenates products, not seen through views: each writes its part of the result itself, so that
+    Inductor generates no kernel (`ConcatKernel.can_realize_into_without_copy`)."""
+    if node.target is not torch.ops.aten.cat.default:
+        return False
+    parts = operands(node)
+    return len(set(parts)) == len(parts) and all(part.target in _WRITES_INTO for part in parts)
+
+
 def _is_one_hot(node: Node) -> bool:
     """Return whether a call puts a number in one place per row of a constant, which Inductor writes as a comparison."""
     if node.target is not torch.ops.aten.scatter.value:
@@ -191,7 +200,8 @@ class _Fusion:
     def _add(self, index: int, node: Node) -> None:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
-        elements, is_open = _elements(node), is_generated(node) and not _are_shared_numbers(node)
+        elements = _elements(node)
+        is_open = is_generated(node) and not _are_shared_numbers(node) and not is_written_by_products(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
@@ -340,6 +350,9 @@ def _argument_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+_WRITES_INTO = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default}
+)
 _POINTWISE = frozenset(  # functional ops that torch does not tag: copies, fills, look-ups, and moves of elements
     {
         "_prelu_kernel", "_to_copy", "__and__", "__or__", "arange", "cat", "clone", "constant_pad_nd", "contiguous",

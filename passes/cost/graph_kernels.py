@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from passes.cost.fused_regions import bytes_read, is_generated, is_reduction, regions
+from passes.cost.fused_regions import bytes_read, is_generated, is_reduction, is_written_by_products, regions
 from passes.cost.graph_buffers import Values, viewed_by
 from passes.ir.graph import is_random, operands, results_of
 
@@ -56,7 +56,8 @@ def kernels_of(graph: Graph, values: Values, *, fused: bool) -> list[Kernel]:
     kernels = []
     for nodes, reads in groups:
         outputs = tuple(name for node in nodes for name in values.names[node] if name in needed)
-        nbytes = sum(reads.values()) + sum(values.sizes[name] for name in outputs)
+        moves = not (fused and len(nodes) == 1 and is_written_by_products(nodes[0]))
+        nbytes = sum(reads.values()) + sum(values.sizes[name] for name in outputs) if moves else 0
         kernels.append(Kernel(nodes, reads, outputs, nbytes))
     return kernels
 

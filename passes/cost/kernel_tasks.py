@@ -97,7 +97,9 @@ def _pipelined_matmul(node: Node, task: Task, pricing: Pricing) -> Task:
 
 
 def _generated(kernel: Kernel, task: Task, pricing: Pricing) -> Task:
-    """Price a kernel that Inductor generates: one FLOP for each element of each result."""
+    """Price a kernel that Inductor generates: one FLOP for each element of each result. One that moves nothing is none."""
+    if not kernel.nbytes:
+        return task
     flops = float(sum(math.prod(tensor.shape) for node in kernel.nodes for tensor in results_of(node)))
     seconds = region_seconds(flops, kernel.nbytes, pricing.hardware)
     # Inductor writes a kernel's result over an operand that one op of the kernel reads, and no other.

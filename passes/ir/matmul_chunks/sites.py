@@ -206,14 +206,26 @@ class _Chunks(Writer):
         local = self.view(value, [-1, width])
         pieces = [self.rows_of(local, 1, number) for number in range(self.cut.count)]
         waits = [self.wait(self.collective(piece, number)) for number, piece in enumerate(pieces)]
+        order = [1, 0, 2, 3]
+        if self.moves_gathered():
+            waits = [self.view(self.by_run(wait, part, order), [-1, width]) for wait in waits]
+            order = [0, 1, 2, 3]
         for product in site.products:
             self.before = self.facts = product
             parts = [self.call(aten.mm.default, wait, product.args[1]) for wait in waits]
-            self.replace(product, self.joined(parts, part, [1, 0, 2, 3]))
+            self.replace(product, self.joined(parts, part, order))
         if site.kept:
             self.before = self.facts = site.joined
-            self.replace(site.joined, self.joined(waits, part, [1, 0, 2, 3]))
+            self.replace(site.joined, self.joined(waits, part, order))
         self.erase(site.joined)
+
+    def moves_gathered(self) -> bool:
+        """Return whether the rows of a gathered chunk are brought in order before the products read them, rather than those of
+        each product: if all of them are moved anyway, or are no wider than the results."""
+        site, part = self.site, self.part
+        if self.cut.after > 1 or 1 in (part.before, part.ranks):
+            return False
+        return site.kept or width_of(site.joined) <= sum(map(width_of, site.products))
 
     def reduction(self) -> None:
         site, part = self.site, self.part
@@ -274,18 +286,30 @@ class _Chunks(Writer):
         return self.call(c10d.wait_tensor.default, node)
 
     def joined(self, parts: Sequence[Node], rows: Rows, order: Sequence[int]) -> Node:
-        """Concatenate chunks, each with its rows in the `order` of [before, ranks, after], in that order."""
-        shape = [rows.before, rows.ranks, rows.after]
-        if 1 in shape[:2]:  # either order is the other
-            order = range(4)
-        split = [self.view(part, [*(shape[dim] for dim in order[:3]), -1]) for part in parts]
-        if list(order) != sorted(order):
-            split = [self.call(aten.permute.default, part, order) for part in split]
-        if rows.before == rows.ranks == 1:
-            return self.call(aten.cat.default, split, 2)
+        """Concatenate chunks, each with its rows in the `order` of [before, ranks, after], in that order.
+
+        Products that make runs of whole rows, not seen through a view, can write them where they belong: Inductor then copies
+        nothing.
+        """
+        if _is_trivial(rows, order) and (self.cut.after == 1 or rows.before == rows.ranks == 1):
+            width = tensor_of(parts[0]).numel() // rows.count
+            return self.call(aten.cat.default, [self.view(part, [-1, width]) for part in parts], 0)
+        split = [self.by_run(part, rows, order) for part in parts]
         runs = [split[start : start + self.cut.after] for start in range(0, len(split), self.cut.after)]
         whole = [self.call(aten.cat.default, run, 2) if len(run) > 1 else run[0] for run in runs]
         return self.call(aten.cat.default, whole, 0) if len(whole) > 1 else whole[0]
+
+    def by_run(self, value: Node, rows: Rows, order: Sequence[int]) -> Node:
+        """Return rows in the `order` of [before, ranks, after] as [before, ranks, after, width]."""
+        shape = [rows.before, rows.ranks, rows.after]
+        if _is_trivial(rows, order):
+            return self.view(value, [*shape, -1])
+        return self.call(aten.permute.default, self.view(value, [*(shape[dim] for dim in order[:3]), -1]), order)
+
+
+def _is_trivial(rows: Rows, order: Sequence[int]) -> bool:
+    """Return whether rows in the `order` of [before, ranks, after] are in that order itself."""
+    return list(order) == sorted(order) or 1 in (rows.before, rows.ranks)
 
 
 def _op_of(node: Node) -> OpOverload:

@@ -23,6 +23,7 @@ from torch.fx import Node
 from passes.cost.fused_regions import is_alias, node_nbytes
 from passes.ir.layout import Layout, Partial, R, Shard
 from passes.search.model.factor_graph import RESOURCES, Bools, FactorGraph, Floats, Value
+from passes.search.model.local_sizes import Shape
 from passes.search.model.memory_budget import MemoryBudget
 from passes.search.model.step_structure import is_read_by_kernels
 from passes.search.model.unit_costs import CHUNKS, UnitCosts
@@ -159,11 +160,33 @@ def _in_chunks(
     )
     if not reading and not making:
         return np.full(copied.shape, np.inf)
-    nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products)
     sent = {n: n * unit_costs.link_seconds(value.shape, value.itemsize / n, sources, targets) for n in CHUNKS}
-    whole = copied if value.is_saved else 0.0  # the backward reads it whole: its chunks are concatenated
-    found: Floats = np.where(is_gather & (reading > 0), unit_costs.in_chunks(sent, reading, nbytes) + whole, np.inf)
-    return np.where(partial & (making > 0), unit_costs.in_chunks(sent, making) + copied, found)
+    found: Floats = np.full(copied.shape, np.inf)
+    if reading:
+        gathered = unit_costs.in_chunks(sent, reading, _concatenated(graph, value, sources, targets, unit_costs))
+        found = np.where(is_gather, gathered, found)
+    if making:
+        found = np.where(partial, unit_costs.in_chunks(sent, making, dict.fromkeys(CHUNKS, copied)), found)
+    return found
+
+
+def _concatenated(
+    graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
+) -> dict[int, Floats]:
+    """Return the seconds in which chunks of a gathered value, by their number, are concatenated for the backward, and results of
+    products for calls that cannot be fused. Products write runs of whole rows where they belong."""
+    sizes = unit_costs.sizes
+    nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products) / unit_costs.mesh.size
+    results = unit_costs.copied(np.array(nbytes))
+    whole = np.array([sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.is_saved
+    before = np.array([[_runs(sizes.local(value.shape, two), one, two) for two in targets] for one in sources])
+    return {n: np.where(before % n == 0, 0.0, results) + unit_costs.copied(whole) for n in CHUNKS}
+
+
+def _runs(shape: Shape, source: Layout, target: Layout) -> int:
+    """Return the number of runs of rows that each rank has of a gathered value, which has this shape afterwards."""
+    dims = [dim for dim in range(len(shape)) if source.axes_on(dim) != target.axes_on(dim)]
+    return math.prod(shape[: dims[0]]) if dims else 1
 
 
 def _made_by_products(nodes: Sequence[Node]) -> int:

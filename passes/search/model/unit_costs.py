@@ -118,20 +118,22 @@ class UnitCosts:
         """
         return waits + slowed + slowed[::-1] * self.hiding.apart
 
-    def in_chunks(self, sent: Mapping[int, Floats], product: float, nbytes: float = 0.0) -> Floats:
+    def in_chunks(self, sent: Mapping[int, Floats], product: float, copied: Mapping[int, Floats]) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
-        sent beside a chunk of the product, and wait for it or slow it down; results of `nbytes` are concatenated.
+        sent beside a chunk of the product, and wait for it or slow it down.
 
-        `sent` are the seconds of all chunks, by their number. Each more chunk takes a launch.
+        `sent` are the seconds of all chunks, by their number, and `copied` those in which results are concatenated. Each more
+        chunk takes a launch.
         """
         found = [
             seconds / chunks
             + np.maximum(seconds - product, self.slowed(seconds)) * (1 - 1 / chunks)
             + (chunks - 1) * self.hardware.launch
+            + copied[chunks]
             for chunks, seconds in sent.items()
         ]
         least: Floats = np.minimum.reduce(found)
-        return least + self.copied(np.array(nbytes / self.mesh.size))
+        return least
 
     def copied(self, nbytes: Floats) -> Floats:
         """Return the seconds in which a kernel copies these bytes; none for no bytes."""
