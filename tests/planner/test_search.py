@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import GraphModule
 
-from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
 from autoshard.planner import standings
@@ -342,6 +342,20 @@ def test_a_recipe_that_is_not_simulated_is_proven_to_be_slower() -> None:
             evaluate(problem, folded, recipes, effort=FULL, worst=1e-9)
         step = in_chunks(problem, evaluate(problem, folded, recipes, effort=FULL)).cost.step_time
         assert 0.5 * step < slower.value.seconds <= step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["ddp", "zero2"])
+def test_a_recipe_whose_messages_are_small_is_compared_in_its_buckets(recipe: str) -> None:
+    """Alone, each of its messages takes a launch and latency, and the step more than that of another plan by a quarter."""
+    model, args = on_meta(512, 1 << 9, layers=12)
+    mesh, options = Mesh("dp=16", hardware="h100"), Options()
+    problem = captured_problem(PlanRequest(model, args, {}, mesh, options))
+    folded, recipes = fold(problem), recipes_of(recipe, mesh)
+    alone = replace(problem, options=replace(options, overlap=Overlap(bucket_bytes=0)))
+    free = evaluate(problem, folded, recipes, effort=FULL).cost.step_time
+    assert evaluate(alone, folded, recipes, effort=FULL).cost.step_time > 1.3 * free
+    assert evaluate(problem, folded, recipes, effort=FULL, worst=free).cost.step_time == free
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from passes.cost.program import Program
 from passes.cost.scheduling.bucketing import Bucketing, Growing, Size, Sizes, Sort, seconds_by_sort
+from passes.cost.scheduling.least_step import least_step
 from passes.cost.scheduling.list_scheduling import list_schedule
 from passes.cost.scheduling.movable_tasks import MovableTasks
 from passes.cost.shrink import Tried, shrink
@@ -21,8 +22,7 @@ from passes.cost.simulate import Timeline, simulate
 WINDOWS = (1, 2, 4, 8, 16)  # prefetch windows to try, in largest gathers: doubled until that saves nothing
 BUDGET_TRIES = 3  # memory budgets to try until a window fits: many windows are tried, each with its budgets
 MORE_MEMORY = 1.05  # times the memory of the given order, allowed without a limit: 5 % for prefetches
-MOST_SAVED = 0.25  # fraction of a step that other buckets save at most, by assumption: prunes programs that are slower yet
-MOST_SAVED_APART = 0.1  # the same for bucket sizes by sort of message, compared with a common size
+MOST_SAVED_APART = 0.25  # fraction of a step that sizes by sort of message save at most over a common size, by assumption
 HIDDEN = 0.01  # fraction of a step: if less is exposed with a common bucket size, sizes by sort cannot save more
 WORTH = 0.002  # fraction of a step that a larger window, or more memory, must save: less is within the model's error
 FEWER = 4  # times fewer bytes than in the smallest bucket, tried for one sort alone: one of few bytes fills it late
@@ -53,7 +53,7 @@ def schedule(
     """Return the fastest order found that fits `memory_limit` bytes; if none fits, the one with least memory.
 
     `buckets` are the bucket sizes to try, in bytes; 0 joins nothing. `windows` are tried in this order, in largest
-    gathers. If the first bucket size gives a step much longer than `worst` seconds, no others are tried.
+    gathers. Other bucket sizes than the first that give a step longer than `worst` seconds in any order are not tried.
     """
     found = _sizes_tried(_Joined(program), buckets, memory_limit, windows, worst)
     return min(found, key=lambda one: _key(one.timeline, memory_limit))
@@ -112,14 +112,13 @@ class _Joined:
 def _sizes_tried(
     joined: _Joined, buckets: Sequence[int], memory_limit: int | None, windows: Sequence[int], worst: float
 ) -> list[Schedule]:
-    """Return the best order for the first bucket size, and for each other that joins anything."""
+    """Return the best order for the first bucket size, and for each other that joins anything and could be fast enough."""
     found: list[Schedule] = []
     for nbytes in buckets:
         orders = joined.orders(nbytes)
-        if not found or orders.program is not joined.bucketing.program:
+        is_other = orders.program is not joined.bucketing.program
+        if not found or (is_other and least_step(orders.program) <= worst):
             found.append(_schedule(orders, nbytes, memory_limit, windows))
-            if found[0].timeline.step_time > worst * (1 + MOST_SAVED):
-                break
     return found
 
 
@@ -136,7 +135,7 @@ def bucketed(
     First the best common size is found; if more than `HIDDEN` of the step stays exposed, the size between the smallest and
     the largest is tried too, then each sort's size is changed alone, also to less than the smallest and to buckets that grow,
     and kept if that is faster. If bucketing saves less than `WORTH` of the step, nothing is joined: the time of the copies in
-    a graph is not known so precisely. `worst`: as for `schedule`; with a common size that is much slower, no others are tried.
+    a graph is not known so precisely. `worst`: as for `schedule`; if the best common size is much slower, none are tried by sort.
     """
     joined = _Joined(program)
     plain, *tries = _sizes_tried(joined, (0, *buckets), memory_limit, windows, worst)
