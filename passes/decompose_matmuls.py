@@ -24,7 +24,9 @@ class DecomposeMatmuls(Pass):
     """Cut a gather and the products that read it, or products and the reduce-scatter of their sum, into chunks of rows.
 
     1. `mm(all_gather(x), w)` becomes gathers of chunks of `x`, a product of each, and the results concatenated in the
-       original order of rows. Other readers of the gathered value get the concatenated chunks.
+       original order of rows. Other readers of the gathered value, such as the backward, get the concatenated chunks. If each
+       chunk is whole sequences of a batch, Inductor lets the products write their rows of the result themselves; otherwise
+       concatenating copies them.
     2. `reduce_scatter(mm(x, w))`, also an all-reduce, also of a sum of products, becomes products of chunks of `x`, each
        reduced, and the results concatenated.
     3. With `symmetric_memory`, if the ranks of the group can read each other's memory, a gather and the products that read

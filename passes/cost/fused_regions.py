@@ -42,13 +42,16 @@ def is_generated(node: Node) -> bool:
     return not any(value.is_complex() for value in (*results_of(node), *map(tensor_of, operands(node))))
 
 
+def joins_products(node: Node) -> bool:
+    """Return whether a call concatenates products, or views of them: Inductor does not fuse it with what reads it."""
+    return node.target is torch.ops.aten.cat.default and all(source_of(one).target in _PRODUCTS for one in operands(node))
+
+
 def is_written_by_products(node: Node) -> bool:
     """Return whether a call concatenates products, not seen through views: each writes its part of the result itself, so that
     Inductor generates no kernel (`ConcatKernel.can_realize_into_without_copy`)."""
-    if node.target is not torch.ops.aten.cat.default:
-        return False
     parts = operands(node)
-    return len(set(parts)) == len(parts) and all(part.target in _WRITES_INTO for part in parts)
+    return joins_products(node) and len(set(parts)) == len(parts) and not any(map(is_alias, parts))
 
 
 def _is_one_hot(node: Node) -> bool:
@@ -201,7 +204,7 @@ class _Fusion:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
         elements = _elements(node)
-        is_open = is_generated(node) and not _are_shared_numbers(node) and not is_written_by_products(node)
+        is_open = is_generated(node) and not _are_shared_numbers(node) and not joins_products(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
@@ -350,7 +353,7 @@ def _argument_names(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-_WRITES_INTO = frozenset(
+_PRODUCTS = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default}
 )
 _POINTWISE = frozenset(  # functional ops that torch does not tag: copies, fills, look-ups, and moves of elements

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from passes.cost.fused_regions import bytes_read, is_generated, is_reduction, is_written_by_products, regions
+from passes.cost.fused_regions import (
+    bytes_read,
+    is_generated,
+    is_reduction,
+    is_written_by_products,
+    joins_products,
+    regions,
+)
 from passes.cost.graph_buffers import Values, viewed_by
 from passes.ir.graph import is_random, operands, results_of
 
@@ -123,5 +130,5 @@ def _reads(nodes: tuple[Node, ...], values: Values, inlined: _Inlined) -> dict[s
 
 
 def _is_pointwise(node: Node) -> bool:
-    return is_generated(node) and not is_reduction(node.target)
+    return is_generated(node) and not is_reduction(node.target) and not joins_products(node)
 

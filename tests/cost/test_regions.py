@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
+from passes.cost.build_program import program_of_graph
 from passes.cost.fused_regions import MAX_NODES, is_alias, is_fusible, region_bytes, regions, source_of
+from passes.hardware.hardware import hardware_named
 from passes.ir.graph import set_value
 from passes.ir.text import parse_graph
 
@@ -146,6 +150,39 @@ def test_views_are_free_and_belong_to_no_kernel() -> None:
     assert [node.name for node in graph.nodes if is_alias(node)] == ["view", "slice_1"]
     nodes = {node.name: node for node in graph.nodes}
     assert source_of(nodes["slice_1"]) is nodes["neg"] and source_of(nodes["relu"]) is nodes["relu"]
+
+
+def joined_products(left: str, right: str, *, dim: int) -> str:
+    """Return the text of a graph that concatenates two products, or views of them, and applies a function to the result."""
+    return f"""\
+        %x: f32[64, 64] = input("x")
+        %y: f32[64, 64] = input("y")
+        %mm: f32[64, 64] = mm(%x, %y)
+        %mm_1: f32[64, 64] = mm(%y, %x)
+        %view: f32[8, 8, 64] = view(%mm, [8, 8, 64])
+        %view_1: f32[8, 8, 64] = view(%mm_1, [8, 8, 64])
+        %cat: f32[{"8, 16, 64" if dim else "128, 64"}] = cat([%{left}, %{right}], {dim})
+        return output("0") %cat
+    """
+
+
+@pytest.mark.parametrize(("left", "right", "dim"), [("mm", "mm_1", 0), ("view", "view_1", 1)])
+def test_products_write_their_part_of_a_concatenation_unless_it_sees_them_through_views(
+    left: str, right: str, dim: int
+) -> None:
+    """As in the code that Inductor generates."""
+    text = joined_products(left, right, dim=dim)
+    gm, mesh = parse_graph("mesh tp=1\nstage LOCAL\n" + dedent(text))
+    tasks = {task.name: task for task in program_of_graph(gm, replace(mesh, hardware=hardware_named("h100"))).tasks}
+    _, (code,) = run_and_get_code(torch.compile(gm), torch.randn(64, 64), torch.randn(64, 64))
+    generates = "cpp_fused_cat" in code
+    assert generates == bool(dim)
+    assert (tasks["cat"].seconds > 0) == generates
+
+
+def test_what_reads_concatenated_products_is_another_kernel() -> None:
+    text = joined_products("view", "view_1", dim=1).replace("return", "%exp: f32[8, 16, 64] = exp(%cat)\n        return")
+    assert kernels(read(text)) == ["mm", "mm_1", "cat", "exp"]
 
 
 def test_each_value_crosses_the_border_once_and_no_further_than_it_is_read() -> None:

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch.fx import Node
 
 from passes.cost.fused_regions import is_alias, node_nbytes
 from passes.ir.layout import Layout, Partial, R, Shard
 from passes.search.model.factor_graph import RESOURCES, Bools, FactorGraph, Floats, Value
 from passes.search.model.local_sizes import Shape
 from passes.search.model.memory_budget import MemoryBudget
-from passes.search.model.step_structure import is_read_by_kernels
 from passes.search.model.unit_costs import CHUNKS, UnitCosts
 
 
@@ -174,10 +172,10 @@ def _concatenated(
     graph: FactorGraph, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], unit_costs: UnitCosts
 ) -> dict[int, Floats]:
     """Return the seconds in which chunks of a gathered value, by their number, are concatenated for the backward, and results of
-    products for calls that cannot be fused. Products write runs of whole rows where they belong."""
+    products, unless these write runs of whole rows where they belong."""
     sizes = unit_costs.sizes
-    nbytes = sum(_made_by_products(graph.variables[number].nodes) for number in value.products) / unit_costs.mesh.size
-    results = unit_costs.copied(np.array(nbytes))
+    made = sum(node_nbytes(node) for n in value.products for node in graph.variables[n].nodes if not is_alias(node))
+    results = unit_costs.copied(np.array(made / unit_costs.mesh.size))
     whole = np.array([sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.is_saved
     before = np.array([[_runs(sizes.local(value.shape, two), one, two) for two in targets] for one in sources])
     return {n: np.where(before % n == 0, 0.0, results) + unit_costs.copied(whole) for n in CHUNKS}
@@ -187,11 +185,6 @@ def _runs(shape: Shape, source: Layout, target: Layout) -> int:
     """Return the number of runs of rows that each rank has of a gathered value, which has this shape afterwards."""
     dims = [dim for dim in range(len(shape)) if source.axes_on(dim) != target.axes_on(dim)]
     return math.prod(shape[: dims[0]]) if dims else 1
-
-
-def _made_by_products(nodes: Sequence[Node]) -> int:
-    """Return the bytes that calls make for others that cannot be fused: pointwise ones read chunks as well as the whole."""
-    return sum(node_nbytes(node) for node in nodes if not is_alias(node) and is_read_by_kernels(node))
 
 
 def _shards(layout: Layout) -> int:
