@@ -165,6 +165,10 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
             "UserError: Options(time_limit=-1): give seconds, 0 or more, or None for no limit",
         ),
         (
+            lambda: Mesh("dp=99999999999"),
+            "MeshError: a mesh of 99,999,999,999 ranks is larger than 1,048,576; give smaller sizes",
+        ),
+        (
             lambda: Options(memory_limit="60"),
             "UserError: Options(memory_limit='60'): give bytes above 0, or text such as '60GB' or '60GiB'",
         ),

@@ -394,6 +394,9 @@ def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> No
         ({"hardware": 3}, "UserError: Options(hardware=3): give a preset such as 'h100', a file that `python -m autoshard "
             "calibrate` wrote, an autoshard.Hardware, 'auto', or None for unknown figures"),
         ({"memory_limit": 1.5}, "UserError: Options(memory_limit=1.5): give bytes above 0, or text such as '60GB' or '60GiB'"),
+        ({"recipe": {"dp": "auto"}}, "RecipeError: Options(recipe={'dp': 'auto'}): 'auto' is for all axes at once; give "
+         "Options(recipe='auto'), and fix single placements with params=, inputs= and outputs="),
+        ({"recipe": "fsdp+"}, "RecipeError: recipe 'fsdp+' lacks a name before or after '+'; join two, such as 'fsdp+megatron'"),
         ({"memory_limit": True}, "UserError: Options(memory_limit=True): give bytes above 0, or text such as '60GB' or "
             "'60GiB'"),
         ({"optimizer": "adam"}, "UserError: Options(optimizer='adam'): choose 'adamw' or 'sgd' or None"),

@@ -51,13 +51,21 @@ def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe |
         )
     chosen: list[Recipe | None] = [None] * mesh.ndim
     for axis, name in recipe.items():
+        if name == AUTO:
+            raise RecipeError(
+                f"Options(recipe={recipe!r}): {AUTO!r} is for all axes at once; give Options(recipe={AUTO!r}), and fix single "
+                "placements with params=, inputs= and outputs="
+            )
         chosen[mesh.index(axis)] = None if name is None else recipe_named(name)
     return tuple(chosen)
 
 
 def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
     """Read `"a+b"` on n axes: `b` on the last, `a` on all before it."""
-    recipes = [recipe_named(name.strip()) for name in recipe.split("+")]
+    names = [name.strip() for name in recipe.split("+")]
+    if not all(names):
+        raise RecipeError(f"recipe {recipe!r} lacks a name before or after '+'; join two, such as 'fsdp+megatron'")
+    recipes = [recipe_named(name) for name in names]
     if len(recipes) > mesh.ndim:
         raise RecipeError(
             f"recipe {recipe!r} needs {len(recipes)} axes, but the mesh {mesh} has {mesh.ndim}; "

@@ -124,7 +124,7 @@ class Options:
     to be the same.
     """
 
-    memory_limit: int | str | None = None
+    memory_limit: float | str | None = None
     """Peak memory of one device that a plan may use: bytes, or text such as `"60GB"` or `"60GiB"`. `None`: nine tenths
     of the device's memory, since allocators and libraries need some. A lower limit costs more communication.
     """
@@ -240,17 +240,18 @@ class Options:
 
     def memory_bytes(self, available: int) -> int:
         """Return the memory limit in bytes, on a device that has `available`."""
-        if self.memory_limit is None:
+        limit = self.memory_limit
+        if limit is None:
             return int(available * USABLE_MEMORY)
-        if isinstance(self.memory_limit, int) and self.memory_limit > 0 and self.memory_limit is not True:
-            return self.memory_limit
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(self.memory_limit))
-        if match is None or isinstance(self.memory_limit, int):
+        if isinstance(limit, int | float) and limit is not True and limit >= 1 and float(limit).is_integer():
+            return int(limit)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(limit), re.IGNORECASE)
+        if match is None:
             raise UserError(
                 f"Options(memory_limit={self.memory_limit!r}): give bytes above 0, or text such as '60GB' or '60GiB'"
             )
-        prefix = match[2] or ""
-        return int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " KMGT".index(prefix[:1] or " "))
+        prefix = (match[2] or "").upper()
+        return int(float(match[1]) * (1024 if prefix.endswith("I") else 1000) ** " KMGT".index(prefix[:1] or " "))
 
 
 def _check(given: Options) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 from passes.errors import MeshError
 from passes.hardware.hardware import Group, Hardware, hardware_named
 
+MOST_RANKS = 1 << 20  # of a mesh: ten times the largest training job, so that a mistyped size is an error and not a long wait
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -52,6 +54,8 @@ class Mesh:
             if size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size}; it must be 1 or more")
         size = math.prod(sizes)
+        if size > MOST_RANKS:
+            raise MeshError(f"a mesh of {size:,} ranks is larger than {MOST_RANKS:,}; give smaller sizes")
         ranks = tuple(range(size)) if ranks is None else tuple(ranks)
         if len(ranks) != size:
             raise MeshError(f"a mesh of {size} places needs {size} ranks, got {len(ranks)}")

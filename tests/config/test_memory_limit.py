@@ -1,0 +1,24 @@
+"""What `Options(memory_limit=...)` takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard import Options
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, 90),
+        (1e9, 10**9),
+        (64 << 30, 64 << 30),
+        ("60GB", 60 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("60gb", 60 * 10**9),
+        ("2kib", 2 << 10),
+        ("512B", 512),
+    ],
+)
+def test_numbers_of_bytes_and_text_with_a_unit(limit: float | str | None, expected: int) -> None:
+    assert Options(memory_limit=limit).memory_bytes(100) == expected
