@@ -56,6 +56,7 @@ def plan(
         raise UserError(f"autoshard.plan takes an nn.Module, not {type(model).__name__}")
     check_call(args, kwargs)
     options, training = options_given(options), torch.is_grad_enabled()
+    check_buckets(options.buckets or {}, model)
     request = PlanRequest(model, tuple(args), kwargs or {}, mesh_of(mesh, options.hardware), options, training=training)
     title = f"planning {type(model).__name__} on {request.mesh}: capture, search, simulate"
     with shown_progress(title, enabled=options.progress) as progress:

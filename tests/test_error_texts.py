@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx import Graph, GraphModule, Node
 
 import passes.errors
-from autoshard import AutoshardError, Mesh, Options, autoshard
+from autoshard import AutoshardError, Bucket, Mesh, Options, autoshard, plan
 from autoshard.capture.capture import capture
 from autoshard.capture.capture_errors import _message
 from autoshard.capture.flat_call import _check_read
@@ -163,6 +163,15 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
         (
             lambda: Options(time_limit=-1),
             "UserError: Options(time_limit=-1): give seconds, 0 or more, or None for no limit",
+        ),
+        (
+            lambda: Options(mixed_precision=MixedPrecisionPolicy(torch.int8)),
+            "UserError: MixedPrecisionPolicy(param_dtype=torch.int8): give a floating point dtype such as torch.bfloat16, or "
+            "None",
+        ),
+        (
+            lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),), options=Options(buckets={"z": Bucket(0, (4,), fill=0)})),
+            "InputError: Options(buckets=...): 'z' matches no argument of Linear.forward; arguments are input",
         ),
         (
             lambda: Mesh("dp=99999999999"),

@@ -9,6 +9,7 @@ from os import PathLike
 from types import NoneType
 from typing import Literal
 
+import torch
 import torch.distributed.tensor as dt
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -271,6 +272,7 @@ def _check(given: Options) -> None:
         _check_placements(name, placements)
     check_kind("Options", "hardware", given.hardware, (str, Hardware, NoneType), HARDWARE)
     check_kind("Options", "mixed_precision", given.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
+    _check_dtypes(given.mixed_precision)
     _check_passes(given)
     check_kind("Options", "overlap", given.overlap, (bool, Overlap), "True, False, or autoshard.Overlap(...)")
     if given.dump is not None and given.dump is not False:
@@ -285,6 +287,13 @@ def _check_recipe(given: Options) -> None:
             raise RecipeError(
                 f"Options(recipe={shown(given.recipe)}): give each axis the name of a recipe or None: {{'dp': 'fsdp'}}"
             )
+
+
+def _check_dtypes(policy: MixedPrecisionPolicy | None) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype") if policy is not None else ():
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UserError(f"MixedPrecisionPolicy({name}={dtype}): give a floating point dtype such as torch.bfloat16, or None")
 
 
 def _check_passes(given: Options) -> None:
