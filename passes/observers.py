@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from passes._torch import trace_artifact
 from passes.base import Observer, Pass, PassContext
-from passes.errors import VerifyError
+from passes.errors import UserError, VerifyError
 from passes.ir.text import format_graph, format_target
 from passes.verify import verify
 
@@ -79,8 +79,11 @@ class Dumper(Observer):
         self.dumped.append(text)
         trace_artifact(f"autoshard_{file}", content)
         if (folder := self.place) is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{file}.txt").write_text(content, encoding="utf-8")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{file}.txt").write_text(content, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"the graph cannot be written to {folder}: {error.strerror}; give a folder") from error
 
 
 def _diff(old: str, new: str) -> str:

@@ -171,7 +171,11 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
         ),
         (
             lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),), options=Options(buckets={"z": Bucket(0, (4,), fill=0)})),
-            "InputError: Options(buckets=...): 'z' matches no argument of Linear.forward; arguments are input",
+            "InputError: Options(buckets=...): 'z' matches no argument of Linear.forward; names look like 'input'",
+        ),
+        (
+            lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),)).diff("plan.json"),
+            "UserError: plan.diff takes a plan, not str; ShardingPlan.load(path) reads a saved one",
         ),
         (
             lambda: Mesh("dp=99999999999"),

@@ -52,6 +52,8 @@ def _explain(given: argparse.Namespace) -> None:
     whole step; whose constraint it is; its origin; which passes touched it. A saved plan has all but prices and passes."""
     if given.mesh is None and ":" in given.target:
         raise UserError(f"give --mesh to plan {given.target} on, or a saved plan")
+    if given.mesh is not None and ":" not in given.target:
+        raise UserError(f"{given.target} is a saved plan, which has its mesh: leave --mesh out, or give file.py:function to plan")
     plan = ShardingPlan.load(given.target) if given.mesh is None else find_plan(given)
     print(plan.explain(given.what))
 

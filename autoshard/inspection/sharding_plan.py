@@ -19,7 +19,7 @@ from autoshard.planner.state import PlanningState
 from autoshard.plans.codec import UNSAVED
 from autoshard.plans.plan_file import dump_plan, parse_plan, read_text, write_text
 from autoshard.plans.record import PlanRecord
-from passes.errors import PlanError
+from passes.errors import PlanError, UserError
 from passes.hardware.hardware import Hardware
 from passes.ir.mesh import Mesh
 
@@ -88,7 +88,12 @@ class ShardingPlan(PlanRecord):
         return explain(self, what, self.state)
 
     def diff(self, other: PlanRecord) -> PlanDiff:
-        """Compare with `other`: settings, time, memory, layouts, collectives; about a screen of text when printed."""
+        """Compare with `other`: settings, time, memory, layouts, collectives; about a screen of text when printed.
+
+        Raises UserError for what is no plan.
+        """
+        if not isinstance(other, PlanRecord):
+            raise UserError(f"plan.diff takes a plan, not {type(other).__name__}; ShardingPlan.load(path) reads a saved one")
         return difference(self, other)
 
     def replan(

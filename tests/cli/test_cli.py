@@ -172,6 +172,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "there is no folder 'none' to save none/trace.json in; make it, or give another path",
         ),
         (
+            "explain plan.json --mesh dp=2 --what x",
+            "plan.json is a saved plan, which has its mesh: leave --mesh out, or give file.py:function to plan",
+        ),
+        (
             "crossover --devices 8",
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),

@@ -189,6 +189,10 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             replay(path, after=after)
         assert str(caught.value).startswith(expected)
+    taken = tmp_path / "graph.txt"
+    with pytest.raises(UserError) as caught:
+        replay(dump / "06_insert_reshards.txt", folder=taken)
+    assert str(caught.value) == f"the graph cannot be written to {taken}: File exists; give a folder"
 
 
 def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path) -> None:
