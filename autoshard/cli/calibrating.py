@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.cli.output import check_output
 from autoshard.measure.calibrate import calibrate, format_calibration
+from passes.errors import UserError
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -23,6 +24,8 @@ def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
 def _calibrate(given: argparse.Namespace) -> None:
     """Measure products, memory, launches and, under torchrun, collectives: what presets say of other machines."""
     check_output(given.output)
+    if given.output and Path(given.output).suffix != ".json":
+        raise UserError(f"--hardware reads figures from a .json file; write them to {Path(given.output).with_suffix('.json')}")
     calibration = calibrate(given.mesh, device=given.device, is_quick=given.quick)
     if int(os.environ.get("RANK", "0")):
         return

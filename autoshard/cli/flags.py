@@ -6,7 +6,7 @@ import ast
 import re
 
 _FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("recipe", "memory_limit", "time_limit", "hardware")}
-_SETTING = rf"({'|'.join(_FLAGS)})=('[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\{{[^{{}}]*\}})"
+_SETTING = rf"({'|'.join(_FLAGS)})=('[^']*'|\"[^\"]*\"|-?\d+(?:\.\d+)?|nan|-?inf|\{{[^{{}}]*\}})"
 _BF16 = "mixed_precision"
 
 
@@ -22,7 +22,7 @@ def with_flags(message: str) -> str:
 
 
 def _flag(found: re.Match[str]) -> str:
-    value = ast.literal_eval(found[2])
+    value = found[2] if found[2].lstrip("-") in ("nan", "inf") else ast.literal_eval(found[2])
     if isinstance(value, dict):
         value = ",".join(f"{axis}={name or 'none'}" for axis, name in value.items())
     return f"{_FLAGS[found[1]]} {value}"

@@ -180,6 +180,18 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),
         (
+            "calibrate --quick -o this.txt",
+            "--hardware reads figures from a .json file; write them to this.json",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --time-limit -1",
+            "--time-limit -1.0: give seconds, 0 or more, or None for no limit",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --time-limit nan",
+            "--time-limit nan: give seconds, 0 or more, or None for no limit",
+        ),
+        (
             "calibrate --quick -o none/this.json",
             "there is no folder 'none' to save none/this.json in; make it, or give another path",
         ),
