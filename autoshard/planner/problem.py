@@ -231,14 +231,16 @@ def constraints_of(name: str, inputs: Mapping[str, torch.Size], options: Options
 
 
 def _padded_axes(request: PlanRequest, captured: Captured) -> tuple[int, ...]:
-    """Return the axes that the caller, or else a given recipe, splits the batch over, if together they do not divide it.
+    """Return the axes that the caller splits the batch over, or else a given recipe or the names of the axes, if together they
+    do not divide it.
 
     The user may constrain the first input on some of them; there are none if that splits the batch.
     """
     mesh, options, inputs = request.mesh, request.options, captured.shapes(InputRole.INPUT)
     axes = request.batch_axes
     if axes is None:
-        axes = data_axes(given_recipes(options, mesh) or ())
+        recipes = given_recipes(options, mesh)
+        axes = data_axes(rule_of_thumb(mesh) if recipes is None else recipes)
     name, batch = _first_batch(inputs)
     if not request.is_later:
         found = constraints_of(name, inputs, options, mesh)

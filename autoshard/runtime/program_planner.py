@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -116,7 +116,7 @@ class ProgramPlanner:
         if planned.captured.known is None:
             made = EarlierProgram(planned.captured, planned.graph, planned.plan)
             self.programs = [*self.programs, made][-KEPT:]
-        return _local_program(planned, self.options, self.splits().data_axes)
+        return _local_program(planned, self.options, self._split_axes(self.first))
 
     def _options_with(self, layouts: Mapping[str, Layout]) -> Options:
         """Return the options for a call whose inputs have these layouts."""
@@ -153,6 +153,12 @@ class ProgramPlanner:
                     layouts[name] = layouts[name].with_on(axis, next_digit(layouts[name], 0, self.mesh))
         return layouts
 
+    def _split_axes(self, first: PlanRecord) -> set[int]:
+        """Return the axes that split an input, by batch or otherwise, when they divide it."""
+        layouts = [value.layout for value in first.inputs.values() if value.shape]
+        split = {axis for layout in layouts for axis in range(self.mesh.ndim) if layout.on(axis) != R}
+        return split | set(self.splits().data_axes)
+
     def _data_axes(self) -> tuple[int, ...]:
         if self.options.recipe == AUTO:
             return batch_axes_of(self.options, self.mesh)
@@ -168,7 +174,7 @@ def _placements(layout: Layout, mesh: Mesh) -> dict[str, str]:
     return dict(zip(mesh.names, map(str, layout.placements), strict=True))
 
 
-def _local_program(planned: Planned, options: Options, data_axes: Sequence[int]) -> LocalProgram:
+def _local_program(planned: Planned, options: Options, split_axes: Collection[int]) -> LocalProgram:
     signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
     parameters = {name: value.layout for name, value in plan.parameters.items()}
     outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
@@ -180,7 +186,7 @@ def _local_program(planned: Planned, options: Options, data_axes: Sequence[int])
         parameters=parameters | {alias: parameters[name] for alias, name in planned.captured.tied.items()},
         constants=planned.captured.constants,
         tangent_scale=tuple(_scale(layout, plan.mesh, options) for layout in outputs),
-        whole_outputs=frozenset(number for number, layout in enumerate(outputs) if _is_whole(layout, plan.mesh, data_axes)),
+        whole_outputs=frozenset(number for number, layout in enumerate(outputs) if _is_whole(layout, plan.mesh, split_axes)),
         plan=plan,
         dump=dump_of(options),
         overlap=OverlapPhase.of(options, plan.mesh),
@@ -190,10 +196,10 @@ def _local_program(planned: Planned, options: Options, data_axes: Sequence[int])
     )
 
 
-def _is_whole(layout: Layout, mesh: Mesh, data_axes: Sequence[int]) -> bool:
-    """Return whether an output is whole on every rank where `data_axes` split the batch."""
+def _is_whole(layout: Layout, mesh: Mesh, split_axes: Collection[int]) -> bool:
+    """Return whether an output is whole on every rank where `split_axes` split inputs."""
     split = [size > 1 and placement != R for size, placement in zip(mesh.sizes, layout.placements, strict=True)]
-    return not any(split) and any(mesh.sizes[axis] > 1 for axis in data_axes)
+    return not any(split) and any(mesh.sizes[axis] > 1 for axis in split_axes)
 
 
 def _scale(layout: Layout, mesh: Mesh, options: Options) -> float:

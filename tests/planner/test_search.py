@@ -91,6 +91,16 @@ def test_no_expert_that_fits_is_faster(hidden: int, batch: int, hardware: str) -
 
 
 @pytest.mark.slow
+def test_a_search_pads_a_batch_that_axes_do_not_divide_as_recipes_do() -> None:
+    mesh = Mesh("dp=8", hardware="h100")
+    found, expert = (searched(1024, (1 << 14) + 1, mesh, options) for options in (SEARCH, Options(recipe="zero2")))
+    assert found.cost is not None and found.search is not None and expert.cost is not None
+    assert found.padded_axes == ("dp",)
+    assert found.cost.step_time <= expert.cost.step_time * (1 + TIE)
+    assert not any("does not divide" in one.note for one in found.search.candidates)
+
+
+@pytest.mark.slow
 def test_the_gap_that_is_proven_is_in_the_plan() -> None:
     found = searched(1024, 1024, Mesh("dp=2,tp=2", hardware="h100"))
     assert found.search is not None and found.search.solver_gap is not None
