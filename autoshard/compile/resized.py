@@ -127,6 +127,7 @@ class _Sizes:
         self.number = _numbers(pairs.values())
         self.sources: dict[Node, Node | None] = {}  # the node of the earlier graph that one of a half is; None: added
         self.present: set[Node] = set()  # the nodes of the earlier graph that the halves have
+        self.staying: set[Node] = set()  # other nodes of it that are known to be computed as they were
 
     def half(self, gm: GraphModule, ends: Sequence[Any], saved: Sequence[tuple[Node, Any]] = ()) -> GraphModule:
         """Return a half with new sizes.
@@ -213,12 +214,18 @@ class _Sizes:
         """Check that a value of the earlier graph, which added calls give in a half, is computed as it was from values
         that the half has.
         """
-        now = self.pairs[node]
-        if _type(value_of(node)) != _type(value_of(now)) or _constants(node) != _constants(now):
-            raise _Unlike
-        for source in node.all_input_nodes:
-            if source not in self.present or _type(value_of(source)) != _type(value_of(self.pairs[source])):
-                self._check_stays(source)
+        queue = [node]
+        while queue:
+            node = queue.pop()
+            if node in self.staying:
+                continue
+            now = self.pairs[node]
+            if _type(value_of(node)) != _type(value_of(now)) or _constants(node) != _constants(now):
+                raise _Unlike
+            self.staying.add(node)
+            for source in node.all_input_nodes:
+                if source not in self.present or _type(value_of(source)) != _type(value_of(self.pairs[source])):
+                    queue.append(source)
 
 
 def _set_arguments(new: Node, args: Any, kwargs: Any, copies: Mapping[Node, Node]) -> None:

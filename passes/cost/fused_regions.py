@@ -295,12 +295,19 @@ def _are_shared_numbers(node: Node) -> bool:
 
 def _are_few_numbers(node: Node) -> bool:
     """Return whether a value is one number, or at most `FEW` that are computed from such: coordinates of ranks and indices."""
-    source = source_of(node)
-    if any(tensor.numel() > FEW for tensor in results_of(node)):
-        return False
-    if all(tensor.numel() == 1 for tensor in results_of(node)):
-        return True
-    return source.op == "call_function" and is_generated(source) and all(map(_are_few_numbers, operands(source)))
+    queue, seen = [node], {node}
+    while queue:
+        value = queue.pop()
+        source = source_of(value)
+        if any(tensor.numel() > FEW for tensor in results_of(value)):
+            return False
+        if all(tensor.numel() == 1 for tensor in results_of(value)):
+            continue
+        if source.op != "call_function" or not is_generated(source):
+            return False
+        queue += [operand for operand in operands(source) if operand not in seen]
+        seen.update(operands(source))
+    return True
 
 
 def _readers(node: Node) -> Iterator[Node]:

@@ -25,20 +25,33 @@ SpaceOf = Callable[[Node], Space | None]
 
 def is_generated(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> bool:
     """Return whether no element of `value` along a digit of `dim` is read from an input or parameter."""
+    queue = [(value, dim, digit)]
+    seen = set(queue)
+    while queue:
+        sources = _read_for(*queue.pop(), space_of)
+        if sources is None:
+            return False
+        unseen = [source for source in sources if source not in seen]
+        queue += unseen
+        seen.update(unseen)
+    return True
+
+
+def _read_for(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> list[tuple[Node, int, Digit]] | None:
+    """Return the operands that a call reads along a digit of `dim` of its result, each with its own dim and digit; none if it
+    generates the elements. Return None if it is not known to do either."""
     if value.op != "call_function" or is_random(value) or item_of(value) is not None:
-        return False
+        return None
     space = space_of(value)
     at = None if space is None else in_factor(space.sizes, space.results[0], dim, digit)
     if space is None or at is None or len(space.results) != 1:
-        return False
+        return None
     factor, inside = at
     if not space.can_pad(factor, inside.outer):
-        return False
+        return None
     sources = [
-        (operand, found)
+        (operand, *found)
         for operand, dims in zip(operands(value), space.operands, strict=True)
         if (found := in_dims(space.sizes, dims, factor, inside)) is not None
     ]
-    if not sources:
-        return value.target in _MADE_LONGER
-    return all(is_generated(operand, *found, space_of) for operand, found in sources)
+    return sources if sources or value.target in _MADE_LONGER else None

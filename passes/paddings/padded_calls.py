@@ -66,6 +66,7 @@ class PaddedCalls:
         self.spaces: dict[Node, Space | None] = {}  # of calls on values as they were
         self.calls: dict[Node, Call] = {}
         self.longer: dict[Node, Node] = {}  # parameters, and forms of them, that were padded for an earlier call
+        self.made_longer: dict[tuple[Node, Padding], Node] = {}  # copies of calls that take no data along a padded dim
         self.items: dict[Node, list[dict[Padding, bool]]] = {}  # paddings of each result of a call with several
         for node in gm.graph.nodes:
             if node.op == "call_function" and isinstance(node.target, OpOverload):
@@ -153,7 +154,7 @@ class PaddedCalls:
         longer."""
         if padding in self.values.of(value):
             return value
-        made = self._remade(value, padding, user)
+        made = self.made_longer.get((value, padding)) or self._remade(value, padding, user)
         if value in self.weights:
             self.longer[value] = made
         return made
@@ -167,7 +168,8 @@ class PaddedCalls:
         with self.graph.inserting_after(value):
             copied = self.graph.node_copy(value)
         self.spaces[copied], self.calls[copied] = space, self.calls[value]
-        return self._call(copied, {at[0]: (at[1], padding.padded)})
+        made = self.made_longer[value, padding] = self._call(copied, {at[0]: (at[1], padding.padded)})
+        return made
 
     def _plain_space(self, node: Node) -> Space | None:
         """Return the index space of a call without padding."""

@@ -30,18 +30,30 @@ def reduction(axis: Axis, node: Node) -> Placement | None:
 
 
 def _passes_on(axis: Axis, user: Node, value: Node) -> bool:
-    """Return whether `user` keeps a partial operand partial, as far as can be seen from its operands."""
-    if user.op == "output":
-        return True
+    """Return whether `user`, and all that reads its result, keep a partial operand partial, as far as operands show."""
+    queue = [(user, value)]
+    seen = set(queue)
+    while queue:
+        user, value = queue.pop()
+        if user.op == "output":
+            continue
+        if not _keeps_partial(axis, user, value):
+            return False
+        following = [(reader, user) for reader in user.users if (reader, user) not in seen]
+        queue += following
+        seen.update(following)
+    return True
+
+
+def _keeps_partial(axis: Axis, user: Node, value: Node) -> bool:
+    """Return whether the result of `user` is partial if its operand `value` is."""
     space, inputs = axis.placed.space_of(user), operands(user)
-    if space is None:
-        return False
-    for linear in space.linear:
+    for linear in () if space is None else space.linear:
         if not all(i in linear.operands for i, v in enumerate(inputs) if v is value):
             continue
         joint = all(_may_be_partial(axis, inputs[i]) for i in linear.operands)
         if joint and all(is_aside(v) for i, v in enumerate(inputs) if i not in linear.operands):
-            return all(_passes_on(axis, following, user) for following in user.users)
+            return True
     return False
 
 

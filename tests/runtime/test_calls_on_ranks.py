@@ -220,6 +220,73 @@ def test_a_loss_outside_of_the_model_takes_an_odd_batch() -> None:
     assert all(max(found) < 1e-12 for found in run_on_ranks(_outside, 2))
 
 
+class _Attention(torch.nn.Module):
+    """Attention over positions, which `context` splits, and a linear to five classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def _odd_sequence(rank: int) -> list[float]:
+    """Compute the loss of a sequence that the axis does not divide outside of the model."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    one = _Attention().double()
+    shapes = torch.randn(2, 16, 8, dtype=torch.float64), torch.randint(5, (2, 16))
+    model: Any = autoshard(one, mesh, shapes[:1], options=Options(recipe="context", compile="eager"))
+    x, y = torch.randn(2, 13, 8, dtype=torch.float64), torch.randint(5, (2, 13))
+    (part,), (labels,) = model.shard(x), model.shard(y)
+    for output, wanted in ((model(part), labels), (one(x), y)):
+        torch.nn.functional.cross_entropy(output.flatten(0, 1), wanted.flatten()).backward()
+    pairs = zip(model.parameters(), one.parameters(), strict=True)
+    return [float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs]
+
+
+def test_a_loss_outside_of_the_model_takes_an_odd_sequence() -> None:
+    assert all(max(found) < 1e-12 for found in run_on_ranks(_odd_sequence, 2))
+
+
+class _Adapted(torch.nn.Module):
+    """A residual layer with an adapter that has a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.base, self.out = torch.nn.RMSNorm(8), torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8)
+        self.down, self.up = torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 8, bias=False)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.out(torch.nn.functional.silu(self.base(h) + self.scale * self.up(self.down(h))))
+
+
+def _rescale(rank: int) -> list[float]:
+    """Change the scale of one layer between calls; return how far each loss is from one device's."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one: Any = torch.nn.Sequential(*(_Adapted() for _ in range(20)), torch.nn.Linear(8, 3)).double()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    model: Any = autoshard(one, mesh, (x,), options=Options(recipe="fsdp", compile="eager"))
+    found = []
+    for scale in (2.0, 1.0, 0.5):
+        one[0].scale = model[0].scale = scale
+        output = model(*model.shard(x))
+        output.square().mean().backward()
+        found.append(float((output - one(x).chunk(2)[rank]).detach().abs().max()))
+    return found
+
+
+def test_a_number_of_one_of_many_layers_changes_between_calls() -> None:
+    """The program of the second call is compared with the first's, in the time that its calls take, not their paths."""
+    assert all(max(found) < 1e-12 for found in run_on_ranks(_rescale, 2))
+
+
 def _differentiate(rank: int) -> float:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     one = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh()).double()
