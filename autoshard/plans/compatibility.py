@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 
 from torch import nn
@@ -95,7 +95,16 @@ def _differences(what: str, now: Mapping[str, str], plan: Mapping[str, str]) -> 
 
 
 def _program(now: list[str], plan: list[str]) -> Iterator[str]:
-    for mine, theirs in zip_longest(now, plan, fillvalue="nothing more"):
-        if mine != theirs:
-            yield f"the model computes {mine.strip()} where the plan has {theirs.strip()}"
-            return
+    """Yield the first call that differs in more than the names of values, or else the first whose names differ."""
+    lines = list(zip_longest(now, plan, fillvalue="nothing more"))
+    other = list(zip_longest(_by_order(now), _by_order(plan), fillvalue="nothing more"))
+    differing = [number for number, (mine, theirs) in enumerate(other) if mine != theirs]
+    differing = differing or [number for number, (mine, theirs) in enumerate(lines) if mine != theirs]
+    for mine, theirs in (lines[number] for number in differing[:1]):
+        yield f"the model computes {mine.strip()} where the plan has {theirs.strip()}"
+
+
+def _by_order(lines: Iterable[str]) -> list[str]:
+    """Return the lines with each value named by the order in which it appears."""
+    names: dict[str, str] = {}
+    return [re.sub(r"%\w+", lambda name: names.setdefault(name[0], f"%{len(names)}"), line) for line in lines]

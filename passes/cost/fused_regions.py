@@ -91,8 +91,9 @@ def source_of(node: Node) -> Node:
 
 
 def is_alias(node: Node) -> bool:
-    """Return whether the node allocates no memory: a view, or an item of a tuple."""
-    if node.op != "call_function":
+    """Return whether the node allocates no memory: a view, or an item of a tuple. A view of a number, as the conjugate of `1j`
+    in a backward, is a kernel."""
+    if node.op != "call_function" or not node.all_input_nodes:
         return False
     return node.target is operator.getitem or (isinstance(node.target, OpOverload) and is_view(node.target))
 

@@ -28,6 +28,13 @@ class Two(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Phases(Two):
+    """The exponential of an imaginary number, whose gradient multiplies by the conjugate of a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(1j * self.both(x)).real
+
+
 class InputGradients(Two):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.both(x) * y).sum(-1)
@@ -255,6 +262,7 @@ def _tokens(*shape: int) -> Tensor:
 ODDITIES: dict[str, Callable[[], Case]] = {
     "input_gradients": _needing_gradients,
     "returns_parameters": lambda: _case(ReturnsParameters(), torch.randn(8, 12)),
+    "phases": lambda: _case(Phases(), _x()),
     "several_losses": lambda: _case(SeveralLosses(), _x()),
     "merges_sharded": lambda: _case(MergesSharded(), _x(), torch.randn(BATCH, 16)),
     "flat_tokens": lambda: _case(FlatTokens(), _tokens(8), _tokens(8)),
