@@ -178,6 +178,15 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
             "UserError: plan.diff takes a plan, not str; ShardingPlan.load(path) reads a saved one",
         ),
         (
+            lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),)).count("allgather"),
+            "UserError: plan.count(kind='allgather'): choose 'all_gather' or 'all_reduce' or 'all_to_all' or 'reduce_scatter' or "
+            "'send'",
+        ),
+        (
+            lambda: plan(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),)).explain(""),
+            "UserError: explain takes the name of a parameter, module, value, collective or source line, not ''",
+        ),
+        (
             lambda: Mesh("dp=99999999999"),
             "MeshError: a mesh of 99,999,999,999 ranks is larger than 1,048,576; give smaller sizes",
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.measure.crossover import Question, crossovers, format_crossovers
 from autoshard.measure.hybrid_sharding import Cluster, format_shardings, shardings
+from passes.errors import UserError
 from passes.hardware.hardware import hardware_named
 
 
@@ -54,6 +55,10 @@ def _crossover(given: argparse.Namespace) -> None:
 def _hsdp(given: argparse.Namespace) -> None:
     """Compare what a device sends in a step, and holds, with parameters sharded over all devices and in each node."""
     hardware = hardware_named(given.hardware)
+    if given.nodes < 2:
+        raise UserError(f"--nodes {given.nodes}: HSDP shards inside nodes and copies between them; give 2 or more")
+    if given.per_node is not None and given.per_node < 1:
+        raise UserError(f"--per-node {given.per_node}: give 1 or more")
     cluster = Cluster(
         replace(hardware, node_size=given.per_node or hardware.node_size),
         nodes=given.nodes,

@@ -27,6 +27,8 @@ def write_reports(plan: ShardingPlan, given: argparse.Namespace) -> None:
 
 
 def check_output(path: str | None) -> None:
-    """Raise UserError early if the folder to save the result in does not exist."""
+    """Raise UserError early if the folder to save the result in does not exist, or if the path is a folder."""
+    if path is not None and Path(path).is_dir():
+        raise UserError(f"{path} is a folder; give the path of a file in it")
     if path is not None and not Path(path).parent.is_dir():
         raise UserError(f"there is no folder {str(Path(path).parent)!r} to save {path} in; make it, or give another path")

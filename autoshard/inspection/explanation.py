@@ -20,6 +20,7 @@ from autoshard.plans.names import fold_names, fold_text
 from autoshard.plans.record import PlanRecord
 from passes.base import PassContext, Remark
 from passes.cost.fused_regions import is_fusible
+from passes.errors import UserError
 from passes.ir.collectives import SEND
 from passes.ir.graph import InputRole, Stage, copy_graph, input_of, is_tensor, origin_of, repeats_of, tensor_of
 from passes.ir.layout import Layout
@@ -74,6 +75,8 @@ class Explanation:
 
 def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> Explanation:
     """Explain `what` by the plan and, if available, the planner's `state`. Raises UserError for an unknown name."""
+    if not isinstance(what, str) or not what:
+        raise UserError(f"explain takes the name of a parameter, module, value, collective or source line, not {what!r}")
     subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.config.settings import Settings
+from autoshard.config.validation import check_choice
 from autoshard.plans.codec import encode
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Recomputation, Search
@@ -15,6 +16,7 @@ from autoshard.plans.plan_values import Value
 from passes.base import Remark
 from passes.cost.simulate import Timeline
 from passes.errors import UserError
+from passes.ir.collectives.kind import KINDS
 from passes.ir.folded_layers import Run
 from passes.ir.layout import Layout
 from passes.ir.mesh import Mesh
@@ -75,7 +77,12 @@ class PlanRecord:
         return self.graphs[stage.upper()]
 
     def count(self, kind: str, *, axis: str | None = None, backward: bool | None = None) -> int:
-        """Count the collectives of one kind, on one axis and in one direction if given."""
+        """Count the collectives of one kind, on one axis and in one direction if given. Raises UserError for an unknown kind, and
+        MeshError for an unknown axis."""
+        known = [one.name for one in KINDS.values() if one.communicates]
+        check_choice("plan.count", "kind", kind, known)
+        if axis is not None:
+            self.mesh.index(axis)
         chosen = [c for c in self.collectives if c.kind == kind and (axis is None or axis in c.axes)]
         return sum(backward is None or c.backward is backward for c in chosen)
 

@@ -123,8 +123,7 @@ class PaddedCalls:
         zero = {factor: makes_zeros(node, space, factor, new, factors, self.values) for factor in factors}
         _replace_operands(node, new)
         results = [paddings_of(space, dims, factors) for dims in space.results]
-        true = [result.shape for result in self.calls[node].results]
-        shapes = [longer(shape, some.values()) for shape, some in zip(true, results, strict=True)]
+        shapes = [longer(one.shape, some.values()) for one, some in zip(self.calls[node].results, results, strict=True)]
         made = _make(self, node, shapes)
         if [tuple(result.shape) for result in results_of(made)] != shapes:
             raise _DeclinedError(node)
@@ -168,8 +167,7 @@ class PaddedCalls:
         with self.graph.inserting_after(value):
             copied = self.graph.node_copy(value)
         self.spaces[copied], self.calls[copied] = space, self.calls[value]
-        made = self.made_longer[value, padding] = self._call(copied, {at[0]: (at[1], padding.padded)})
-        return made
+        return self.made_longer.setdefault((value, padding), self._call(copied, {at[0]: (at[1], padding.padded)}))
 
     def _plain_space(self, node: Node) -> Space | None:
         """Return the index space of a call without padding."""

@@ -179,6 +179,9 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "crossover --devices 8",
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),
+        ("hsdp --nodes 1", "--nodes 1: HSDP shards inside nodes and copies between them; give 2 or more"),
+        ("hsdp --per-node 0", "--per-node 0: give 1 or more"),
+        ("plan model.py:small --mesh dp=2 -o .", ". is a folder; give the path of a file in it"),
         (
             "calibrate --quick -o this.txt",
             "--hardware reads figures from a .json file; write them to this.json",

@@ -170,7 +170,7 @@ def joined_products(left: str, right: str, *, dim: int) -> str:
 def test_products_write_their_part_of_a_concatenation_unless_it_sees_them_through_views(
     left: str, right: str, dim: int
 ) -> None:
-    """As in the code that Inductor generates."""
+    """Compare with the code that Inductor generates."""
     text = joined_products(left, right, dim=dim)
     gm, mesh = parse_graph("mesh tp=1\nstage LOCAL\n" + dedent(text))
     tasks = {task.name: task for task in program_of_graph(gm, replace(mesh, hardware=hardware_named("h100"))).tasks}
