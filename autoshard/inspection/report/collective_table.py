@@ -16,6 +16,7 @@ from passes.ir.collectives import SEND
 from passes.ir.units import format_bytes, format_seconds
 
 SHOWN = 12  # groups; the rest is one row
+LEAST = 12  # characters of what needs a collective; if fewer are left beside how it is sent, that stands below
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,18 @@ def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, colu
     if rest := [one for group in groups[SHOWN:] for one in group.members]:
         figures = _figures(Group(tuple(rest)), is_timed=is_timed)
         rows.append((f"{len(groups) - SHOWN} more", "", *figures, "less each"))
-    ways = ["".join(f", {way}" for way in _ways(group)) for group in groups[:SHOWN]]
     taken = sum(2 + max(map(len, cells)) for cells in list(zip(headers, *rows, strict=True))[:-1])
-    for row, way in zip_longest(rows, ways, fillvalue=""):
-        table.add_row(*row[:-1], Text(_cut(row[-1], max(columns - taken, 20) - len(way)) + way))
+    room = max(columns - taken, 20)
+    for row, group in zip_longest(rows, groups[:SHOWN]):
+        ways = [] if group is None else list(_ways(group))
+        beside = "".join(f", {way}" for way in ways)
+        if len(beside) + LEAST <= room:
+            ways = []
+        else:
+            beside = ""
+        table.add_row(*row[:-1], Text(_cut(row[-1], room - len(beside)) + beside))
+        for way in ways:
+            table.add_row(*[""] * len(row[:-1]), Text(_cut(way, room)))
     return table
 
 
