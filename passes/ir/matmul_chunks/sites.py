@@ -221,11 +221,11 @@ class _Chunks(Writer):
 
     def moves_gathered(self) -> bool:
         """Return whether the rows of a gathered chunk are brought in order before the products read them, rather than those of
-        each product: if all of them are moved anyway, or are no wider than the results."""
+        each product: if they are no wider than the results."""
         site, part = self.site, self.part
         if self.cut.after > 1 or 1 in (part.before, part.ranks):
             return False
-        return site.kept or width_of(site.joined) <= sum(map(width_of, site.products))
+        return width_of(site.joined) <= sum(map(width_of, site.products))
 
     def reduction(self) -> None:
         site, part = self.site, self.part
