@@ -162,7 +162,7 @@ DRAWN = "aten.rand.default float32[4]" if release() >= (2, 14) else "aten.unifor
     [
         (
             lambda: Options(time_limit=-1),
-            "UserError: Options(time_limit=-1): give seconds, 0 or more, or None for no limit",
+            "UserError: Options(time_limit=-1): give seconds, 0 or more, or leave it out for no limit",
         ),
         (
             lambda: Options(mixed_precision=MixedPrecisionPolicy(torch.int8)),

@@ -400,7 +400,7 @@ def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> No
         ({"memory_limit": True}, "UserError: Options(memory_limit=True): give bytes above 0, or text such as '60GB' or "
             "'60GiB'"),
         ({"optimizer": "adam"}, "UserError: Options(optimizer='adam'): choose 'adamw' or 'sgd' or None"),
-        ({"time_limit": "1m"}, "UserError: Options(time_limit='1m'): give seconds, 0 or more, or None for no limit"),
+        ({"time_limit": "1m"}, "UserError: Options(time_limit='1m'): give seconds, 0 or more, or leave it out for no limit"),
         ({"params": Shard(0)}, "ConstraintError: Options(params=Shard(dim=0)): give placements by name and axis: {'name': "
             "{'dp': Shard(0)}}"),
         ({"inputs": {0: {"dp": "R"}}}, "ConstraintError: Options(inputs={0: {'dp': 'R'}}): give placements by name and "

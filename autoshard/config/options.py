@@ -323,7 +323,7 @@ def _check_times(given: Options) -> None:
             "process groups"
         )
     if given.time_limit is not None and not is_seconds(given.time_limit):
-        raise UserError(f"Options(time_limit={given.time_limit!r}): give seconds, 0 or more, or None for no limit")
+        raise UserError(f"Options(time_limit={given.time_limit!r}): give seconds, 0 or more, or leave it out for no limit")
 
 
 def _check_placements(what: str, given: object) -> None:

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from passes._torch import OpOverload
 from passes.cost.kernel_time import LOOKUPS, is_view
 from passes.ir.graph import is_random, operands, results_of, tensor_of
+from passes.ir.reached_values import all_followed
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
 FEW = 64  # numbers that each kernel computes again: one for each rank of an axis, as masks of attention on it have
@@ -296,19 +297,16 @@ def _are_shared_numbers(node: Node) -> bool:
 
 def _are_few_numbers(node: Node) -> bool:
     """Return whether a value is one number, or at most `FEW` that are computed from such: coordinates of ranks and indices."""
-    queue, seen = [node], {node}
-    while queue:
-        value = queue.pop()
+
+    def computed_from(value: Node) -> Sequence[Node] | None:
         source = source_of(value)
         if any(tensor.numel() > FEW for tensor in results_of(value)):
-            return False
+            return None
         if all(tensor.numel() == 1 for tensor in results_of(value)):
-            continue
-        if source.op != "call_function" or not is_generated(source):
-            return False
-        queue += [operand for operand in operands(source) if operand not in seen]
-        seen.update(operands(source))
-    return True
+            return ()
+        return operands(source) if source.op == "call_function" and is_generated(source) else None
+
+    return all_followed(node, computed_from)
 
 
 def _readers(node: Node) -> Iterator[Node]:

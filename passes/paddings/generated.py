@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from passes.ir.graph import is_random, item_of, operands
 from passes.ir.padding import Digit, in_dims, in_factor
+from passes.ir.reached_values import all_followed
 from passes.rules.rule import Space
 
 _MADE_LONGER = (  # ops that take the size of a dim that no operand has
@@ -25,16 +26,7 @@ SpaceOf = Callable[[Node], Space | None]
 
 def is_generated(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> bool:
     """Return whether no element of `value` along a digit of `dim` is read from an input or parameter."""
-    queue = [(value, dim, digit)]
-    seen = set(queue)
-    while queue:
-        sources = _read_for(*queue.pop(), space_of)
-        if sources is None:
-            return False
-        unseen = [source for source in sources if source not in seen]
-        queue += unseen
-        seen.update(unseen)
-    return True
+    return all_followed((value, dim, digit), lambda one: _read_for(*one, space_of))
 
 
 def _read_for(value: Node, dim: int, digit: Digit, space_of: SpaceOf) -> list[tuple[Node, int, Digit]] | None:

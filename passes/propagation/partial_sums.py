@@ -9,6 +9,7 @@ from passes.cost.kernel_time import kernel_flops
 from passes.ir.call import call_of
 from passes.ir.graph import is_reshard, is_tensor, operands, results_of, tensor_of
 from passes.ir.layout import Partial, Placement, R, Shard
+from passes.ir.reached_values import all_followed
 from passes.propagation.axis import Axis
 from passes.rules.rule import row_giving, row_sharding
 
@@ -31,18 +32,14 @@ def reduction(axis: Axis, node: Node) -> Placement | None:
 
 def _passes_on(axis: Axis, user: Node, value: Node) -> bool:
     """Return whether `user`, and all that reads its result, keep a partial operand partial, as far as operands show."""
-    queue = [(user, value)]
-    seen = set(queue)
-    while queue:
-        user, value = queue.pop()
+
+    def following(read: tuple[Node, Node]) -> list[tuple[Node, Node]] | None:
+        user, value = read
         if user.op == "output":
-            continue
-        if not _keeps_partial(axis, user, value):
-            return False
-        following = [(reader, user) for reader in user.users if (reader, user) not in seen]
-        queue += following
-        seen.update(following)
-    return True
+            return []
+        return [(reader, user) for reader in user.users] if _keeps_partial(axis, user, value) else None
+
+    return all_followed((user, value), following)
 
 
 def _keeps_partial(axis: Axis, user: Node, value: Node) -> bool:

@@ -188,11 +188,11 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         ),
         (
             "plan model.py:small --mesh dp=2 --time-limit -1",
-            "--time-limit -1.0: give seconds, 0 or more, or None for no limit",
+            "--time-limit -1.0: give seconds, 0 or more, or leave it out for no limit",
         ),
         (
             "plan model.py:small --mesh dp=2 --time-limit nan",
-            "--time-limit nan: give seconds, 0 or more, or None for no limit",
+            "--time-limit nan: give seconds, 0 or more, or leave it out for no limit",
         ),
         (
             "calibrate --quick -o none/this.json",

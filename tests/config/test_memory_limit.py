@@ -1,4 +1,4 @@
-"""What `Options(memory_limit=...)` takes."""
+"""Read memory limits of `Options`: numbers of bytes, and text with a unit."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ from autoshard import Options
         ("512B", 512),
     ],
 )
-def test_numbers_of_bytes_and_text_with_a_unit(limit: float | str | None, expected: int) -> None:
+def test_a_limit_is_read_as_bytes(limit: float | str | None, expected: int) -> None:
     assert Options(memory_limit=limit).memory_bytes(100) == expected

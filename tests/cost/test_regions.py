@@ -153,7 +153,7 @@ def test_views_are_free_and_belong_to_no_kernel() -> None:
 
 
 def joined_products(left: str, right: str, *, dim: int) -> str:
-    """Return the text of a graph that concatenates two products, or views of them, and applies a function to the result."""
+    """Return the text of a graph that concatenates two products, or views of them."""
     return f"""\
         %x: f32[64, 64] = input("x")
         %y: f32[64, 64] = input("y")

@@ -254,6 +254,8 @@ def test_a_plan_says_of_a_collective_how_it_is_sent(symmetric_memory: bool, ways
     assert {one.way for one in changed} == {f"{way} (decompose_matmuls)" for way in ways}
     lines = format_plan(made, width=100, colour=False).splitlines()
     assert any(line.startswith("reduce_scatter") and line.endswith(f", {way}") for line in lines for way in ways)
+    if len(ways) > 1:  # the gathers: each way stands on a line of its own
+        assert {"7 in one operator with its product", "8 in 2 chunks"} <= {line.strip() for line in lines}
     told = " ".join(str(made.explain(changed[0].id)).split())
     assert f"forward, {changed[0].way}, exposed" in told
     assert ShardingPlan.from_json(made.to_json()).collectives == made.collectives

@@ -267,7 +267,7 @@ class _Adapted(torch.nn.Module):
 
 
 def _rescale(rank: int) -> list[float]:
-    """Change the scale of one layer between calls; return how far each loss is from one device's."""
+    """Change the scale of one layer between calls; return how far this rank's outputs are from one device's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     one: Any = torch.nn.Sequential(*(_Adapted() for _ in range(20)), torch.nn.Linear(8, 3)).double()

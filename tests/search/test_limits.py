@@ -130,5 +130,5 @@ def test_a_long_time_gives_the_plan_of_no_limit() -> None:
 
 @pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), True, "10"])
 def test_a_time_limit_that_is_no_time_is_refused(limit: Any) -> None:
-    with pytest.raises(UserError, match="give seconds, 0 or more, or None for no limit"):
+    with pytest.raises(UserError, match="give seconds, 0 or more, or leave it out for no limit"):
         Options(time_limit=limit)

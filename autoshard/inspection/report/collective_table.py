@@ -58,12 +58,9 @@ def collectives_table(collectives: Iterable[Collective], *, is_timed: bool, colu
     for row, group in zip_longest(rows, groups[:SHOWN]):
         ways = [] if group is None else list(_ways(group))
         beside = "".join(f", {way}" for way in ways)
-        if len(beside) + LEAST <= room:
-            ways = []
-        else:
-            beside = ""
-        table.add_row(*row[:-1], Text(_cut(row[-1], room - len(beside)) + beside))
-        for way in ways:
+        fits = len(beside) + LEAST <= room
+        table.add_row(*row[:-1], Text(_cut(row[-1], room - len(beside)) + beside if fits else _cut(row[-1], room)))
+        for way in () if fits else ways:
             table.add_row(*[""] * len(row[:-1]), Text(_cut(way, room)))
     return table
 

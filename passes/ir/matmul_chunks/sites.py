@@ -50,8 +50,7 @@ class Site:
 
     `joined` holds all rows in order, whatever its shape: the result of a gather, or the operand of a reduction before
     its rows are divided. As an all-reduce does not divide them, any run of rows can be a chunk of it. `kept` says
-    whether anything but the products reads the gathered value. `earlier` are the values that `joined` is a view of and that
-    have other readers, such as the backward.
+    whether anything but the products reads the gathered value.
     """
 
     collective: Node
@@ -59,7 +58,6 @@ class Site:
     products: tuple[Node, ...]
     rows: Rows
     kept: bool = False
-    earlier: tuple[Node, ...] = ()
 
     @property
     def is_gather(self) -> bool:
@@ -99,26 +97,25 @@ def _is_empty(site: Site) -> bool:
 
 def _gather(node: Node) -> list[Site]:
     wait = next(iter(node.users))
-    joined, moves, earlier = wait, list[Node](), list[Node]()
-    while (move := _next_move(joined, is_view=bool(earlier))) is not None:
-        earlier += [joined] if len(joined.users) > 1 else []
+    joined, moves, is_shared = wait, list[Node](), False
+    while (move := _next_move(joined, only_views=is_shared or len(joined.users) > 1)) is not None:
+        is_shared |= len(joined.users) > 1
         joined = move
         moves.append(move)
     rows = rows_gathered(wait, moves, _ranks(node)) if width_of(wait) == width_of(joined) else None
     if rows is None:
         return []
     products = [user for user in joined.users if _reads_rows(user, joined)]
-    kept = bool(earlier) or len(products) < len(joined.users)
-    return [Site(node, joined, tuple(products), rows, kept, tuple(earlier))] if products else []
+    kept = is_shared or len(products) < len(joined.users)
+    return [Site(node, joined, tuple(products), rows, kept)] if products else []
 
 
-def _next_move(value: Node, *, is_view: bool) -> Node | None:
-    """Return the move that alone reads a value, or its only view if others read it too; None if products read it, or if there
-    is none. With `is_view`, a view."""
+def _next_move(value: Node, *, only_views: bool) -> Node | None:
+    """Return the one move, or with `only_views` the one view, that reads a value on the way to products; None if products read
+    the value itself, or if there is no such move."""
     if any(_reads_rows(user, value) for user in value.users):
         return None
-    is_view = is_view or len(value.users) > 1
-    found = [user for user in value.users if (user.target is aten.view.default if is_view else is_move(user))]
+    found = [user for user in value.users if (user.target is aten.view.default if only_views else is_move(user))]
     return found[0] if len(found) == 1 else None
 
 
@@ -165,18 +162,20 @@ def _ranks(node: Node) -> int:
 
 
 def read_joined(site: Site) -> None:
-    """Let other readers of the values that `joined` is a view of read views of it, in place."""
-    if not site.earlier:
+    """Let all that reads a gathered value before `joined`, as the backward may, read views of `joined`, in place."""
+    if not site.is_gather:
         return
     values = [site.joined]
-    while values[0] is not site.earlier[0]:
+    while operands(values[0])[0] is not site.collective:
         values.insert(0, operands(values[0])[0])
+    while len(values) > 1 and len(values[0].users) == 1:
+        del values[0]
     for value, view in pairwise(values):
         value.append(view)  # before the other readers
     writer = Writer(site.joined)
     writer.before = site.joined.next
     for value, view in pairwise(values):
-        if value in site.earlier:
+        if len(value.users) > 1:
             writer.read_instead(value, site.joined, but=view)
 
 
