@@ -70,7 +70,12 @@ def recipe_assignment(
     transitions = Transitions(graph, node_costs.unit_costs)
     keeps = float("inf") if gathers_again else 0.0
     tried = (evaluate(transitions, [0] * len(variables), keeps=keeps, repeats=r, budget=budget) for r in (0.0, float("inf")))
-    return min((one for one in tried if one is not None), key=lambda one: one.objective, default=None)
+    return min((one for one in tried if one is not None), key=lambda one: _rank(one, budget), default=None)
+
+
+def _rank(assignment: Assignment, budget: MemoryBudget | None) -> tuple[bool, float]:
+    """Return a key that is least for the fastest assignment that fits."""
+    return budget is not None and not budget.fits(assignment.bytes), assignment.objective
 
 
 @dataclass(frozen=True)
