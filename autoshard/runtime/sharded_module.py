@@ -40,6 +40,8 @@ from autoshard.runtime.parameters import Place, distributed_copy, plain_copy, wh
 from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.profiling import Profile, profile
 from autoshard.runtime.watch.call_watch import SharedCall
+from autoshard.runtime.whole_tensor import WholeTensor
+from passes._torch import allow_in_compiled_code
 from passes.errors import InputError
 from passes.ir.layout import replicated
 
@@ -197,6 +199,7 @@ def shard_module(
     started = time.perf_counter() if started is None else started
     layouts = None if planned is None else planned.parameters
     copied = together(groups, "copying the model", lambda: distributed_copy(module, place, layouts))
+    allow_in_compiled_code(WholeTensor)  # a loss outside of the model may be compiled
     stream = RandomStream((exchange(groups, origin_of(module))[0],))
     suspects = () if layouts is None else _suspects(module, copied, groups)
     kind = type(module)

@@ -6,6 +6,7 @@ that does not have the batch as a dim, is whole on every rank. What is computed 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,10 @@ class WholeTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the tensor without its mark, which says nothing to the process that loads it."""
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the tensor as a plain one is copied, and mark the copy."""
+        return WholeTensor.of(copy.deepcopy(self.plain(), memo))
 
 
 def replicated_tensor(tensor: torch.Tensor, place: Place) -> DTensor:

@@ -15,6 +15,7 @@ try:
     from passes._torch.called_functions import CalledFunction, called_functions, name_of
     from passes._torch.deferred import (
         alike_as_now,
+        allow_in_compiled_code,
         inductor_compile,
         min_cut_partition,
         run_joint_graph_passes,
@@ -67,6 +68,7 @@ try:
         in_transform,
         keeps_graph,
         reentrant_checkpoint,
+        without_saved_tensors_hooks,
         without_torch_function,
     )
     from passes._torch.operators.aligned import (
@@ -121,6 +123,7 @@ __all__ = [
     "TreeSpec",
     "WatchedOps",
     "alike_as_now",
+    "allow_in_compiled_code",
     "box",
     "called_functions",
     "name_of",
@@ -180,5 +183,6 @@ __all__ = [
     "unflatten_pytree",
     "unregister_group",
     "watch_store",
+    "without_saved_tensors_hooks",
     "without_torch_function",
 ]

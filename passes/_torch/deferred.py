@@ -71,6 +71,11 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
     _module("checkpoint_hooks").teach_checkpoints(boxes_of)
 
 
+def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
+    """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
+    _module("plain_subclasses").allow_in_compiled_code(subclass)
+
+
 def unchanged_since_now(dicts: Sequence[Mapping[Any, Any]]) -> Callable[[], bool]:
     """Return a function that says whether none of `dicts` was written to since now; it takes about 10 ns a dict."""
     check: Callable[[], bool] = _module("guards").unchanged_since_now(dicts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,38 @@ def reentrant_checkpoint() -> Any:
 def keeps_graph() -> bool:
     """Return whether the backward that runs now may be run again (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Take off the hooks for tensors that autograd saves, which `torch.func.grad` refuses, and put them on again afterwards."""
+    autograd, hooks = torch._C._autograd, []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def transforms_as_before() -> Iterator[None]:
+    """Leave the transforms that are active, and whether hooks for saved tensors are allowed, as they were before.
+
+    Where dynamo fails inside of a transform such as `torch.func.grad`, it leaves that active.
+    """
+    functorch, autograd = torch._C._functorch, torch._C._autograd
+    depth, disabled = functorch.get_dynamic_layer_stack_depth(), autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    finally:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if disabled is None:
+            autograd._saved_tensors_hooks_enable()
+        else:
+            autograd._saved_tensors_hooks_disable(disabled)
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -124,3 +124,10 @@ def test_letters_have_sizes() -> None:
     letters = letters_of(gm.graph)
     assert isinstance(letters, Letters) and isinstance(mesh, Mesh)
     assert letters.sizes == {"B": 8, "F": 16}
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
+def test_a_dim_of_size_1_that_is_sharded_is_printed(recipe: str, tmp_path: Path) -> None:
+    found = plan(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1)), Mesh("dp=4", hardware="h100"), (torch.zeros(64, 16),), recipe=recipe)
+    assert "1.bias" in str(found)
+    found.to_html(tmp_path / "plan.html")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
+import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard import Options, autoshard
 from autoshard.runtime.whole_tensor import WholeTensor
 
 
@@ -44,6 +48,31 @@ def test_it_is_used_like_any_tensor() -> None:
     torch.testing.assert_close(a, a.plain())  # type: ignore[attr-defined]
     compiled = torch.compile(lambda t: t.sin() + 1, backend="eager")
     assert torch.equal(compiled(a), a.sin() + 1)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_loss_takes_it(one_rank: DeviceMesh, backend: str) -> None:
+    autoshard(torch.nn.Identity(), one_rank, (torch.ones(2, 2),), options=Options(compile="eager"))
+    x, other = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+
+    def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(outputs, labels) + outputs.logsumexp(1).mean()
+
+    compiled = torch.compile(loss, backend=backend)
+    (expected,) = torch.autograd.grad(loss(x.sin(), other), x)
+    for outputs in (WholeTensor.of(x.sin()), x.sin()):
+        (gradient,) = torch.autograd.grad(compiled(outputs, other), x)
+        torch.testing.assert_close(gradient, expected)
+    both = torch.compile(lambda a, b: a + b, backend=backend)
+    assert type(both(whole(3), whole(3))) is WholeTensor and type(both(whole(3), torch.ones(3))) is torch.Tensor
+
+
+def test_its_copy_is_whole_too() -> None:
+    a = whole(3)
+    (b,) = copy.deepcopy([a])
+    assert type(b) is WholeTensor and torch.equal(a, b) and b.data_ptr() != a.data_ptr()
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(WholeTensor.of(torch.ones(3, requires_grad=True) * 2))
 
 
 def test_it_is_saved_as_a_plain_tensor() -> None:

@@ -226,6 +226,8 @@ def _axes_by_factor(sizes: Sequence[int], layout: Layout, dim: int, mesh: Mesh) 
     """Return the axes that shard each factor of a dim: `"dp.tp"`; `"tp/3"` where each of three parts is sharded; `"cp~"`
     where the second half is mirrored.
     """
+    if not sizes:  # a dim of size 1
+        return []
     found: list[list[str]] = [[] for _ in sizes]
     cut = [1 for _ in sizes]
     for axis in layout.axes_on(dim):
@@ -236,8 +238,7 @@ def _axes_by_factor(sizes: Sequence[int], layout: Layout, dim: int, mesh: Mesh) 
             outer //= sizes[number]
             number += 1
         blocks = outer // cut[number] if outer % cut[number] == 0 else outer
-        if sizes:
-            found[number].append(mesh.names[axis] + (f"/{blocks}" if blocks > 1 else "") + "~" * (placement.mirror > 0))
-            cut[number] *= mesh.sizes[axis] * blocks
+        found[number].append(mesh.names[axis] + (f"/{blocks}" if blocks > 1 else "") + "~" * (placement.mirror > 0))
+        cut[number] *= mesh.sizes[axis] * blocks
     return [".".join(axes) for axes in found]
 
