@@ -39,8 +39,10 @@ def run_step(
     *,
     effort: Effort = FULL,
     known: Mapping[int, Program] = MappingProxyType({}),
+    memory_limit: int | None = None,
 ) -> Timeline:
-    """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory.
+    """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory: in `memory_limit`
+    bytes, by default those that `options` allow.
 
     Without overlap, each collective is awaited where it is issued. Forward and backward are optimized separately. For a
     step much slower than `worst` seconds, the first good order is taken. `known` has the phases, by number, that are
@@ -49,7 +51,8 @@ def run_step(
     given = options.hiding
     if given is None:
         return simulate(awaited_at_once(program))
-    limit, buckets = options.memory_bytes(memory_of(program.mesh)), sizes(given.bucket_bytes)[1:]
+    limit = options.memory_bytes(memory_of(program.mesh)) if memory_limit is None else memory_limit
+    buckets = sizes(given.bucket_bytes)[1:]
     tried = buckets[-effort.bucket_sizes :]
     found = list[Program]()
     for phase, others in phases(program):
