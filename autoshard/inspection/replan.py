@@ -14,6 +14,7 @@ from autoshard.config.topology import equipped, mesh_of
 from autoshard.planner.effort import FULL, QUICK
 from autoshard.planner.evaluation import refold
 from autoshard.planner.make_plan import plan_problem
+from autoshard.planner.problem import padding_as_given
 from autoshard.planner.state import PlanningState
 from autoshard.plans.record import PlanRecord
 from passes.errors import UserError
@@ -52,7 +53,7 @@ def replanned(
         wanted = wanted.on(before.mesh.hardware)
     wanted = equipped(wanted, changed.hardware, before.device)
     check_options(changed, wanted)
-    problem = replace(before, mesh=wanted, options=changed, pads=True)
+    problem = padding_as_given(replace(before, mesh=wanted, options=changed, pads=True))
     with uncollected():
         folded = refold(problem, before, state.folded)
         return plan_problem(problem, effort=FULL if prove else QUICK, folded=folded)

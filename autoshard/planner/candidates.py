@@ -66,16 +66,17 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     return _choice(task, standings, solved, _cut(task, standings))
 
 
-def compared(best: Choice, others: Sequence[Choice], difference: str) -> Choice:
-    """Return the best choice with those of other searches among its candidates; `difference` is added to their names."""
-    added = [Candidate(f"{one.search.chosen}, {difference}", one.evaluation.cost, fits=True) for one in others]
-    bounds, least = ([getattr(one.search, name) for one in (best, *others)] for name in ("bound", "least"))
+def compared(best: Choice, others: Sequence[tuple[str, Choice]]) -> Choice:
+    """Return the best choice with those of other searches among its candidates; the name of each search is added to theirs."""
+    added = [Candidate(f"{one.search.chosen}, {name}", one.evaluation.cost, fits=True) for name, one in others]
+    choices = [best, *(one for _, one in others)]
+    bounds, least = ([getattr(one.search, name) for one in choices] for name in ("bound", "least"))
     searched = replace(
         best.search,
         candidates=(*best.search.candidates, *added),
         bound=None if None in bounds else min(bounds),
         least=None if None in least else min(least),
-        seconds=sum(one.search.seconds for one in (best, *others)),
+        seconds=sum(one.search.seconds for one in choices),
     )
     return replace(best, search=searched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
@@ -46,12 +47,14 @@ class Decision:
     remarks: tuple[Remark, ...] = ()
     prepared: Prepared | None = None
     pads: bool = True
+    padded_axes: tuple[int, ...] | None = None  # None: those of the problem
     folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
 
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
         """Return the problem and the folded graph that were decided on: with padded dims and split products, or without.
         """
-        return replace(problem, pads=self.pads), self.folded or folded
+        axes = problem.padded_axes if self.padded_axes is None else self.padded_axes
+        return replace(problem, pads=self.pads, padded_axes=axes), self.folded or folded
 
 
 def folded_variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
@@ -68,7 +71,7 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
     if (taken := _taken_over(problem, folded)) is not None:
         return taken
-    choice, pads, folded = _best_of_variants(problem, folded, effort, progress)
+    choice, problem, folded = _best_of_variants(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
@@ -84,7 +87,8 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         evaluation.recomputation,
         timed(evaluation.facts["collectives"], evaluation.timeline),
         prepared=choice.prepared,
-        pads=pads,
+        pads=problem.pads,
+        padded_axes=problem.padded_axes,
         folded=folded,
     )
 
@@ -103,26 +107,37 @@ def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
 
 def _best_of_variants(
     problem: Problem, folded: Folded, effort: Effort, progress: Progress
-) -> tuple[Choice, bool, Folded]:
-    """Search with padding and split products and, if they change the graph, without them; return the better plan.
+) -> tuple[Choice, Problem, Folded]:
+    """Search each variant of the problem, and return the best plan with its variant.
 
     For a later call, such as a last batch that is padded, one search is enough.
     """
-    if problem.earlier or not (folded.is_padded or folded.is_split):
-        return search(problem, folded, effort, progress), True, folded
-    found, errors = list[tuple[Choice, bool, Folded]](), list[MemoryLimitError]()
-    for pads in (True, False):
-        graph = folded_variant(problem, folded, pads=pads)
+    if problem.earlier:
+        return search(problem, folded, effort, progress), problem, folded
+    found, errors = list[tuple[str, Choice, Problem, Folded]](), list[MemoryLimitError]()
+    for name, variant, graph in _variants(problem, folded):
         try:
-            found.append((search(replace(problem, pads=pads), graph, effort, progress), pads, graph))
+            found.append((name, search(variant, graph, effort, progress), variant, graph))
         except MemoryLimitError as error:
             errors.append(error)
     if not found:
         raise errors[0]
-    best, pads, graph = min(found, key=lambda one: one[0].evaluation.cost.step_time)
-    what = "padded" if folded.is_padded else "split"
-    others = [one for one, *_ in found if one is not best]
-    return compared(best, others, f"not {what}" if pads else what), pads, graph
+    _, best, variant, graph = min(found, key=lambda one: one[1].evaluation.cost.step_time)
+    others = [(name, choice) for name, choice, *_ in found if choice is not best]
+    return compared(best, others), variant, graph
+
+
+def _variants(problem: Problem, folded: Folded) -> Iterator[tuple[str, Problem, Folded]]:
+    """Yield the problem with padding and split products; if they change the graph, without them; and with its batch padded for
+    more axes than those that are named for it. Each has a name that tells it from the others.
+    """
+    what = "padded" if folded.is_padded else "split" if folded.is_split else "batch not padded"
+    yield what, problem, folded
+    if folded.is_padded or folded.is_split:
+        yield f"not {what}", replace(problem, pads=False), folded_variant(problem, folded, pads=False)
+    wide = problem.padded_for_all
+    if wide is not None:
+        yield f"batch padded for {' x '.join(problem.mesh.names[axis] for axis in wide.padded_axes)}", wide, fold(wide)
 
 
 def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Decision:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,7 +25,7 @@ from passes.errors import ConstraintError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
-from passes.ir.padding import is_gain
+from passes.ir.padding import is_gain, padded_size
 from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
@@ -35,6 +35,8 @@ from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
+
+MOST_PADDED = 0.25  # of a batch: a search is not made again for plans that compute so much more
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class Problem:
     def split_when_padded(self) -> tuple[int, ...]:
         """Return the axes that split the batch once it is padded; the inputs are whole on them."""
         return self.padded_axes if self.pads else ()
+
+    @property
+    def padded_for_all(self) -> Problem | None:
+        """Return the problem with its batch padded for all axes that may split it, if a search has to try that: not where they
+        divide the batch, or where padding adds more than `MOST_PADDED` of it.
+        """
+        _, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
+        axes, wide = self._given_axes, padded_size(batch, math.prod(self.mesh.sizes[axis] for axis in self._given_axes))
+        is_asked = self.batch_axes is None and not self.options.inputs and axes != self.padded_axes
+        return replace(self, padded_axes=axes) if is_asked and batch < wide <= batch * (1 + MOST_PADDED) else None
 
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
         """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
@@ -230,24 +242,22 @@ def constraints_of(name: str, inputs: Mapping[str, torch.Size], options: Options
     return {one.axis: one.placement for one in found if one.name == name}
 
 
-def _padded_axes(request: PlanRequest, captured: Captured) -> tuple[int, ...]:
-    """Return the axes that the caller splits the batch over, or else a given recipe or the names of the axes, if together they
-    do not divide it.
+def padding_as_given(problem: Problem) -> Problem:
+    """Return the problem with its batch padded, if it is not divided by the axes that the caller splits it over, or else a given
+    recipe or the names of the axes.
 
     The user may constrain the first input on some of them; there are none if that splits the batch.
     """
-    mesh, options, inputs = request.mesh, request.options, captured.shapes(InputRole.INPUT)
-    axes = request.batch_axes
+    mesh, inputs, axes = problem.mesh, problem.captured.shapes(InputRole.INPUT), problem.batch_axes
     if axes is None:
-        recipes = given_recipes(options, mesh)
+        recipes = given_recipes(problem.options, mesh)
         axes = data_axes(rule_of_thumb(mesh) if recipes is None else recipes)
     name, batch = _first_batch(inputs)
-    if not request.is_later:
-        found = constraints_of(name, inputs, options, mesh)
-        if any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values()):
-            return ()
-        axes = tuple(axis for axis in axes if mesh.names[axis] not in found)
-    return axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ()
+    if not problem.is_later:
+        found = constraints_of(name, inputs, problem.options, mesh)
+        is_split = any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values())
+        axes = () if is_split else tuple(axis for axis in axes if mesh.names[axis] not in found)
+    return replace(problem, padded_axes=axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ())
 
 
 @uncollected()
@@ -268,7 +278,7 @@ def captured_problem(request: PlanRequest) -> Problem:
         cast_inputs=policy.cast_forward_inputs,
         earlier=[one.captured for one in request.programs],
     )
-    return Problem(
+    problem = Problem(
         captured,
         request.mesh,
         options,
@@ -279,8 +289,8 @@ def captured_problem(request: PlanRequest) -> Problem:
         request.batch_axes,
         request.is_later,
         request.earlier,
-        padded_axes=_padded_axes(request, captured),
     )
+    return padding_as_given(problem)
 
 
 def _cast(request: PlanRequest, captured: Captured) -> CastParameters:

@@ -165,6 +165,16 @@ def test_a_first_batch_of_one_is_whole_and_later_batches_are_split(recipe: str) 
     assert planner.splits().whole_shape("x", torch.empty(4, IN), 4) == (8, IN)
 
 
+@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3"])
+def test_a_search_that_pads_for_axes_that_are_not_named_for_the_batch(mesh: str) -> None:
+    keeper, model, on, options = Keeper(), Cosines().double(), Mesh(mesh, hardware="h100"), Options()
+    args = torch.randn(4096, IN, dtype=torch.float64), torch.randint(CLASSES, (4096,))
+    planned = make_plan(PlanRequest(model, args, {}, on, options), observers=(keeper,))
+    found = comparison(keeper.graph, planned, Call(model, args, {}), options)
+    assert found and found.tolerance <= 1e-9 and not found.not_compared, str(found)
+    assert planned.plan.padded_axes == on.names, str(planned.plan)
+
+
 @pytest.mark.slow
 def test_a_batch_is_padded_for_all_data_axes_together() -> None:
     plan, found = checked(Classifier("sum"), (batch(IN)[:6], labels()[:6]), "a=2,b=2", "fsdp", (0, 1))

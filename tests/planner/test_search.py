@@ -100,6 +100,25 @@ def test_a_search_pads_a_batch_that_axes_do_not_divide_as_recipes_do() -> None:
     assert not any("does not divide" in one.note for one in found.search.candidates)
 
 
+@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3"])
+def test_a_search_pads_a_batch_for_axes_that_are_not_named_for_it(mesh: str) -> None:
+    on = Mesh(mesh, hardware="a100")
+    found = searched(256, 1 << 17, on)
+    expert = searched(256, 1 << 17, on, Options(recipe="ddp"))
+    assert found.cost is not None and found.search is not None and expert.cost is not None
+    assert found.cost.step_time <= expert.cost.step_time * (1 + TIE)
+    assert found.padded_axes == on.names
+
+
+def test_another_recipe_pads_the_batch_for_its_axes() -> None:
+    mesh = Mesh("dp=2,tp=3", hardware="a100")
+    whole, expert = (searched(256, 1 << 12, mesh, Options(recipe=recipe)) for recipe in ("ddp+megatron", "ddp"))
+    again = whole.replan(recipe="ddp")
+    assert again.cost is not None and expert.cost is not None
+    assert again.padded_axes == expert.padded_axes == ("dp", "tp") and whole.padded_axes == ()
+    assert again.cost.step_time == expert.cost.step_time
+
+
 @pytest.mark.slow
 def test_the_gap_that_is_proven_is_in_the_plan() -> None:
     found = searched(1024, 1024, Mesh("dp=2,tp=2", hardware="h100"))

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import Options, plan
 from autoshard.inspection.report.dims import Letters, letters_of
 from passes.ir.graph import layout_of
 from passes.ir.mesh import Mesh
@@ -128,6 +135,8 @@ def test_letters_have_sizes() -> None:
 
 @pytest.mark.parametrize("recipe", ["fsdp", "zero2"])
 def test_a_dim_of_size_1_that_is_sharded_is_printed(recipe: str, tmp_path: Path) -> None:
-    found = plan(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1)), Mesh("dp=4", hardware="h100"), (torch.zeros(64, 16),), recipe=recipe)
-    assert "1.bias" in str(found)
+    model, mesh = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1)), Mesh("dp=4", hardware="h100")
+    found = plan(model, mesh, (torch.zeros(64, 16),), options=Options(recipe=recipe))
+    assert str(found).startswith(f"plan on 4 ranks of h100: dp=4 {recipe}")
     found.to_html(tmp_path / "plan.html")
+    assert "1.bias" in (tmp_path / "plan.html").read_text()
