@@ -98,8 +98,15 @@ def options_of_command(given: argparse.Namespace) -> Options:
 
 
 def sizes_of(given: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes that a command line asks for, by the names of the function's arguments."""
-    return {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
+    """Return the sizes that a command line asks for, by the names of the function's arguments.
+
+    Raises UserError for one below 1.
+    """
+    sizes = {name: value for name, value in (("batch", given.batch), ("seq", given.seq)) if value is not None}
+    for name, value in sizes.items():
+        if value < 1:
+            raise UserError(f"--{name} {value}: give 1 or more")
+    return sizes
 
 
 def _bytes(text: str | None) -> int | str | None:

@@ -55,7 +55,7 @@ def values_of(nbytes: float, group: Group, hardware: Hardware) -> dict[sympy.Sym
         B: across.bandwidth,
         S: across.setup,
         c: hardware.memory_bandwidth,
-        r: inside.reduces or 1.0,
+        r: min(inside.reduces, inside.bandwidth) or 1.0,
     }
 
 

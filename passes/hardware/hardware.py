@@ -33,7 +33,8 @@ class Link:
     setup: float
     """Seconds before the first step: launch and handshake of a collective."""
     reduces: float = 0.0
-    """Bytes/s at which a switch that reduces all-reduces a tensor, for any number of devices; 0: it cannot reduce."""
+    """Bytes/s at which a switch that reduces all-reduces a tensor, for any number of devices; 0: it cannot reduce. More than the
+    bandwidth counts as the bandwidth."""
 
     @property
     def joins_memory(self) -> bool:

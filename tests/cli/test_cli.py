@@ -290,6 +290,12 @@ def test_a_message_names_the_options_of_the_command(capsys: pytest.CaptureFixtur
     assert plan("--recipe", "fsdp", "--memory-limit", found[1]) == DONE
 
 
+@pytest.mark.parametrize(("flag", "size"), [("--batch", "0"), ("--seq", "-4")])
+def test_a_size_below_1_is_refused(flag: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(flag, size) == USERS_FAULT
+    assert f"{flag} {size}: give 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("message", "expected"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -193,3 +194,11 @@ def test_a_look_up_takes_microseconds() -> None:
     for _ in range(10_000):
         collective_seconds("all_gather", 1, group, H100)
     assert (time.process_time() - start) / 10_000 < 3e-5
+
+
+def test_a_switch_is_no_faster_than_the_links_to_it() -> None:
+    def seconds(part: float) -> float:
+        inside = replace(H100.inside, bandwidth=H100.inside.bandwidth * part)
+        return collective_seconds("all_reduce", 1 << 30, Group(8, 1, 8), replace(H100, name=f"h100 x {part}", inside=inside))
+
+    assert seconds(0.02) > 10 * seconds(1.0) and seconds(0.1) > 2 * seconds(0.5) > 2 * seconds(1.0)
