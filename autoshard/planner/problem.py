@@ -103,11 +103,34 @@ class Problem:
         return Seed(
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
-            (*constraints_on(self.options.inputs, "inputs", inputs, self.mesh), *self._batch(inputs)),
+            (*constraints_on(self.input_placements, "inputs", inputs, self.mesh), *self._batch(inputs)),
             (*constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
+
+    @property
+    def input_placements(self) -> Placements:
+        """Return the user's constraints on inputs, but for those of arguments that this call lacks: that are None in it or, in a
+        later call, not there.
+        """
+        inputs = self.captured.shapes(InputRole.INPUT)
+        missing = [path for path, value in self.captured.signature.constants if value is None]
+
+        def is_missing(pattern: str) -> bool:
+            starts = (".".join(pattern.split(".")[: path.count(".") + 1]) for path in missing)
+            return self.is_later or any(map(fnmatch.fnmatchcase, missing, starts))
+
+        return {
+            pattern: axes
+            for pattern, axes in (self.options.inputs or {}).items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in inputs) or not is_missing(pattern)
+        }
+
+    def placements_of(self, name: str) -> dict[str, Placement]:
+        """Return the user's placement of an input by axis."""
+        found = constraints_on(self.input_placements, "inputs", self.captured.shapes(InputRole.INPUT), self.mesh)
+        return {one.axis: one.placement for one in found if one.name == name}
 
     def _of_these(self, given: Placements | None, names: Iterable[str]) -> Placements | None:
         """Return the constraints that a later call can honour: it may return other values than the first."""
@@ -132,7 +155,7 @@ class Problem:
         axes = () if self.split_when_padded else _dividing(self.batch_axes or (), self.mesh, first)
         given = self.padded_axes if self.batch_axes is None else self._given_axes
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
-        constrained = {(one.name, one.axis) for one in constraints_on(self.options.inputs, "inputs", inputs, self.mesh)}
+        constrained = {(one.name, one.axis) for one in constraints_on(self.input_placements, "inputs", inputs, self.mesh)}
         return tuple(
             Constraint(name, self.mesh.names[axis], Shard(0) if name in split and axis in axes else R)
             for name in inputs
@@ -156,7 +179,7 @@ class Problem:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
         else:
             whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
-            constrained = constraints_of(name, inputs, self.options, self.mesh)
+            constrained = self.placements_of(name)
             names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
         if not names or is_gain(batch, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)):
             return found
@@ -236,12 +259,6 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
-def constraints_of(name: str, inputs: Mapping[str, torch.Size], options: Options, mesh: Mesh) -> dict[str, Placement]:
-    """Return the user's placement of an input by axis."""
-    found = constraints_on(options.inputs, "inputs", inputs, mesh)
-    return {one.axis: one.placement for one in found if one.name == name}
-
-
 def padding_as_given(problem: Problem) -> Problem:
     """Return the problem with its batch padded, if it is not divided by the axes that the caller splits it over, or else a given
     recipe or the names of the axes.
@@ -254,7 +271,7 @@ def padding_as_given(problem: Problem) -> Problem:
         axes = data_axes(rule_of_thumb(mesh) if recipes is None else recipes)
     name, batch = _first_batch(inputs)
     if not problem.is_later:
-        found = constraints_of(name, inputs, problem.options, mesh)
+        found = problem.placements_of(name)
         is_split = any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values())
         axes = () if is_split else tuple(axis for axis in axes if mesh.names[axis] not in found)
     return replace(problem, padded_axes=axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ())

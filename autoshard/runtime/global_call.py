@@ -110,21 +110,23 @@ def with_joined(
     own, or as the user says."""
     tensors = tensors_of(bind_call(inspect.signature(module.forward), args, dict(kwargs)).leaves)
     batch = batch_of(tensors)
-    given = () if splits.is_planned else tuple(splits.inputs or {})
+    known = () if splits.is_planned else tuple(splits.inputs or {})
     joined = [
         path
         for path, one in tensors.items()
         if one.shape[:1] != splits.whole_shape(path, one, batch)[:1]
-        and not any(fnmatch.fnmatchcase(path, pattern) for pattern in given)
+        and not any(fnmatch.fnmatchcase(path, pattern) for pattern in known)
     ]
     if not error.for_arguments or not joined:
         return None
-    other = next((path for path in reversed(tensors) if tensors[path].dim() > 1 and path != joined[0]), joined[0])
+    wide = [path for path, one in tensors.items() if path != joined[0] and one.dim() > 1]
+    others = [path for path in wide if path not in joined and batch in tensors[path].shape] or wide[-1:] or joined[:1]
     axis = splits.mesh.names[splits.data_axes[0]] if splits.data_axes else splits.mesh.names[0]
+    given = {path: {axis: "S(1)"} for path in others}
     text, newline, place = str(error).rpartition("\n  ") if "\n  " in str(error) else (str(error), "", "")
     return CaptureError(
         f"{text.rstrip('.')}. Dim 0 of {', '.join(map(repr, joined))} was taken for the batch, and the ranks' parts were joined "
-        f"there; where the batch is another dim, give Options(inputs={{{other!r}: {{{axis!r}: 'S(1)'}}}}){newline}{place}",
+        f"there; where the batch is another dim, give Options(inputs={given}){newline}{place}",
         for_arguments=True,
     )
 

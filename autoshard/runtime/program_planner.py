@@ -131,7 +131,7 @@ class ProgramPlanner:
 
     def splits(self) -> Splits:
         """Return how a call's inputs are split: as in the first plan, or before that, over the axes of data-parallel
-        recipes.
+        recipes. Inputs that the first call lacked are split as the options say.
         """
         if self.first is None:
             return Splits(self.mesh, self._data_axes(), self.options.inputs, self._sequence_axes(), is_planned=False)
@@ -140,7 +140,8 @@ class ProgramPlanner:
             layouts = self._split_when_it_divides(self.first)
         placements = {name: _placements(layout, self.mesh) for name, layout in layouts.items()}
         first = next(iter(layouts.values()), None)
-        return Splits(self.mesh, () if first is None else first.axes_on(0), placements)
+        missing = {name: axes for name, axes in (self.options.inputs or {}).items() if name not in placements}
+        return Splits(self.mesh, () if first is None else first.axes_on(0), placements | missing)
 
     def _split_when_it_divides(self, plan: PlanRecord) -> dict[str, Layout]:
         """Return the layouts of inputs, for a batch that the axes divide, of a plan whose batch they do not divide."""

@@ -401,3 +401,45 @@ def _said(call: Callable[[], object]) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+class Stateful(torch.nn.Module):
+    """An LSTM whose first call has no state, and whose later calls take that of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.LSTM(6, 10, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
+        return self.layers(x, state)
+
+
+def test_a_constraint_may_name_an_input_that_the_first_call_lacks() -> None:
+    for worst, said in run_on_ranks(_stateful, 2):
+        assert worst < 1e-12
+        assert said.endswith("give Options(inputs={'state.0': {'dp': 'S(1)'}, 'state.1': {'dp': 'S(1)'}})"), said
+
+
+def _stateful(rank: int) -> tuple[float, str]:
+    """Return the largest difference from one device, and what is said where no constraint is given."""
+    mesh, one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), Stateful().double()
+    x = torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).reshape(4, 5, 6)
+    part, worst = x[2 * rank : 2 * rank + 2], 0.0
+    model, unnamed = (
+        autoshard(one, mesh, options=Options(recipe="fsdp", compile="eager", inputs=inputs, progress=False))
+        for inputs in ({"state.*": {"dp": "S(1)"}}, None)
+    )
+    state, expected = None, None
+    for _ in range(3):
+        output, state = model(part, state)
+        whole, expected = one(x, expected)
+        output.square().mean().backward()
+        whole.square().mean().backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        worst = max(worst, *(float((mine - want).abs().max()) for mine, want in pairs))
+        state, expected = (tuple(part.detach() for part in found) for found in (state, expected))
+    try:
+        unnamed(part, tuple(one.detach() for one in unnamed(part)[1]))
+    except UserError as error:
+        return worst, str(error).partition("\n")[0]
+    return worst, ""
