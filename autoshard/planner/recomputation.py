@@ -22,7 +22,16 @@ from passes.cost.shrink import Tried, shrink
 from passes.cost.simulate import Timeline, simulate
 from passes.cost.unroll import unroll
 from passes.ir.folded_layers import Repeats
-from passes.ir.graph import InputRole, copy_graph, has_backward, placeholders, repeats_of, results_of, saving_of
+from passes.ir.graph import (
+    InputRole,
+    copy_graph,
+    has_backward,
+    origin_of,
+    placeholders,
+    repeats_of,
+    results_of,
+    saving_of,
+)
 from passes.ir.recompute_blocks import Blocks
 from passes.ir.units import format_seconds
 from passes.manager import PassManager
@@ -153,7 +162,7 @@ class Settling:
     def _saved(self, split: Split) -> int:
         """Return the bytes that all blocks keep for the backward."""
         assert split.backward is not None
-        counts = {node.name: self.repeats.count(block) for node, block in self.blocks.block.items()}
+        counts = {node.name: self.repeats.count(origin_of(node).fqn) for node in self.blocks.block}
         nodes = placeholders(split.backward.graph, InputRole.SAVED)
         return sum(counts.get(node.name, 0) * one.nbytes for node in nodes for one in results_of(node))
 

@@ -1,6 +1,7 @@
 """The blocks of a program, such as `layers.7`: the values that each computes in the forward, and its results.
 
-A block is a module of a list; in a model without lists, a child of the model. Values of equal blocks share a name,
+A block is a module of a list; in a model without lists, a child of the model. An `nn.Sequential` of unlike steps, such as
+convolution and activation, is no list but one block. Values of equal blocks share a name,
 `layers.*.attention.wq mm`, so that a decision for one block holds for all.
 """
 
@@ -14,6 +15,8 @@ from torch.fx import Graph, Node
 
 from passes.ir.graph import InputRole, OutputRole, input_of, operands, origin_of, outputs_of, region_of, returned
 from passes.ir.text import format_target
+
+Path = tuple[str, ...]  # the parts of an FQN
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,21 @@ class Blocks:
     def of(graph: Graph) -> Blocks:
         forward, static = _forward(graph)
         calls = [node for node in graph.nodes if node in forward and node.op == "call_function" and node not in static]
-        fqns = {node: origin_of(node).fqn for node in calls}
-        is_list = any(_numbers(fqn) for fqn in fqns.values())
+        paths = {node: tuple(origin_of(node).fqn.split(".")) for node in calls}
+        sequences = _sequences(paths)
+        numbers = {node: [place for place in _numbers(path) if path[:place] not in sequences] for node, path in paths.items()}
+        has_lists = any(numbers.values())
         block: dict[Node, str] = {}
         kind: dict[Node, str] = {}
         seen: dict[tuple[str, str], int] = defaultdict(int)
-        for node in calls:
-            end = next(iter(_numbers(fqns[node])), None) if is_list else 0
-            parts = fqns[node].split(".")
-            if end is None or not parts[0]:
+        for node, path in paths.items():
+            ends = [*numbers[node], *(place - 1 for place in _numbers(path) if path[:place] in sequences)]
+            end = ends[0] if ends and has_lists else None if has_lists else 0
+            if end is None or not path[0]:
                 continue
-            name = ".".join((*parts[:end], "*" if is_list else parts[0], *parts[end + 1 :]))
-            block[node] = ".".join(parts[: end + 1])
+            number = "*" if numbers[node] else path[end]
+            name = ".".join((*path[:end], number, *path[end + 1 :]))
+            block[node] = ".".join(path[: end + 1])
             what = f"{name} {format_target(node.target)}"
             seen[block[node], what] += 1
             count = seen[block[node], what]
@@ -63,8 +69,24 @@ class Blocks:
         ]
 
 
-def _numbers(fqn: str) -> list[int]:
-    return [place for place, part in enumerate(fqn.split(".")) if part.isdecimal()]
+def _numbers(path: Path) -> list[int]:
+    return [place for place, part in enumerate(path) if part.isdecimal()]
+
+
+def _sequences(paths: Mapping[Node, Path]) -> set[Path]:
+    """Return the modules, other than the model, whose numbered children are unlike steps of one block, as convolution, norm and
+    activation in an `nn.Sequential`: children that have none themselves and make different calls."""
+    made: dict[Path, dict[str, list[object]]] = defaultdict(lambda: defaultdict(list))
+    for node, path in paths.items():
+        for place in _numbers(path)[:1]:
+            made[path[:place]][path[place]].append(node.target if place == len(path) - 1 else None)
+    return {
+        path
+        for path, children in made.items()
+        if path
+        and all(None not in calls for calls in children.values())
+        and any(calls != next(iter(children.values())) for calls in children.values())
+    }
 
 
 def _forward(graph: Graph) -> tuple[set[Node], set[Node]]:

@@ -15,7 +15,7 @@ from torch.fx import Graph
 from passes.cost.fused_regions import is_alias, node_nbytes
 from passes.cost.saved_values import saved_or_remade
 from passes.ir.folded_layers import Repeats
-from passes.ir.graph import transfer_of
+from passes.ir.graph import origin_of, transfer_of
 from passes.ir.recompute_blocks import Blocks
 from passes.search.solvers.highs import MixedIntegerProgram
 
@@ -48,12 +48,12 @@ class SelectiveRecomputation:
         needed: dict[str, None] = {}
         inside: dict[str, int] = defaultdict(int)
         for node in remade:
-            kind, count = blocks.kind[node], repeats.count(blocks.block[node])
+            kind, count = blocks.kind[node], repeats.count(origin_of(node).fqn)
             seconds[kind] += count * seconds_of.get(node.name, 0.0)
             sources[kind] |= {blocks.kind[value]: None for value in node.all_input_nodes if value in blocks.kind}
             if not is_alias(node) and transfer_of(node) is None:
                 nbytes[kind] += count * node_nbytes(node)
-                inside[blocks.block[node]] += node_nbytes(node)
+                inside[blocks.block[node]] += count // repeats.count(blocks.block[node]) * node_nbytes(node)
             if any(user not in blocks.forward and user.op != "output" for user in node.users):
                 needed[kind] = None
         made = {kind: tuple(kinds) for kind, kinds in sources.items()}

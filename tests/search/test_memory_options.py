@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard import MemoryLimitError, Mesh, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
 from autoshard.planner.ties import TIE
 from tests.calm import calm
 
@@ -82,3 +82,47 @@ def test_gathered_parameters_are_kept_or_not_as_options_say() -> None:
         assert read and {gather.what for gather in gathers if gather.recomputed} == (read if again else set())
         assert one.solution is None or bool(one.solution.kept) is not again
     assert freed.cost.communication > kept.cost.communication and freed.cost.memory.gathered < kept.cost.memory.gathered
+
+
+class Stages(nn.Module):
+    """Stages of a U-Net, each an `nn.Sequential` of unlike steps."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.down, self.middle, self.up = (
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(), nn.Conv2d(o, o, 3, padding=1), nn.ReLU())
+            for i, o in ((3, width), (width, width), (width, 3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.up(self.middle(self.down(x)))
+        return found.square().mean()
+
+
+def test_a_sequence_of_unlike_steps_is_computed_again_as_one_block() -> None:
+    with torch.device("meta"):
+        model, x = Stages(), torch.empty(16, 3, 64, 64)
+    usual = plan(model, Mesh("dp=2", hardware="h100"), (x,), options=Options(recipe="fsdp", recompute="none"))
+    again = usual.replan(recompute="block")
+    assert usual.cost is not None and again.cost is not None and again.recomputation is not None
+    assert again.cost.memory.activations < 0.5 * usual.cost.memory.activations
+    assert (again.recomputation.freed or 0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.7, 0.55, 0.45])
+def test_no_recipe_is_faster_within_the_same_memory(part: float) -> None:
+    with torch.device("meta"):
+        model, x = Blocks(256), torch.empty(8192, 256)
+    mesh = Mesh("dp=2,tp=4", hardware=calm("h100"))
+    roomy = plan(model, mesh, (x,), options=Options(recipe="fsdp"))
+    assert roomy.cost is not None
+    limit = int(part * roomy.cost.peak_memory)
+    found = plan(model, mesh, (x,), options=Options(memory_limit=limit))
+    assert found.cost is not None
+    for recipe in ("fsdp", "zero2", "hsdp"):
+        try:
+            expert = plan(model, mesh, (x,), options=Options(memory_limit=limit, recipe=recipe))
+        except MemoryLimitError:
+            continue
+        assert expert.cost is not None and found.cost.step_time <= expert.cost.step_time * (1 + TIE), recipe
