@@ -123,6 +123,12 @@ _CAUSES = (
         "give the numbers as an argument or a buffer",
         "Generator",
     ),
+    _Cause(
+        "^AssertionError$",
+        "the model assigns to the .data of a parameter or buffer in its forward; change parameters outside of it, in the "
+        "optimizer or after the step, and a buffer in place: self.buffer.copy_(...)",
+        "Encountered a set_ on a graph input",
+    ),
     _Cause(_CALLS, _DRAWS, r"\bRandom\.\w+"),
     _Cause(
         _CALLS,

@@ -88,6 +88,11 @@ def _check_changes(joint: JointGraph, keys: tuple[Input, ...], constants: Mappin
                 f"the model changes its input {key.name} in place, which no other rank would see; "
                 f"work on a copy: {name} = {name}.clone(){place}"
             )
+        if key.role is InputRole.PARAMETER and node.target is torch.ops.aten.embedding_renorm.default:
+            raise CaptureError(
+                f"max_norm makes an embedding change its parameter {key.name} in the forward; leave max_norm out, and limit the "
+                f"norms after the step: {name}.copy_({name}.renorm(2, 0, max_norm)){place}"
+            )
         if key.role is InputRole.PARAMETER:
             raise CaptureError(
                 f"the model changes its parameter {key.name} in the forward; change parameters outside of it, "
@@ -239,6 +244,11 @@ def _check_ops(graph: Graph) -> None:
         if node.op in ("placeholder", "output", "get_attr") or node.target is operator.getitem:
             continue
         if not isinstance(node.target, OpOverload):
+            if str(node.target).startswith("auto_functionalized") and isinstance(node.args[0], OpOverload):
+                raise CaptureError(
+                    f"{node.args[0]} changes an argument in place, which a graph cannot hold of an operator that is not torch's "
+                    f"own; let it return a new tensor{format_place(origin_of(node))}"
+                )
             raise CaptureError(
                 f"{node.target} keeps a graph of its own, which cannot be sharded; "
                 f"write it with plain tensor operations{format_place(origin_of(node))}"

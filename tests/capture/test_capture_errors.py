@@ -333,6 +333,38 @@ class ChangesParameter(Model):
         return self.layer(x)
 
 
+class LimitsNorms(Model):
+    """max_norm makes an embedding change its parameter layer.weight in the forward; leave max_norm out, and limit the norms after
+    the step: weight.copy_(weight.renorm(2, 0, max_norm)) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x.long().clamp(0, 1), self.layer.weight, max_norm=0.5)  # <line>
+
+
+class AssignsData(Model):
+    """the model assigns to the .data of a parameter or buffer in its forward; change parameters outside of it, in the
+    optimizer or after the step, and a buffer in place: self.buffer.copy_(...)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data = self.layer.weight.data * 0.5
+        return self.layer(x)
+
+
+@torch.library.custom_op("autoshard_tests::doubled_in_place", mutates_args={"x"})
+def doubled_in_place(x: Tensor) -> None:
+    x.mul_(2)
+
+
+class ChangesArgument(Model):
+    """autoshard_tests.doubled_in_place.default changes an argument in place, which a graph cannot hold of an operator that is
+    not torch's own; let it return a new tensor <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x).clone()
+        torch.ops.autoshard_tests.doubled_in_place(found)  # <line>
+        return found.detach()
+
+
 class ChangesAttribute(Model):
     """the model changes total, which is neither buffer nor parameter; make it a buffer: self.register_buffer('total',
     ...) <line>"""
