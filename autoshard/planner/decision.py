@@ -15,7 +15,7 @@ from autoshard.planner.effort import FULL, QUICK, Effort
 from autoshard.planner.evaluation import Evaluation, Folded, fold
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.problem import Problem, Recipes, padded_for_all
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
@@ -135,7 +135,7 @@ def _variants(problem: Problem, folded: Folded) -> Iterator[tuple[str, Problem, 
     yield what, problem, folded
     if folded.is_padded or folded.is_split:
         yield f"not {what}", replace(problem, pads=False), folded_variant(problem, folded, pads=False)
-    wide = problem.padded_for_all
+    wide = padded_for_all(problem)
     if wide is not None:
         yield f"batch padded for {' x '.join(problem.mesh.names[axis] for axis in wide.padded_axes)}", wide, fold(wide)
 

@@ -79,16 +79,6 @@ class Problem:
         """Return the axes that split the batch once it is padded; the inputs are whole on them."""
         return self.padded_axes if self.pads else ()
 
-    @property
-    def padded_for_all(self) -> Problem | None:
-        """Return the problem with its batch padded for all axes that may split it, if a search has to try that: not where they
-        divide the batch, or where padding adds more than `MOST_PADDED` of it.
-        """
-        _, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
-        axes, wide = self._given_axes, padded_size(batch, math.prod(self.mesh.sizes[axis] for axis in self._given_axes))
-        is_asked = self.batch_axes is None and not self.options.inputs and axes != self.padded_axes
-        return replace(self, padded_axes=axes) if is_asked and batch < wide <= batch * (1 + MOST_PADDED) else None
-
     def seed(self, gm: GraphModule, recipes: Recipes) -> Seed:
         """Return the user's constraints and the `recipes` for `gm`, the captured graph or its folded form."""
         parameters = {input_of(n).name: tensor_of(n).shape for n in placeholders(gm.graph, InputRole.PARAMETER)}
@@ -103,34 +93,11 @@ class Problem:
         return Seed(
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
-            (*constraints_on(self.input_placements, "inputs", inputs, self.mesh), *self._batch(inputs)),
+            (*constraints_on(_input_placements(self), "inputs", inputs, self.mesh), *self._batch(inputs)),
             (*constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
-
-    @property
-    def input_placements(self) -> Placements:
-        """Return the user's constraints on inputs, but for those of arguments that this call lacks: that are None in it or, in a
-        later call, not there.
-        """
-        inputs = self.captured.shapes(InputRole.INPUT)
-        missing = [path for path, value in self.captured.signature.constants if value is None]
-
-        def is_missing(pattern: str) -> bool:
-            starts = (".".join(pattern.split(".")[: path.count(".") + 1]) for path in missing)
-            return self.is_later or any(map(fnmatch.fnmatchcase, missing, starts))
-
-        return {
-            pattern: axes
-            for pattern, axes in (self.options.inputs or {}).items()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in inputs) or not is_missing(pattern)
-        }
-
-    def placements_of(self, name: str) -> dict[str, Placement]:
-        """Return the user's placement of an input by axis."""
-        found = constraints_on(self.input_placements, "inputs", self.captured.shapes(InputRole.INPUT), self.mesh)
-        return {one.axis: one.placement for one in found if one.name == name}
 
     def _of_these(self, given: Placements | None, names: Iterable[str]) -> Placements | None:
         """Return the constraints that a later call can honour: it may return other values than the first."""
@@ -153,9 +120,9 @@ class Problem:
         """
         _, first = _first_batch(inputs)
         axes = () if self.split_when_padded else _dividing(self.batch_axes or (), self.mesh, first)
-        given = self.padded_axes if self.batch_axes is None else self._given_axes
+        given = self.padded_axes if self.batch_axes is None else self.given_axes
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
-        constrained = {(one.name, one.axis) for one in constraints_on(self.input_placements, "inputs", inputs, self.mesh)}
+        constrained = {(one.name, one.axis) for one in constraints_on(_input_placements(self), "inputs", inputs, self.mesh)}
         return tuple(
             Constraint(name, self.mesh.names[axis], Shard(0) if name in split and axis in axes else R)
             for name in inputs
@@ -164,7 +131,7 @@ class Problem:
         )
 
     @property
-    def _given_axes(self) -> tuple[int, ...]:
+    def given_axes(self) -> tuple[int, ...]:
         """Return the axes over which the caller splits the batch, or nothing: all but those for the sequence, which a plan
         decides.
         """
@@ -179,7 +146,7 @@ class Problem:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
         else:
             whole = (self.batch_axes or ())[len(_dividing(self.batch_axes or (), self.mesh, batch)) :]
-            constrained = self.placements_of(name)
+            constrained = _placements_of(self, name)
             names = [self.mesh.names[axis] for axis in whole if self.mesh.names[axis] not in constrained]
         if not names or is_gain(batch, math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)):
             return found
@@ -222,7 +189,7 @@ class Problem:
         name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
         axes = data_axes(recipes)
         if self.batch_axes is not None:
-            own = tuple(axis for axis in axes if axis not in self._given_axes)
+            own = tuple(axis for axis in axes if axis not in self.given_axes)
             axes = (*self.batch_axes, *own) if own else ()
         ways = math.prod(self.mesh.sizes[axis] for axis in axes)
         names = " x ".join(self.mesh.names[axis] for axis in axes)
@@ -259,6 +226,12 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     return axes
 
 
+def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:
+    """Return the user's placement of an input by axis."""
+    found = constraints_on(_input_placements(problem), "inputs", problem.captured.shapes(InputRole.INPUT), problem.mesh)
+    return {one.axis: one.placement for one in found if one.name == name}
+
+
 def padding_as_given(problem: Problem) -> Problem:
     """Return the problem with its batch padded, if it is not divided by the axes that the caller splits it over, or else a given
     recipe or the names of the axes.
@@ -271,10 +244,39 @@ def padding_as_given(problem: Problem) -> Problem:
         axes = data_axes(rule_of_thumb(mesh) if recipes is None else recipes)
     name, batch = _first_batch(inputs)
     if not problem.is_later:
-        found = problem.placements_of(name)
+        found = _placements_of(problem, name)
         is_split = any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values())
         axes = () if is_split else tuple(axis for axis in axes if mesh.names[axis] not in found)
     return replace(problem, padded_axes=axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ())
+
+
+def padded_for_all(problem: Problem) -> Problem | None:
+    """Return the problem with its batch padded for all axes that may split it, if a search has to try that: not where they divide
+    the batch, or where padding adds more than `MOST_PADDED` of it.
+    """
+    _, batch = _first_batch(problem.captured.shapes(InputRole.INPUT))
+    axes = problem.given_axes
+    wide = padded_size(batch, math.prod(problem.mesh.sizes[axis] for axis in axes))
+    is_asked = problem.batch_axes is None and not problem.options.inputs and axes != problem.padded_axes
+    return replace(problem, padded_axes=axes) if is_asked and batch < wide <= batch * (1 + MOST_PADDED) else None
+
+
+def _input_placements(problem: Problem) -> Placements:
+    """Return the user's constraints on inputs, but for those of arguments that the call lacks: that are None in it or, in a later
+    call, not there.
+    """
+    inputs = problem.captured.shapes(InputRole.INPUT)
+    missing = [path for path, value in problem.captured.signature.constants if value is None]
+
+    def is_missing(pattern: str) -> bool:
+        starts = (".".join(pattern.split(".")[: path.count(".") + 1]) for path in missing)
+        return problem.is_later or any(map(fnmatch.fnmatchcase, missing, starts))
+
+    return {
+        pattern: axes
+        for pattern, axes in (problem.options.inputs or {}).items()
+        if any(fnmatch.fnmatchcase(name, pattern) for name in inputs) or not is_missing(pattern)
+    }
 
 
 @uncollected()

@@ -73,7 +73,7 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
 
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
     """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
-    _module("plain_subclasses").allow_in_compiled_code(subclass)
+    _module("dynamo.plain_subclasses").allow_in_compiled_code(subclass)
 
 
 def unchanged_since_now(dicts: Sequence[Mapping[Any, Any]]) -> Callable[[], bool]:
