@@ -38,6 +38,10 @@ class _Cause:
         return re.search(self.detail, failure.detail, re.MULTILINE) if re.search(self.kind, failure.kind) else None
 
 
+_COUNTS = (
+    "the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; count with "
+    "torch.nn.functional.one_hot(x, length).sum(0)"
+)
 _UNKNOWN_SHAPE = (
     "the model makes a tensor whose shape depends on values, but the shapes of a graph are fixed; keep all elements and blank "
     "out with torch.where, a product with the mask, or masked_fill"
@@ -67,6 +71,10 @@ _DRAWS = (
     "the model draws a number with Python's random module, but a graph would have the same number in every call; draw it "
     "with torch.rand(()) or torch.randint"
 )
+_PACKS = (
+    "the model packs sequences (pack_padded_sequence), but the shapes of a graph are fixed; give the layer the padded batch, and "
+    "take each sequence's result at its length"
+)
 _CALLS = "^Failed to trace builtin operator|^Attempted to call function marked as skipped|^Attempted to inline function"
 
 
@@ -89,6 +97,7 @@ _CAUSES = (
         r"aten\.(?!item|_local_scalar_dense)(\w+)",
     ),
     _Cause(r"^DataDependentOutputException$|^Tensor\.tolist|^Unsupported Tensor\.item|^Data dependent operator", _READS),
+    _Cause("^DynamicOutputShapeException$|^Dynamic shape operator", _COUNTS, r"aten\.bincount"),
     _Cause(
         "^DynamicOutputShapeException$|^Dynamic shape operator",
         _UNKNOWN_SHAPE,
@@ -129,6 +138,7 @@ _CAUSES = (
         "optimizer or after the step, and a buffer in place: self.buffer.copy_(...)",
         "Encountered a set_ on a graph input",
     ),
+    _Cause(_CALLS, _PACKS, r"\bpack_padded_sequence\b"),
     _Cause(_CALLS, _DRAWS, r"\bRandom\.\w+"),
     _Cause(
         _CALLS,
@@ -191,7 +201,7 @@ def capture_error(error: Exception) -> CaptureError:
 def may_run_directly(error: Exception) -> bool:
     """Return whether dynamo gave up on Python code that may be run instead; other failures are the model's own."""
     failure = trace_failure(error)
-    return all(cause.kind == _CALLS and cause.message != _DRAWS for cause in _CAUSES if cause.fits(failure))
+    return all(cause.kind == _CALLS and cause.message not in (_DRAWS, _PACKS) for cause in _CAUSES if cause.fits(failure))
 
 
 def without_dynamo(error: Exception) -> Remark:
@@ -243,14 +253,17 @@ def check_shapes(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
+            text = _COUNTS if node.target is torch.bincount else _UNKNOWN_SHAPE
+            raise CaptureError(text + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
 def check_numbers(graph: Graph) -> None:
-    """Raise CaptureError for an output that is a number known only when the model runs."""
-    for node in graph.output_node().args[0]:  # type: ignore[union-attr]
-        read = node.args[0] if isinstance(node, Node) and node.target is torch.scalar_tensor else node
-        if isinstance(read, Node) and isinstance(read.meta.get("example_value"), _NUMBERS):
+    """Raise CaptureError for a number that is known only when the model runs, if it is an output or a tensor is computed from it:
+    dynamo lets such a number pass inside of `torch.func.grad`."""
+    returned = [node for node in graph.output_node().args[0] if isinstance(node, Node)]  # type: ignore[union-attr]
+    made = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    for read in (*returned, *(value for node in made for value in node.all_input_nodes)):
+        if isinstance(read.meta.get("example_value"), _NUMBERS):
             raise CaptureError(_READS + format_place(user_frame(read.meta.get("stack_trace"))))
 
 

@@ -341,6 +341,22 @@ class LimitsNorms(Model):
         return nn.functional.embedding(x.long().clamp(0, 1), self.layer.weight, max_norm=0.5)  # <line>
 
 
+class CountsValues(Model):
+    """the length of what torch.bincount returns depends on values, but the shapes of a graph are fixed; count with
+    torch.nn.functional.one_hot(x, length).sum(0) <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() + torch.bincount(x[0].long().abs(), minlength=4).sum()  # <line>
+
+
+class Packs(Model):
+    """the model packs sequences (pack_padded_sequence), but the shapes of a graph are fixed; give the layer the padded batch,
+    and take each sequence's result at its length <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.utils.rnn.pack_padded_sequence(self.layer(x)[None], torch.tensor([2]), batch_first=True).data  # <line>
+
+
 class AssignsData(Model):
     """the model assigns to the .data of a parameter or buffer in its forward; change parameters outside of it, in the
     optimizer or after the step, and a buffer in place: self.buffer.copy_(...)"""
@@ -608,7 +624,7 @@ def test_the_setting_of_a_library_that_avoids_it_is_named(
     )
 
 
-@pytest.mark.parametrize("model", [Branches, ReadsItem, Mismatches])
+@pytest.mark.parametrize("model", [Branches, Mismatches])
 def test_torchs_own_pages_are_in_the_log_alone(
     model: type[Model], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:

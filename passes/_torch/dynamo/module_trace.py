@@ -26,8 +26,8 @@ from passes._torch.dynamo.numpy_numbers import numpy_numbers
 from passes._torch.dynamo.outside_reads import outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
-    UnknownValueError,
-    check_values,
+    UnknownLengthError,
+    check_selections,
     flex_attention_replaced,
     masked_select,
     teach_dynamo,
@@ -70,7 +70,7 @@ def trace_module(
         stack.enter_context(replaced(TensorVariable, "var_getattr", _get_attribute))
         stack.enter_context(numpy_numbers())
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        check_values(traced.graph)
+        check_selections(traced.graph)
     given = (*args, *kwargs.values())
     inputs = tuple(traced._dynamo_bytecode_flatten(*given))
     output = traced._dynamo_bytecode_flatten.out.graph_capture_output
@@ -206,8 +206,8 @@ def _logging_functions() -> set[Callable[..., Any]]:
 def trace_failure(error: Exception) -> TraceFailure:
     """Return why `trace_module` or `trace_joint` raised `error`."""
     detail = str(error)
-    if isinstance(error, UnknownValueError):
-        return TraceFailure(error.kind.__name__, detail, error.stack)
+    if isinstance(error, UnknownLengthError):
+        return TraceFailure(DynamicOutputShapeException.__name__, detail, error.stack)
     if isinstance(error, Unsupported | TorchRuntimeError | DynamoUserError):
         kind = error.gb_type if isinstance(error, Unsupported) else type(error).__name__
         return TraceFailure(kind or "", detail, "".join(error.real_stack.format()))

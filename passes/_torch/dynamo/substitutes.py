@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._dynamo import trace_rules
 from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.variables import UserFunctionVariable
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.backends import cudnn
 from torch.distributions import Distribution, constraints, kl
 from torch.fx import Graph
@@ -87,25 +86,19 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     return selected
 
 
-class UnknownValueError(RuntimeError):
-    """The code in `stack` needs a value of a tensor while the model is traced; `kind` is the error that torch has for that."""
+class UnknownLengthError(RuntimeError):
+    """A selection by a mask, made by the code in `stack`, is read by an op that needs its length."""
 
-    def __init__(self, kind: type[Exception], function: str, stack: str) -> None:
-        super().__init__(function)
-        self.kind, self.stack = kind, stack
+    def __init__(self, stack: str) -> None:
+        super().__init__("masked_select")
+        self.stack = stack
 
 
-def check_values(graph: Graph) -> None:
-    """Raise UnknownValueError for a tensor that is computed from a number read out of one, which dynamo lets pass inside of
-    `torch.func.grad`, and for a selection by a mask that is not used as the targets of a CTC loss alone."""
-    for node in graph.nodes:
-        numbers = [value for value in node.all_input_nodes if isinstance(value.meta.get("example_value"), torch.SymFloat)]
-        if numbers and isinstance(node.meta.get("example_value"), Tensor):
-            stacks = (one.meta.get("stack_trace") for one in (*numbers, node))
-            raise UnknownValueError(DataDependentOutputException, node.name, next(filter(None, stacks), ""))
+def check_selections(graph: Graph) -> None:
+    """Raise UnknownLengthError unless the targets of a CTC loss are the one use of each selection by a mask."""
     for node in graph.find_nodes(op="call_function", target=MASKED_SELECT):
         if any(reader.target is not CTC_LOSS or node in (*reader.args[:1], *reader.args[2:]) for reader in node.users):
-            raise UnknownValueError(DynamicOutputShapeException, "masked_select", node.meta.get("stack_trace") or "")
+            raise UnknownLengthError(node.meta.get("stack_trace") or "")
 
 
 def flex_attention_replaced() -> None:
