@@ -253,8 +253,9 @@ def check_shapes(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            text = _COUNTS if node.target is torch.bincount else _UNKNOWN_SHAPE
-            raise CaptureError(text + format_place(user_frame(node.meta.get("stack_trace"))))
+            if node.target is torch.bincount:
+                raise CaptureError(_COUNTS + format_place(user_frame(node.meta.get("stack_trace"))))
+            raise CaptureError(_UNKNOWN_SHAPE + format_place(user_frame(node.meta.get("stack_trace"))))
 
 
 def check_numbers(graph: Graph) -> None:
