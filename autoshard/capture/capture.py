@@ -35,6 +35,7 @@ from passes._torch import (
     quiet_fakes,
     select_decompositions,
     trace_joint,
+    without_saved_tensors_hooks,
 )
 from passes.errors import CaptureError
 from passes.ir.graph import InputRole
@@ -130,7 +131,14 @@ class Captured:
 def _tracing(*, training: bool) -> Iterator[None]:
     """Set up torch for tracing, and raise torch's errors as CaptureErrors; their pages of hints go to our log."""
     try:
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(training), lazy_code(), quiet_fakes(), uncollected():
+        with (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(training),
+            without_saved_tensors_hooks(),
+            lazy_code(),
+            quiet_fakes(),
+            uncollected(),
+        ):
             yield
     except CaptureError:
         raise

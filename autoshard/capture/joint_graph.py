@@ -91,7 +91,7 @@ def _check_changes(joint: JointGraph, keys: tuple[Input, ...], constants: Mappin
         if key.role is InputRole.PARAMETER and node.target is torch.ops.aten.embedding_renorm.default:
             raise CaptureError(
                 f"max_norm makes an embedding change its parameter {key.name} in the forward; leave max_norm out, and limit the "
-                f"norms after the step: {name}.copy_({name}.renorm(2, 0, max_norm)){place}"
+                f"norms after the step: {name}.mul_((max_norm / {name}.norm(dim=1, keepdim=True)).clamp(max=1)){place}"
             )
         if key.role is InputRole.PARAMETER:
             raise CaptureError(

@@ -39,19 +39,18 @@ def run_step(
     *,
     effort: Effort = FULL,
     known: Mapping[int, Program] = MappingProxyType({}),
-    memory_limit: int | None = None,
+    in_any_memory: bool = False,
 ) -> Timeline:
-    """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory: in `memory_limit`
-    bytes, by default those that `options` allow.
+    """Simulate one step as it will be compiled, with the best buckets and order found that fit in memory.
 
     Without overlap, each collective is awaited where it is issued. Forward and backward are optimized separately. For a
     step much slower than `worst` seconds, the first good order is taken. `known` has the phases, by number, that are
-    optimized already.
+    optimized already. With `in_any_memory`, the best order counts whether it fits or not.
     """
     given = options.hiding
     if given is None:
         return simulate(awaited_at_once(program))
-    limit = options.memory_bytes(memory_of(program.mesh)) if memory_limit is None else memory_limit
+    limit = None if in_any_memory else options.memory_bytes(memory_of(program.mesh))
     buckets = sizes(given.bucket_bytes)[1:]
     tried = buckets[-effort.bucket_sizes :]
     found = list[Program]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -104,15 +103,15 @@ class Settling:
         return usual if self._is_slower(usual) else self._fitted(usual)
 
     def _is_slower(self, usual: Trial) -> bool:
-        """Return whether a program that does not fit would be slower than `worst` with memory for any order.
+        """Return whether a program that does not fit is slower than `worst` also in its best order in any memory.
 
         The best order of little memory may be far slower than that of a program which recomputes values, and so has memory left.
         """
         if usual.timeline.step_time < self.worst:
             return False
         options = self.problem.options
-        free = run_step(usual.program, options, self.worst, effort=self.effort, memory_limit=sys.maxsize)
-        return free.step_time >= self.worst
+        fastest = run_step(usual.program, options, self.worst, effort=self.effort, in_any_memory=True)
+        return fastest.step_time >= self.worst
 
     @property
     def limit(self) -> int:

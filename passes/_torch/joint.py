@@ -21,7 +21,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 
-from passes._torch.modes import transforms_as_before
 from passes._torch.operators.decompositions import DECOMPOSITIONS
 from passes._torch.patches import replaced
 from passes._torch.results import JointGraph
@@ -38,7 +37,7 @@ def trace_joint(flat: GraphModule, args: tuple[torch.Tensor, ...], decomposition
     forward keeps nothing for the backward unless autograd records it. Without oneDNN an LSTM is traced as its products.
     """
     no_kernel = replaced(torch._C, "_get_mkldnn_enabled", lambda: False)
-    with ExitStack() as stack, transforms_as_before(), replaced(effects, "has_effects", _has_effects), no_kernel:
+    with ExitStack() as stack, replaced(effects, "has_effects", _has_effects), no_kernel:
         joint = aot_export_joint_with_descriptors(stack, flat, args, decompositions=decompositions)
         graph_module = joint.graph_module
     descriptions = graph_module.graph.output_node().meta["desc"]

@@ -39,34 +39,26 @@ def keeps_graph() -> bool:
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Take off the hooks for tensors that autograd saves, which `torch.func.grad` refuses, and put them on again afterwards."""
-    autograd, hooks = torch._C._autograd, []
+    """Take off the hooks for tensors that autograd saves, which `torch.func.grad` refuses, and put them on again afterwards.
+
+    Transforms that are active are left as they were before, too: a trace that fails inside of `torch.func.grad` leaves it active,
+    and hooks forbidden.
+    """
+    functorch, autograd, hooks = torch._C._functorch, torch._C._autograd, []
+    depth, forbidden = functorch.get_dynamic_layer_stack_depth(), autograd._saved_tensors_hooks_get_disabled_error_message()
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@contextmanager
-def transforms_as_before() -> Iterator[None]:
-    """Leave the transforms that are active, and whether hooks for saved tensors are allowed, as they were before.
-
-    Where dynamo fails inside of a transform such as `torch.func.grad`, it leaves that active.
-    """
-    functorch, autograd = torch._C._functorch, torch._C._autograd
-    depth, disabled = functorch.get_dynamic_layer_stack_depth(), autograd._saved_tensors_hooks_get_disabled_error_message()
-    try:
-        yield
-    finally:
         functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        if disabled is None:
+        if forbidden is None:
             autograd._saved_tensors_hooks_enable()
         else:
-            autograd._saved_tensors_hooks_disable(disabled)
+            autograd._saved_tensors_hooks_disable(forbidden)
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

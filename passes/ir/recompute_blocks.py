@@ -1,8 +1,8 @@
 """The blocks of a program, such as `layers.7`: the values that each computes in the forward, and its results.
 
 A block is a module of a list; in a model without lists, a child of the model. An `nn.Sequential` of unlike steps, such as
-convolution and activation, is no list but one block. Values of equal blocks share a name,
-`layers.*.attention.wq mm`, so that a decision for one block holds for all.
+convolution and activation, is no list but one block. Values of equal blocks share a name, `layers.*.attention.wq mm`, so
+that a decision for one block holds for all.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Blocks:
         kind: dict[Node, str] = {}
         seen: dict[tuple[str, str], int] = defaultdict(int)
         for node, path in paths.items():
-            ends = [*numbers[node], *(place - 1 for place in _numbers(path) if path[:place] in sequences)]
-            end = ends[0] if ends and has_lists else None if has_lists else 0
-            if end is None or not path[0]:
+            ends = [*numbers[node], *(place - 1 for place in _numbers(path) if path[:place] in sequences)] if has_lists else [0]
+            if not ends or not path[0]:
                 continue
+            end = ends[0]
             number = "*" if numbers[node] else path[end]
             name = ".".join((*path[:end], number, *path[end + 1 :]))
             block[node] = ".".join(path[: end + 1])

@@ -335,7 +335,7 @@ class ChangesParameter(Model):
 
 class LimitsNorms(Model):
     """max_norm makes an embedding change its parameter layer.weight in the forward; leave max_norm out, and limit the norms after
-    the step: weight.copy_(weight.renorm(2, 0, max_norm)) <line>"""
+    the step: weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1)) <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.embedding(x.long().clamp(0, 1), self.layer.weight, max_norm=0.5)  # <line>
@@ -622,6 +622,14 @@ def test_the_setting_of_a_library_that_avoids_it_is_named(
         f"choose with torch.where(condition, a, b); here, set {setting} in the model's config"
         f"\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
     )
+
+
+def test_a_count_of_fixed_length_is_captured() -> None:
+    class CountsInstead(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sum() + nn.functional.one_hot(x[0].long(), 4).sum(0).sum()
+
+    capture(CountsInstead(), (torch.ones(2, 4),), training=True)
 
 
 @pytest.mark.parametrize("model", [Branches, Mismatches])

@@ -443,3 +443,17 @@ def _stateful(rank: int) -> tuple[float, str]:
     except UserError as error:
         return worst, str(error).partition("\n")[0]
     return worst, ""
+
+
+def test_norms_of_an_embedding_are_limited_as_the_message_says() -> None:
+    assert max(run_on_ranks(_limit_norms, 2)) == 0
+
+
+def _limit_norms(rank: int) -> float:
+    mesh, one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.nn.Embedding(8, 4).double()
+    model: Any = autoshard(one, mesh, (torch.arange(4),), options=Options(recipe="fsdp", compile="eager", progress=False))
+    with torch.no_grad():
+        model.weight.mul_((0.5 / model.weight.norm(dim=1, keepdim=True)).clamp(max=1))
+    assert model.weight.to_local().shape == (4, 4)
+    expected = one.weight * (0.5 / one.weight.norm(dim=1, keepdim=True)).clamp(max=1)
+    return float((model.weight.full_tensor() - expected).abs().max())

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import CaptureError, Mesh, Options, autoshard, plan
+from autoshard.compile.compiled import Mode
 
 X = torch.arange(8.0).view(2, 4) / 8
 OPTIONS = Options(compile="eager", progress=False)
@@ -43,6 +44,21 @@ def test_a_gradient_by_torch_func_in_a_program_that_a_call_makes(
     model(X).sum().backward()
     for ours, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_checkpoint_around_the_call_that_makes_a_program(one_rank: DeviceMesh, compiler: Mode) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    sharded = autoshard(model, one_rank, options=Options(compile=compiler, progress=False))
+    checkpoint(sharded, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    model(X).sum().backward()
+    for ours, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_plan_that_is_made_while_hooks_are_active() -> None:
+    with save_on_cpu():
+        assert plan(Penalized(), Mesh("dp=2", hardware="h100"), (X,)).cost is not None
 
 
 def test_hooks_are_those_of_the_caller_afterwards(one_rank: DeviceMesh) -> None:

@@ -38,7 +38,7 @@ from autoshard.runtime.process_groups import MeshGroups
 from autoshard.runtime.shared_plan import Decided, plan_together
 from autoshard.runtime.watch.call_watch import SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
-from passes._torch import local_of_dtensor, without_saved_tensors_hooks
+from passes._torch import local_of_dtensor
 from passes.errors import DistributedError, InputError, UserError
 from passes.ir.layout import Layout, replicated
 from passes.ir.units import format_seconds
@@ -242,8 +242,7 @@ def program_of(
     """
     program = found.program
     if program is None:
-        with without_saved_tensors_hooks():  # a checkpoint around the call counts what its forward saves
-            program = _met(model, state, found.mode, found.call, as_written)
+        program = _met(model, state, found.mode, found.call, as_written)
         state.by_key[found.mode, found.key] = program
     return program.execution
 
