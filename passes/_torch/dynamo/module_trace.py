@@ -22,7 +22,7 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from passes._torch.dynamo.numpy_numbers import numpy_numbers
+from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
 from passes._torch.dynamo.outside_reads import outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
 from passes._torch.dynamo.substitutes import (
@@ -37,7 +37,7 @@ from passes._torch.results import LeftOut, TracedModule, TraceFailure, names_rea
 
 _IGNORE, _LOG = IgnoredFunctionVariable.call_function, LoggingLoggerVariable.call_method
 _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_method
-_GETATTR = TensorVariable.var_getattr
+_GETATTR: Any = getattr(TensorVariable, READ_ATTRIBUTE)
 _DRAW = user_defined.call_random_fn
 _OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
 _LEFT_OUT = {print, warnings.warn, logging.getLogger, *_OF_LOGGING, flex_attention_replaced}
@@ -67,7 +67,7 @@ def trace_module(
             stack.enter_context(replaced(SetAttrBuiltinVariable, "_call_setattr", _set_attribute))
         methods = partial(_call_method, marks_leaves=marks_leaves)
         stack.enter_context(replaced(TensorVariable, "call_method", methods))
-        stack.enter_context(replaced(TensorVariable, "var_getattr", _get_attribute))
+        stack.enter_context(replaced(TensorVariable, READ_ATTRIBUTE, _get_attribute))
         stack.enter_context(numpy_numbers())
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
         check_selections(traced.graph)

@@ -22,6 +22,10 @@ _WRAP, _CALL = VariableBuilder._wrap, TorchInGraphFunctionVariable.call_function
 _MADE_OF: dict[Any, str] = {torch.tensor: "data", torch.as_tensor: "data", torch.asarray: "obj"}
 
 
+# The method of dynamo's values that reads an attribute, in torch 2.13 and in 2.14.
+READ_ATTRIBUTE = "var_getattr" if hasattr(ConstantVariable, "var_getattr") else "tp_getattro_impl"
+
+
 class NumpyNumber(ConstantVariable):
     """A number of numpy's: computed with as one of Python's."""
 
@@ -42,9 +46,11 @@ class NumpyNumber(ConstantVariable):
     def var_getattr(self, tx: Any, name: str) -> Any:
         """Return an attribute that only numpy's have, such as `ndim`."""
         if hasattr(self.value, name):
-            return super().var_getattr(tx, name)
+            return getattr(super(), READ_ATTRIBUTE)(tx, name)
         found = getattr(self.number, name)
         return GetAttrVariable(self, name) if callable(found) else _variable(found)
+
+    tp_getattro_impl = var_getattr
 
 
 @contextmanager
