@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options
-from benchmarks.published import Build, Row, Stack, seconds_beside, step, titan_stack
+from benchmarks.published import seconds_beside, step
 from benchmarks.published_models import titan
+from benchmarks.published_runs import Build, Row, Stack, titan_stack
 from examples import llama
 from passes.hardware.hardware import Hardware, hardware_named
 

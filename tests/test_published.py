@@ -5,24 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.published import (
-    CLIP,
-    EAGER_LOSS,
-    FOREACH,
-    FSDP_COPIES,
-    ROWS,
-    Row,
     _awaited,
-    _gpt_config,
-    _gpt_rate,
-    _llama_row,
-    _pipeline_row,
     _run_to_end,
     _seconds_between_stages,
     _without_casts,
     predict,
+    seconds_beside,
+)
+from benchmarks.published_runs import (
+    CLIP,
+    EAGER_GATE,
+    EAGER_LOSS,
+    EAGER_NORM,
+    EAGER_SUM,
+    FOREACH,
+    FSDP_COPIES,
+    ROWS,
+    Row,
+    _gpt_config,
+    _gpt_rate,
+    _llama_row,
+    _pipeline_row,
+    fms_stack,
     titan_stack,
+    unfused,
 )
 from examples import gpt, llama
 from passes.cost.collective_time import collective_seconds
@@ -77,6 +86,30 @@ def test_stages_send_a_part_of_each_chunk_both_ways_and_gather_it() -> None:
 def test_a_stack_s_bytes_are_counted_for_what_they_are() -> None:
     stack = titan_stack("fsdp")
     assert (stack.copied, stack.updated, stack.scored) == (FSDP_COPIES, CLIP + FOREACH, EAGER_LOSS)
+
+
+@pytest.mark.parametrize(("recipe", "parts"), [("fsdp", 16), ("hsdp", 8)])
+def test_a_rank_updates_the_parameters_that_it_stores(recipe: str, parts: int) -> None:
+    stack = replace(fms_stack("a100", 400, recipe), scored=0, unfused=(0, 0))
+    row = _llama_row("tiny", recipe, 1.0, llama.TINY, "nodes=2,dp=8", 16, stack, seq=32)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in row.model(1)[0].parameters())
+    expected = (CLIP + FOREACH) * parameters / parts / stack.hardware.memory_bandwidth
+    assert seconds_beside(row) == pytest.approx(expected)
+
+
+def test_an_eager_layer_that_is_computed_again_runs_its_forward_twice() -> None:
+    once, twice = unfused("none"), unfused("block")
+    assert twice == (once[0] + 2 * (EAGER_SUM[0] + EAGER_NORM[0]), once[1] + EAGER_GATE[0])
+    eager = replace(titan_stack("fsdp"), unfused=once)
+    rows = [_llama_row("tiny", "fsdp", 1.0, llama.TINY, "dp=2", 4, one, seq=32) for one in (eager, titan_stack("fsdp"))]
+    moved = 4 * 32 // 2 * llama.TINY.layers * (once[0] * llama.TINY.dim + once[1] * llama.TINY.hidden)
+    longer = moved / eager.hardware.memory_bandwidth
+    assert seconds_beside(rows[0]) - seconds_beside(rows[1]) == pytest.approx(longer)
+
+
+def test_a_node_s_network_is_shared_by_its_devices() -> None:
+    assert fms_stack("h100", 800, "fsdp").hardware.across.bandwidth == 800e9 / 8 / 8
 
 
 def test_the_rate_of_a_gpt_is_the_paper_s() -> None:
