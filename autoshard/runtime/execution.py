@@ -20,6 +20,7 @@ from autoshard.dumps.graph_dump import GraphDump
 from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.call_inputs import LocalInput
 from autoshard.runtime.gradient_scale import gradient_scale
+from autoshard.runtime.output_gradients import OutputGradients
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.placements import Storage, dtensor_placements
 from autoshard.runtime.reached_gradients import outputs_of_gradients
@@ -46,10 +47,10 @@ class LocalProgram:
 
     `inputs` and `outputs` are in the order of `signature.inputs` and `signature.outputs`; `parameters` has every
     parameter's layout, under each of its names. `constants` are values of BUFFER inputs that are not buffers of the
-    module. The tangent of each output is multiplied by its `tangent_scale`. Calls split the batch, but `whole_outputs`, by
-    number, are whole on every rank. Without `overlap`, collectives are awaited
-    where they are issued. `names` are those that the captured code reads (None: not known), `outside` what it reads from
-    outside of the model. Each call stores `new_values` in the module's objects.
+    module. `output_gradients` says how gradients of outputs enter the backward. Calls split the batch, but `whole_outputs`, by
+    number, are whole on every rank. Without `overlap`, collectives are awaited where they are issued. `names` are those that the
+    captured code reads (None: not known), `outside` what it reads from outside of the model. Each call stores `new_values` in the
+    module's objects.
     """
 
     graph: GraphModule
@@ -58,7 +59,7 @@ class LocalProgram:
     outputs: tuple[Layout, ...]
     parameters: Mapping[str, Layout]
     constants: Mapping[str, torch.Tensor]
-    tangent_scale: tuple[float, ...]
+    output_gradients: OutputGradients
     whole_outputs: frozenset[int]
     plan: ShardingPlan
     dump: GraphDump | None = None
@@ -211,17 +212,30 @@ class Execution:
         return Results(_distinct(outputs, owned), kept)
 
     def backward(
-        self, saved: list[torch.Tensor | SavedBuffer], tangents: Sequence[torch.Tensor | None]
+        self, number: int, saved: list[torch.Tensor | SavedBuffer], tangents: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Return local gradients in the order of the program; an output without a tangent gets a zero one.
 
-        `saved` is emptied, so that its tensors can be freed early.
+        All ranks run the backward of their call of this `number`. `saved` is emptied, so that its tensors can be freed early.
         """
+        given = {output: tangent for output, tangent in enumerate(tangents) if tangent is not None}
+        joined = self.local.output_gradients.axes_to_join(given)
+        names = ", ".join(self.local.signature.outputs[output] for output in joined)
+        call = SharedCall(f"backward call {number}", f"whose loss uses what all ranks share: output {names}" if joined else "")
+        with self.watch.call(call):
+            plain = {output: _plain(tangent) for output, tangent in given.items()}
+            for output, axes in joined.items():
+                plain[output] = self.local.output_gradients.join(plain[output], axes, self.place)
+            return self._backward(saved, plain)
+
+    def _backward(
+        self, saved: list[torch.Tensor | SavedBuffer], tangents: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
         tensors = [one.read() if isinstance(one, SavedBuffer) else one for one in saved]
         saved.clear()
         split = self.program.split
         given = [
-            _tangent(tangents[output], like, self.local.tangent_scale[output])
+            _tangent(tangents.get(output), like, self.local.output_gradients.scale(output))
             for output, like in zip(self.tangent_outputs, split.tangent_values, strict=True)
         ]
         return self.program.backward(tensors, given)
@@ -237,12 +251,15 @@ def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.T
     return tuple(distinct)
 
 
+def _plain(tangent: torch.Tensor) -> torch.Tensor:
+    """Return a tangent as a plain tensor; it is a DTensor if a term of parameters was added to the loss."""
+    return tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
+
+
 def _tangent(given: torch.Tensor | None, like: torch.Tensor, scale: float) -> torch.Tensor:
     """Return a tangent with the dtype and strides that the program was compiled for."""
     if given is None:
         return _zeros(like)
-    if isinstance(given, DTensor):  # of a loss to which a term of parameters was added
-        given = given.full_tensor()
     given = strided_like(given.to(like.dtype), like)
     return given if scale == 1.0 else given * scale
 
@@ -296,8 +313,7 @@ class _Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         if not keeps_graph():
             del ctx.buffers
-        with execution.watch.call(SharedCall(f"backward call {ctx.number}")):
-            gradients = execution.backward(saved, tangents)
+        gradients = execution.backward(ctx.number, saved, tangents)
         paths = [spec.path for spec in execution.local.signature.inputs]
         names = [*(f"input:{path}" for path in paths), *execution.parameter_names]
         scales = {f"input:{path}": scale for path, scale in ctx.scales.items() if scale != 1.0}
@@ -316,7 +332,8 @@ class _Step(torch.autograd.Function):
 
 def _output_scale(node: Any, number: int) -> float | None:
     """Return what a call of a sharded model, as a node of autograd, multiplies the gradient of an output by."""
-    return node.execution.local.tangent_scale[number] if isinstance(node, _Step._backward_cls) else None  # type: ignore[attr-defined]
+    is_ours = isinstance(node, _Step._backward_cls)
+    return node.execution.local.output_gradients.scale(number) if is_ours else None
 
 
 def bind(program: Program, local: LocalProgram, module: nn.Module, place: Place, watch: Watch) -> Execution:

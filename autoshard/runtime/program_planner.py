@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,9 +24,10 @@ from autoshard.plans.record import PlanRecord
 from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
 from autoshard.runtime.global_call import Splits, global_call, layouts_of_call, with_joined
+from autoshard.runtime.output_gradients import OutputGradients
 from autoshard.runtime.shared_plan import Decided
 from passes.errors import CaptureError
-from passes.ir.layout import Layout, R, Shard, next_digit
+from passes.ir.layout import Layout, R, next_digit
 from passes.ir.mesh import Mesh
 from passes.recipes import recipe_named
 
@@ -178,15 +178,16 @@ def _placements(layout: Layout, mesh: Mesh) -> dict[str, str]:
 def _local_program(planned: Planned, options: Options, split_axes: Collection[int]) -> LocalProgram:
     signature, plan = planned.captured.signature, ShardingPlan.of(planned.plan)
     parameters = {name: value.layout for name, value in plan.parameters.items()}
+    inputs = tuple(plan.inputs[spec.path].layout for spec in signature.inputs)
     outputs = tuple(plan.outputs[name].layout for name in signature.outputs)
     return LocalProgram(
         graph=planned.graph,
         signature=signature,
-        inputs=tuple(plan.inputs[spec.path].layout for spec in signature.inputs),
+        inputs=inputs,
         outputs=outputs,
         parameters=parameters | {alias: parameters[name] for alias, name in planned.captured.tied.items()},
         constants=planned.captured.constants,
-        tangent_scale=tuple(_scale(layout, plan.mesh, options) for layout in outputs),
+        output_gradients=OutputGradients.of(plan.mesh, inputs, outputs, sums=options.loss == "sum"),
         whole_outputs=frozenset(number for number, layout in enumerate(outputs) if _is_whole(layout, plan.mesh, split_axes)),
         plan=plan,
         dump=dump_of(options),
@@ -201,13 +202,3 @@ def _is_whole(layout: Layout, mesh: Mesh, split_axes: Collection[int]) -> bool:
     """Return whether an output is whole on every rank where `split_axes` split inputs."""
     split = [size > 1 and placement != R for size, placement in zip(mesh.sizes, layout.placements, strict=True)]
     return not any(split) and any(mesh.sizes[axis] > 1 for axis in split_axes)
-
-
-def _scale(layout: Layout, mesh: Mesh, options: Options) -> float:
-    """Return the factor for the gradient of this rank's loss: one over the number of parts, or 1 if the losses are
-    summed.
-    """
-    if options.loss == "sum":
-        return 1.0
-    pairs = zip(mesh.sizes, layout.placements, strict=True)
-    return 1.0 / math.prod(size for size, placement in pairs if isinstance(placement, Shard))

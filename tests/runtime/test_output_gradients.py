@@ -1,0 +1,113 @@
+"""Each rank computes a loss of its own outside of the model: gradients of outputs that all ranks share are joined."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import Options, autoshard
+from autoshard.runtime.output_gradients import OutputGradients
+from passes.ir.layout import Layout, R, Shard
+from passes.ir.mesh import Mesh
+from tests.spawn import Failure, reports_of_ranks, run_on_ranks
+
+MESH = Mesh("dp=2,tp=3")
+PART, WHOLE = Layout((Shard(0), R)), Layout((R, R))
+
+
+def gradients(sums: bool = False) -> OutputGradients:
+    return OutputGradients.of(MESH, (WHOLE, PART), (PART, WHOLE, WHOLE), sums=sums)
+
+
+def test_a_part_is_scaled_to_a_mean_but_not_to_a_sum() -> None:
+    assert [gradients().scale(number) for number in range(3)] == [0.5, 1.0, 1.0]
+    assert [gradients(sums=True).scale(number) for number in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_whole_outputs_are_joined_over_the_axes_of_the_batch_where_ranks_differ() -> None:
+    number, vector = torch.ones(()), torch.ones(4)
+    assert gradients().axes_to_join({0: vector, 1: number}) == {1: (0,)}
+    assert gradients().axes_to_join({1: vector, 2: number}) == {1: (0,), 2: (0,)}
+    assert gradients().axes_to_join({1: number, 2: number}) == {}  # losses of the whole batch
+    assert gradients().axes_to_join({0: vector}) == {}
+
+
+def test_whole_outputs_are_summed_beside_parts_alone() -> None:
+    vector = torch.ones(4)
+    assert gradients(sums=True).axes_to_join({0: vector, 1: vector}) == {1: (0,)}
+    assert gradients(sums=True).axes_to_join({1: vector, 2: vector}) == {}
+
+
+def test_nothing_is_joined_where_every_rank_has_the_whole_batch() -> None:
+    whole = OutputGradients.of(MESH, (WHOLE,), (WHOLE, WHOLE), sums=False)
+    assert whole.axes_to_join({0: torch.ones(4), 1: torch.ones(())}) == {}
+
+
+class Scaled(nn.Module):
+    """Features of a batch, with the scale that a loss outside multiplies them by, and a table that it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.scale = nn.Linear(6, 7), nn.Parameter(torch.tensor(0.5))
+        self.table = nn.Parameter(torch.linspace(-1, 1, 7))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.lin(x), self.scale.exp(), self.table.sin()
+
+
+def _loss(outputs: tuple[Tensor, ...], labels: Tensor, reduction: str) -> Tensor:
+    features, scale, table = outputs
+    return F.cross_entropy(features * scale + table, labels, reduction=reduction)
+
+
+def _table_alone(outputs: tuple[Tensor, ...], labels: Tensor, reduction: str) -> Tensor:
+    picked = outputs[2][labels] * labels
+    return picked.mean() if reduction == "mean" else picked.sum()
+
+
+def _train(rank: int, recipe: Any, loss: str) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one = Scaled().double()
+    model = autoshard(copy.deepcopy(one), mesh, options=Options(recipe=recipe, compile="eager", loss=loss))  # type: ignore[arg-type]
+    x, labels = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 7, (8,))
+    worst = 0.0
+    for compute in (_loss, _table_alone) if loss == "mean" else (_loss,):
+        compute(model(x.chunk(2)[rank]), labels.chunk(2)[rank], loss).backward()
+        compute(one(x), labels, loss).backward()
+        for mine, want in zip(model.parameters(), one.parameters(), strict=True):
+            if want.grad is not None:
+                assert mine.grad is not None
+                worst = max(worst, float((mine.grad.full_tensor() - want.grad).abs().max()))  # type: ignore[attr-defined]
+    return worst
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "loss"), [("ddp", "mean"), ("fsdp", "sum"), ("auto", "mean")])
+def test_gradients_are_those_of_one_device(recipe: Any, loss: str) -> None:
+    assert max(run_on_ranks(_train, 2, recipe, loss)) < 1e-14
+
+
+def _disagree(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = autoshard(Scaled(), mesh, options=Options(recipe="ddp", compile="eager"))
+    features, scale, _ = model(torch.ones(4, 6))
+    (features * scale if rank else features).sum().backward()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_loss_that_uses_a_whole_output_on_some_ranks_alone_is_an_error() -> None:
+    for report in reports_of_ranks(_disagree, 2):
+        assert isinstance(report, Failure)
+        assert report.message == (
+            "ranks make different calls: rank 0 makes backward call 1 of Scaled, rank 1 makes backward call 1 of Scaled (whose "
+            "loss uses what all ranks share: output 1); make the same calls in the same order, with the same options, on every rank"
+        )
