@@ -109,5 +109,6 @@ def test_a_loss_that_uses_a_whole_output_on_some_ranks_alone_is_an_error() -> No
         assert isinstance(report, Failure)
         assert report.message == (
             "ranks make different calls: rank 0 makes backward call 1 of Scaled, rank 1 makes backward call 1 of Scaled (whose "
-            "loss uses what all ranks share: output 1); make the same calls in the same order, with the same options, on every rank"
+            "loss uses what all ranks share: output 1); make the same calls in the same order, with the same options, on every "
+            "rank"
         )
