@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from autoshard.capture.batch_outputs import batch_outputs
 from autoshard.capture.capture_errors import capture_error, check_module
 from autoshard.capture.empty_operands import without_empty_operands
 from autoshard.capture.fake_module import fake_module, fake_tensor
@@ -66,9 +67,10 @@ class Captured:
 
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
-    are those that the traced code reads (None: not known), `outside` what it reads from outside of the model. `known` is
-    the joint graph, or that of a few of many equal layers, if it need not be traced. `is_comparable` says that the call was
-    not unlike all earlier ones, so that it is worth while to compare later ones.
+    are those that the traced code reads (None: not known), `outside` what it reads from outside of the model.
+    `batch_outputs` are the paths of outputs that are made for the batch and not computed from it. `known` is the joint graph,
+    or that of a few of many equal layers, if it need not be traced. `is_comparable` says that the call was not unlike all
+    earlier ones, so that it is worth while to compare later ones.
     """
 
     call: FlatCall
@@ -77,6 +79,7 @@ class Captured:
     training: bool
     names: frozenset[str] | None = None
     outside: tuple[OutsideRead, ...] = ()
+    batch_outputs: frozenset[str] = frozenset()
     known: GraphModule | None = None
     is_comparable: bool = True
 
@@ -199,13 +202,14 @@ def capture_call(
             if resized is not None:
                 like = alike[resized.number]
                 names = None if like.names is None else like.names | resized.names
-                return Captured(resized.call, like.modules, fake.tied, training, names, like.outside)
+                return Captured(resized.call, like.modules, fake.tied, training, names, like.outside, like.batch_outputs)
         fake = fake_module(module, mode, place, compute_dtype)
         traced = trace(fake.module, *call.with_leaves(leaves), mode)
         flat = flatten_call(traced, fake, call, leaves, fake_of)
-    modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
+        modules = {id(child): fqn for fqn, child in fake.module.named_modules()}
+        made = batch_outputs(flat, fake, call, leaves, mode)
     read = traced.module.names, traced.module.outside
-    return Captured(flat, modules, fake.tied, training, *read, is_comparable=not is_compared)
+    return Captured(flat, modules, fake.tied, training, *read, made, is_comparable=not is_compared)
 
 
 def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -94,10 +94,24 @@ class Problem:
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             (*constraints_on(_input_placements(self), "inputs", inputs, self.mesh), *self._batch(inputs)),
-            (*constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh), *whole),
+            (*self._outputs(inputs, outputs, recipes), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
+
+    def _outputs(
+        self, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes
+    ) -> tuple[Constraint, ...]:
+        """Return constraints for outputs: the user's, and parts of those that are made for the batch, such as noise."""
+        given = constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh)
+        first, batch = _first_batch(inputs)
+        axes = data_axes(recipes) if self.batch_axes is None else self.batch_axes
+        axes = () if self.split_when_padded else _dividing(axes, self.mesh, batch)
+        placed = _placements_of(self, first)
+        split = [name for name in map(self.mesh.names.__getitem__, axes) if placed.get(name, Shard(0)) == Shard(0)]
+        constrained = {(one.name, one.axis) for one in given}
+        made = ((name, axis) for name in outputs if name in self.captured.batch_outputs for axis in split)
+        return *given, *(Constraint(*one, Shard(0)) for one in made if one not in constrained)
 
     def _of_these(self, given: Placements | None, names: Iterable[str]) -> Placements | None:
         """Return the constraints that a later call can honour: it may return other values than the first."""

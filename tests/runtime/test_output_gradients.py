@@ -21,7 +21,7 @@ MESH = Mesh("dp=2,tp=3")
 PART, WHOLE = Layout((Shard(0), R)), Layout((R, R))
 
 
-def gradients(sums: bool = False) -> OutputGradients:
+def gradients(*, sums: bool = False) -> OutputGradients:
     return OutputGradients.of(MESH, (WHOLE, PART), (PART, WHOLE, WHOLE), sums=sums)
 
 
@@ -50,20 +50,21 @@ def test_nothing_is_joined_where_every_rank_has_the_whole_batch() -> None:
 
 
 class Scaled(nn.Module):
-    """Features of a batch, with the scale that a loss outside multiplies them by, and a table that it looks at."""
+    """Features of a batch and weights of its rows, a scale that a loss outside multiplies them by, a table that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin, self.scale = nn.Linear(6, 7), nn.Parameter(torch.tensor(0.5))
         self.table = nn.Parameter(torch.linspace(-1, 1, 7))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.lin(x), self.scale.exp(), self.table.sin()
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.lin(x), self.scale.exp(), self.table.sin(), 1 + torch.arange(x.shape[0])
 
 
 def _loss(outputs: tuple[Tensor, ...], labels: Tensor, reduction: str) -> Tensor:
-    features, scale, table = outputs
-    return F.cross_entropy(features * scale + table, labels, reduction=reduction)
+    features, scale, table, weights = outputs
+    found = F.cross_entropy(features * scale + table, labels, reduction="none") * weights
+    return found.mean() if reduction == "mean" else found.sum()
 
 
 def _table_alone(outputs: tuple[Tensor, ...], labels: Tensor, reduction: str) -> Tensor:
@@ -98,7 +99,7 @@ def test_gradients_are_those_of_one_device(recipe: Any, loss: str) -> None:
 def _disagree(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = autoshard(Scaled(), mesh, options=Options(recipe="ddp", compile="eager"))
-    features, scale, _ = model(torch.ones(4, 6))
+    features, scale, *_ = model(torch.ones(4, 6))
     (features * scale if rank else features).sum().backward()
 
 
