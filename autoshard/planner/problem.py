@@ -21,7 +21,7 @@ from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cast_parameters import CastParameters
 from passes.cost.scheduling.bucketing import sizes
-from passes.errors import ConstraintError
+from passes.errors import ConstraintError, UserError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
@@ -331,6 +331,9 @@ def _cast(request: PlanRequest, captured: Captured) -> CastParameters:
     if policy is None:
         return CastParameters()
     stored = tuple((name, p.dtype) for name, p in request.module.named_parameters() if p.is_floating_point())
+    trained = {p.dtype for p in request.module.parameters() if p.is_floating_point() and p.requires_grad}
+    for computed in {policy.param_dtype or dtype for dtype in trained}:
+        _check_reduced(computed, policy.reduce_dtype or computed)
     given = captured.signature.flatten(request.args, dict(request.kwargs))
     inputs = tuple(
         (spec.path, tensor.dtype)
@@ -338,3 +341,13 @@ def _cast(request: PlanRequest, captured: Captured) -> CastParameters:
         if tensor.is_floating_point()
     )
     return CastParameters(stored, inputs, policy.reduce_dtype, policy.output_dtype)
+
+
+def _check_reduced(computed: torch.dtype, reduced: torch.dtype) -> None:
+    """Raise UserError if gradients are to be reduced in a dtype that is narrower than the one they are computed in."""
+    if torch.promote_types(computed, reduced) != reduced:
+        held, wanted = (str(dtype).removeprefix("torch.") for dtype in (computed, reduced))
+        raise UserError(
+            f"Options(mixed_precision=...): gradients are computed in {held}, and {wanted} does not hold their sums; leave "
+            f"reduce_dtype out, or compute in {wanted}: param_dtype=torch.{wanted}"
+        )

@@ -188,4 +188,6 @@ def part_like(given: torch.Tensor, parameter: DTensor) -> DTensor:
         given = given.full_tensor()
     part = storage.part_of(given.detach())
     device = part.device if place.device.type == "meta" else place.device
-    return distributed_tensor(part.to(device).contiguous(), storage, place)
+    part = part.to(device).contiguous()
+    is_view = part.numel() < given.numel() and part.untyped_storage().nbytes() > part.nbytes
+    return distributed_tensor(part.clone() if is_view else part, storage, place)  # a view would keep all of `given`

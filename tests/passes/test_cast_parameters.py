@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard import Mesh, Options
+from autoshard import Mesh, Options, UserError
 from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 
@@ -31,6 +32,16 @@ def test_parameters_are_cast_before_the_gather_and_gradients_reduced_in_float32(
 def test_gradients_are_reduced_in_the_compute_dtype_where_no_other_is_asked_for() -> None:
     (found,) = lines(MixedPrecisionPolicy(param_dtype=BF16), "reduce_scatter(")
     assert found.startswith("%reduce_scatter: bf16[6, 8] {dp:S(0)} = ")
+
+
+@pytest.mark.parametrize(("computed", "dtype"), [(None, "float32"), (F32, "float32"), (BF16, "bfloat16")])
+def test_a_dtype_that_cannot_hold_what_is_computed_is_refused(computed: torch.dtype | None, dtype: str) -> None:
+    with pytest.raises(UserError) as raised:
+        lines(MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float16))
+    assert str(raised.value) == (
+        f"Options(mixed_precision=...): gradients are computed in {dtype}, and float16 does not hold their sums; leave "
+        "reduce_dtype out, or compute in float16: param_dtype=torch.float16"
+    )
 
 
 def test_inputs_stay_as_they_are_where_they_are_not_to_be_cast() -> None:

@@ -76,7 +76,7 @@ def _train(rank: int, recipe: Any, loss: str) -> float:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     one = Scaled().double()
-    model = autoshard(copy.deepcopy(one), mesh, options=Options(recipe=recipe, compile="eager", loss=loss))  # type: ignore[arg-type]
+    model = autoshard(copy.deepcopy(one), mesh, options=Options(recipe=recipe, compile="eager", loss=loss))
     x, labels = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 7, (8,))
     worst = 0.0
     for compute in (_loss, _table_alone) if loss == "mean" else (_loss,):
