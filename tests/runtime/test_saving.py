@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,21 @@ def test_ranks_save_together(tmp_path: Path) -> None:
     check_saved(tmp_path / "model")
     assert first.startswith("RuntimeError: ")
     assert second.startswith("DistributedError: save_pretrained failed on rank 0: RuntimeError: ")
+
+
+def _assign(rank: int) -> list[tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = train(mesh, "fsdp")
+    whole = {name: torch.full(p.shape, float(rank + 1), dtype=p.dtype) for name, p in model.named_parameters()}
+    whole |= {"head.weight": whole["embedding.weight"]}
+    model.load_state_dict(whole, strict=False, assign=True)
+    torch.save(model.state_dict(), io.BytesIO())
+    parts = [p.to_local() for p in model.parameters()]
+    return [(part.untyped_storage().nbytes(), part.nbytes) for part in parts]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_parameters_that_are_loaded_by_assignment_keep_nothing_of_the_whole() -> None:
+    for found in run_on_ranks(_assign, 2):
+        assert all(held == nbytes for held, nbytes in found)

@@ -64,5 +64,6 @@ class Refusals(nn.Module):
             raise AttributeError
         raise UserError(
             "a sharded model must not be wrapped in DistributedDataParallel: its gradients are those of the global batch "
-            "already; use it as it is (with accelerate or transformers.Trainer, do not let them prepare it)"
+            "already; use it as it is (with accelerate, prepare optimizer and data alone; transformers.Trainer counts on a loss "
+            "per process: write the loop)"
         )
