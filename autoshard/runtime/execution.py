@@ -109,6 +109,11 @@ class StoredParameter:
         """Return the stored part in the form that the graph takes."""
         assert isinstance(tensor, DTensor)
         part = local_of_dtensor(tensor)
+        if part.is_meta:
+            raise UserError(
+                f"parameter {self.slot.name!r} has no data, as the model was made on meta; before the first call, "
+                "model.to_empty(device=...) makes room, and load_state_dict or an initialization fills it"
+            )
         if part.dtype != self.dtype:
             raise UserError(
                 f"parameter {self.slot.name!r} of a submodule is {part.dtype} now, and was {self.dtype} when the model was "

@@ -315,6 +315,12 @@ def test_a_meta_model_is_materialized_sharded(one_rank: DeviceMesh) -> None:
         model = Tied().eval()
     sharded: Any = autoshard(model, one_rank, batch(), options=EAGER)
     assert sharded.embedding.weight.is_meta
+    with pytest.raises(UserError) as raised:
+        sharded(*batch())
+    assert str(raised.value) == (
+        "parameter 'scale' has no data, as the model was made on meta; before the first call, "
+        "model.to_empty(device=...) makes room, and load_state_dict or an initialization fills it"
+    )
     sharded.to_empty(device="cpu")
     values = Tied().state_dict()
     sharded.load_state_dict(values)
