@@ -111,7 +111,7 @@ def sizes_of(given: argparse.Namespace) -> dict[str, int]:
 
 def _bytes(text: str | None) -> int | str | None:
     """Return a memory limit as given (`"60GB"`), or as a number of bytes (`"6564"`)."""
-    return int(text) if text is not None and text.isdecimal() else text
+    return int(text) if text is not None and text.isdecimal() and len(text) < 20 else text
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:

@@ -180,7 +180,11 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),
         ("hsdp --nodes 1", "--nodes 1: HSDP shards inside nodes and copies between them; give 2 or more"),
-        ("hsdp --per-node 0", "--per-node 0: give 1 or more"),
+        ("hsdp --per-node 0", "--per-node 0: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters nan", "--parameters nan: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters inf", "--parameters inf: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters 0.5", "--parameters 0.5: give 1 or more, at most 1e+15"),
+        ("hsdp --nodes 10000000000000000", "nodes=10000000000000000: give 1 or more, at most 1e+15"),
         ("plan model.py:small --mesh dp=2 -o .", ". is a folder; give the path of a file in it"),
         (
             "calibrate --quick -o this.txt",
@@ -193,6 +197,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         (
             "plan model.py:small --mesh dp=2 --time-limit nan",
             "--time-limit nan: give seconds, 0 or more, or leave it out for no limit",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --memory-limit 0GB",
+            "--memory-limit 0GB: give bytes above 0, or text such as '60GB' or '60GiB'",
         ),
         (
             "calibrate --quick -o none/this.json",
