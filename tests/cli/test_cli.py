@@ -104,6 +104,11 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
     assert not made.settings.training
 
 
+def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "none", "-o", "plan.json") == DONE
+    assert ShardingPlan.load("plan.json").recipes == (None, None)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -158,6 +163,17 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         (
             "plan model.py:small --mesh dp=2 --recipe pp=fsdp",
             "unknown mesh axis 'pp'; this mesh has dp=2: name one of these",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --recipe dp=fsdp,dp=ddp",
+            "--recipe dp=fsdp,dp=ddp: axis 'dp' is given two recipes; leave one out",
+        ),
+        *(
+            (
+                f"plan model.py:small --mesh dp=2,tp=2 --recipe {recipe}",
+                f"--recipe {recipe}: give each axis a recipe, or none: dp=fsdp,tp=none",
+            )
+            for recipe in ("dp=", "=fsdp", "dp=fsdp,tp", "dp=fsdp,")
         ),
         (
             "plan model.py:small --mesh dp=2 --recipe fsdp -o none/plan.json",
