@@ -18,7 +18,7 @@ from autoshard.config.validation import check_choice, check_count, check_kind, i
 from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
-from passes.hardware.hardware import Hardware
+from passes.hardware.hardware import Hardware, hardware_named
 
 USABLE_MEMORY = 0.9  # share of a device's memory; the rest is left to the allocator, kernels and NCCL
 MOST_BYTES = 2**63  # no device addresses more
@@ -281,6 +281,8 @@ def _check(given: Options) -> None:
     for name, placements in (("params", given.params), ("inputs", given.inputs), ("outputs", given.outputs)):
         _check_placements(name, placements)
     check_kind("Options", "hardware", given.hardware, (str, Hardware, NoneType), HARDWARE)
+    if isinstance(given.hardware, str) and given.hardware != "auto":
+        hardware_named(given.hardware)
     check_kind("Options", "mixed_precision", given.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
     _check_dtypes(given.mixed_precision)
     _check_passes(given)

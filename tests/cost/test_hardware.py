@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Mesh, UserError
+from autoshard import Mesh, Options, UserError
 from passes.hardware.hardware import Group, Hardware, Link, hardware_named, preset_names
 
 PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h100-500w", "h200")
@@ -68,6 +68,9 @@ def test_published_figures() -> None:
 def test_unknown_hardware(given: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         Mesh("dp=2", hardware=given)
+    assert str(caught.value) == message
+    with pytest.raises(UserError) as caught:
+        Options(hardware=given)
     assert str(caught.value) == message
 
 
