@@ -21,7 +21,7 @@ from autoshard.planner.request import PlanRequest
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
-RECIPE = "instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, dp=none (nothing is sharded over dp), none (over no axis)"
+RECIPE = "instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, dp=none (nothing is sharded over it), none (on all axes)"
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
