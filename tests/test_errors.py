@@ -238,6 +238,15 @@ def test_an_unknown_recipe(recipe: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "meant"),
+    [("FSDP", "'fsdp'"), ("Megatron", "'megatron'"), ("AUTO", "'auto'"), ("none", "None"), ({"dp": "DDP"}, "'ddp'")],
+    ids=str,
+)
+def test_a_recipe_in_other_letters(recipe: Any, meant: str) -> None:
+    assert message(planned, recipe=recipe).endswith(f" joined, such as 'fsdp+megatron'. Did you mean {meant}?")
+
+
 def test_a_recipe_that_is_like_none() -> None:
     assert message(planned, recipe="alpa") == (
         "RecipeError: unknown recipe 'alpa'; recipes are fsdp, zero2, ddp, hsdp, megatron, context, context(gather), "

@@ -83,6 +83,11 @@ def _check_changes(joint: JointGraph, keys: tuple[Input, ...], constants: Mappin
             continue
         key, place = keys[end[1]], format_place(origin_of(node))
         name = key.name.rpartition(".")[2]
+        if key.role is InputRole.INPUT and name != key.name:
+            raise CaptureError(
+                f"the model changes its input {key.name} in place, which no other rank would see; work on a copy, made with "
+                f"clone(){place}"
+            )
         if key.role is InputRole.INPUT:
             raise CaptureError(
                 f"the model changes its input {key.name} in place, which no other rank would see; "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.measure.crossover import Question, crossovers, format_crossovers
-from autoshard.measure.hybrid_sharding import Cluster, format_shardings, shardings
+from autoshard.measure.hybrid_sharding import MOST, Cluster, format_shardings, shardings
 from passes.errors import UserError
 from passes.hardware.hardware import hardware_named
 
@@ -57,8 +57,10 @@ def _hsdp(given: argparse.Namespace) -> None:
     hardware = hardware_named(given.hardware)
     if given.nodes < 2:
         raise UserError(f"--nodes {given.nodes}: HSDP shards inside nodes and copies between them; give 2 or more")
-    if given.per_node is not None and given.per_node < 1:
-        raise UserError(f"--per-node {given.per_node}: give 1 or more")
+    if given.per_node is not None and not 1 <= given.per_node <= MOST:
+        raise UserError(f"--per-node {given.per_node}: give 1 or more, at most {MOST:.0e}")
+    if not 1 <= given.parameters <= MOST:
+        raise UserError(f"--parameters {given.parameters:g}: give 1 or more, at most {MOST:.0e}")
     cluster = Cluster(
         replace(hardware, node_size=given.per_node or hardware.node_size),
         nodes=given.nodes,

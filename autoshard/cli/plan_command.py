@@ -21,11 +21,13 @@ from autoshard.planner.request import PlanRequest
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
+RECIPE = "instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, dp=none (nothing is sharded over it), none (on all axes)"
+
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     plan = commands.add_parser("plan", description=_plan.__doc__)
     add_problem(plan)
-    plan.add_argument("--recipe", default="auto", help="instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, ...")
+    plan.add_argument("--recipe", default="auto", help=RECIPE)
     plan.add_argument("-o", "--output", metavar="FILE", help="where to save the plan, as JSON")
     add_reports(plan)
     plan.set_defaults(run=_plan)
@@ -111,12 +113,22 @@ def sizes_of(given: argparse.Namespace) -> dict[str, int]:
 
 def _bytes(text: str | None) -> int | str | None:
     """Return a memory limit as given (`"60GB"`), or as a number of bytes (`"6564"`)."""
-    return int(text) if text is not None and text.isdecimal() else text
+    return int(text) if text is not None and text.isdecimal() and len(text) < 20 else text
 
 
 def _recipe(text: str) -> str | dict[str, str | None] | None:
-    """Return a recipe as given (`"fsdp"`), or one per axis as a dict (`"dp=fsdp,tp=none"`)."""
+    """Return a recipe as given (`"fsdp"`), or one per axis as a dict (`"dp=fsdp,tp=none"`); None for `"none"`."""
     if "=" not in text:
-        return text
-    pairs = (part.partition("=") for part in text.split(","))
-    return {axis.strip(): None if name.strip() in ("none", "") else name.strip() for axis, _, name in pairs}
+        return _or_none(text)
+    found: dict[str, str | None] = {}
+    for axis, _, name in ([word.strip() for word in part.partition("=")] for part in text.split(",")):
+        if not axis or not name:
+            raise UserError(f"--recipe {text}: give each axis a recipe, or none: dp=fsdp,tp=none")
+        if axis in found:
+            raise UserError(f"--recipe {text}: axis {axis!r} is given two recipes; leave one out")
+        found[axis] = _or_none(name)
+    return found
+
+
+def _or_none(name: str) -> str | None:
+    return None if name == "none" else name

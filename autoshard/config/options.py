@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from autoshard.config.validation import check_choice, check_count, check_kind, i
 from passes.base import Pass
 from passes.bucket_collectives import BUCKET_BYTES
 from passes.errors import ConstraintError, RecipeError, UserError
-from passes.hardware.hardware import Hardware
+from passes.hardware.hardware import Hardware, hardware_named
 
 USABLE_MEMORY = 0.9  # share of a device's memory; the rest is left to the allocator, kernels and NCCL
+MOST_BYTES = 2**63  # no device addresses more
 MAX_PROGRAMS = 32  # a program takes seconds to minutes: more are a sign of sizes or numbers that never repeat
 Placements = Mapping[str, Mapping[str, dt.Placement | str]]  # name or glob -> axis -> placement
 
@@ -244,15 +246,23 @@ class Options:
         limit = self.memory_limit
         if limit is None:
             return int(available * USABLE_MEMORY)
-        if isinstance(limit, int | float) and limit is not True and limit >= 1 and float(limit).is_integer():
-            return int(limit)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", str(limit), re.IGNORECASE)
-        if match is None:
+        size = _bytes_in(limit) if isinstance(limit, str) else limit
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if not is_number or not 1 <= size < MOST_BYTES or size != int(size):
             raise UserError(
                 f"Options(memory_limit={self.memory_limit!r}): give bytes above 0, or text such as '60GB' or '60GiB'"
             )
-        prefix = (match[2] or "").upper()
-        return int(float(match[1]) * (1024 if prefix.endswith("I") else 1000) ** " KMGT".index(prefix[:1] or " "))
+        return int(size)
+
+
+def _bytes_in(text: str) -> float:
+    """Return the whole bytes that "60GB" stands for; nan for other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", text, re.IGNORECASE)
+    if match is None:
+        return math.nan
+    prefix = (match[2] or "").upper()
+    unit = float((1024 if prefix.endswith("I") else 1000) ** " KMGT".index(prefix[:1] or " "))
+    return float(match[1]) * unit // 1
 
 
 def _check(given: Options) -> None:
@@ -271,6 +281,8 @@ def _check(given: Options) -> None:
     for name, placements in (("params", given.params), ("inputs", given.inputs), ("outputs", given.outputs)):
         _check_placements(name, placements)
     check_kind("Options", "hardware", given.hardware, (str, Hardware, NoneType), HARDWARE)
+    if isinstance(given.hardware, str) and given.hardware != "auto":
+        hardware_named(given.hardware)
     check_kind("Options", "mixed_precision", given.mixed_precision, (MixedPrecisionPolicy, NoneType), PRECISION)
     _check_dtypes(given.mixed_precision)
     _check_passes(given)

@@ -29,6 +29,7 @@ k = formulas.k  # devices
 SYMBOLS = {T: "tokens: batch x sequence", H: "hidden size", **formulas.SYMBOLS, **kernel.SYMBOLS}
 WIDTH = 4  # the weight is [H, 4H]
 LARGEST = 1 << 26  # tokens, or hidden size: larger ones are not searched; 67 M is beyond any model in use
+MOST = 10**15  # devices, or the size that is given: far beyond any, and their products fit in a float
 
 Unknown = Literal["H", "T"]
 
@@ -86,13 +87,13 @@ class Question:
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.hidden is None):
             raise UserError("a crossover has one unknown: give the tokens or the hidden size, not both or neither")
-        if self.devices < 2:
-            raise UserError(f"a crossover between one device and {self.devices}: give 2 devices or more")
+        if not 2 <= self.devices <= MOST:
+            raise UserError(f"a crossover between one device and {self.devices}: give 2 devices or more, at most {MOST:.0e}")
         if self.dtype not in DTYPES:
             raise UserError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         for name, value in (("tokens", self.tokens), ("hidden", self.hidden)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value}: give 1 or more")
+            if value is not None and not 1 <= value <= MOST:
+                raise UserError(f"{name}={value}: give 1 or more, at most {MOST:.0e}")
         if self.link not in (None, "inside", "across"):
             raise UserError(f"link={self.link!r}: choose inside or across")
         if self.link == "inside" and self.devices > self.hardware.node_size:

@@ -27,6 +27,7 @@ SYMBOLS = {
     n: "nodes",
     p: "devices on a node",
 }
+MOST = 10**15  # nodes, devices on one, parameters, buckets: far beyond any, and their products fit in a float
 STATES = 4  # tensors held per parameter: itself, its gradient, and the two moments of AdamW
 
 
@@ -44,8 +45,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("parameters", self.parameters), ("buckets", self.buckets)):
-            if count < 1:
-                raise UserError(f"{name}={count}: give 1 or more")
+            if not 1 <= count <= MOST:
+                raise UserError(f"{name}={count}: give 1 or more, at most {MOST:.0e}")
         for dtype in (self.gathered, self.reduced, self.stored):
             if dtype not in DTYPES:
                 raise UserError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from passes.errors import UserError
 
 SCHEMA = "autoshard.hardware/1"
 PRESETS = files("passes.hardware") / "presets"  # a JSON file each, with a source for every figure
+SHOWN_CHARACTERS = 60  # of a wrong entry, in a message
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Hardware:
         """Read what `to_json` wrote. Raises UserError that names the missing or wrong entry, and the origin `where`."""
         try:
             found = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
             raise UserError(f"{where} is not JSON: {error}; write it with `python -m autoshard calibrate`") from error
         if not isinstance(found, dict) or found.get("schema") != SCHEMA:
             raise UserError(f"{where} is no hardware file: its schema is not {SCHEMA!r}; calibrate writes one")
@@ -136,21 +138,16 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".json") for file in PRESETS.iterdir() if file.name.endswith(".json")))
 
 
-@cache
 def hardware_named(name: str) -> Hardware:
-    """Return the preset of that name, or the hardware in the JSON file at that path.
+    """Return the preset of that name, or the hardware in the JSON file at that path, as it is now.
 
     Raises UserError for a name that is neither, and lists the presets.
     """
     key, presets = name.lower(), preset_names()
     if key in presets:
-        file = PRESETS / f"{key}.json"
-        return Hardware.from_json(file.read_text(encoding="utf-8"), where=str(file))
-    path = Path(name)
-    if path.suffix == ".json":
-        if not path.is_file():
-            raise UserError(f"hardware={name!r}: there is no such file; calibrate writes one")
-        return Hardware.from_json(path.read_text(encoding="utf-8"), where=name)
+        return _preset(key)
+    if Path(name).suffix == ".json":
+        return Hardware.from_json(_text_of(name), where=name)
     close = difflib.get_close_matches(key, presets, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise UserError(
@@ -159,51 +156,130 @@ def hardware_named(name: str) -> Hardware:
     )
 
 
-def _parse(found: Mapping[str, Any], where: str) -> Hardware:
+@cache
+def _preset(key: str) -> Hardware:
+    file = PRESETS / f"{key}.json"
+    return Hardware.from_json(file.read_text(encoding="utf-8"), where=str(file))
+
+
+def _text_of(file: str) -> str:
+    if not Path(file).is_file():
+        raise UserError(f"hardware={file!r}: there is no such file; calibrate writes one")
     try:
-        return Hardware(
-            name=str(found["name"]),
-            flops=tuple((str(dtype), _positive(rate)) for dtype, rate in found["flops"].items()),
-            memory_bytes=int(_positive(found["memory_bytes"])),
-            memory_bandwidth=_positive(found["memory_bandwidth"]),
-            launch=float(found["launch"]),
-            node_size=int(_positive(found["node_size"])),
-            inside=_parse_link(found["inside"]),
-            across=_parse_link(found["across"]),
-            efficiency=_positive(found["efficiency"]),
-            attention=_positive(found["attention"]),
-            tile=int(found["tile"]),
-            units=int(_positive(found["units"])),
-            spread=float(found["spread"]),
-            contention=_contention(found),
-            link_contention=float(found["link_contention"]),
-            scatter_sends_all=bool(found["scatter_sends_all"]),
-            sources=tuple((str(field), str(source)) for field, source in found["sources"].items()),
-        )
-    except KeyError as error:
-        raise UserError(f"{where} lacks {error.args[0]!r}; calibrate anew") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{where} holds a figure that cannot be: {error}; correct it or calibrate anew") from error
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not JSON: it is not text; write it with `python -m autoshard calibrate`") from error
 
 
-def _parse_link(found: Mapping[str, Any]) -> Link:
+def _parse(found: Mapping[str, Any], where: str) -> Hardware:
+    entries = _Entries({name: value for name, value in found.items() if name != "schema"}, where)
+    entries.check_names(Hardware)
+    flops, sources = entries.inside("flops"), entries.inside("sources")
+    machine = Hardware(
+        name=entries.text("name"),
+        flops=tuple((dtype, flops.figure(dtype)) for dtype in flops.found),
+        memory_bytes=entries.count("memory_bytes"),
+        memory_bandwidth=entries.figure("memory_bandwidth"),
+        launch=entries.figure("launch", or_zero=True),
+        node_size=entries.count("node_size"),
+        inside=_parse_link(entries.inside("inside")),
+        across=_parse_link(entries.inside("across")),
+        efficiency=entries.figure("efficiency"),
+        attention=entries.figure("attention"),
+        tile=entries.count("tile"),
+        units=entries.count("units"),
+        spread=entries.figure("spread", or_zero=True),
+        contention=entries.figure("contention", or_zero=True),
+        link_contention=entries.figure("link_contention", or_zero=True),
+        scatter_sends_all=entries.flag("scatter_sends_all"),
+        sources=tuple((field, sources.text(field)) for field in sources.found),
+    )
+    _check_together(machine, where)
+    return machine
+
+
+def _parse_link(entries: _Entries) -> Link:
+    entries.check_names(Link)
     return Link(
-        name=str(found["name"]),
-        bandwidth=_positive(found["bandwidth"]),
-        latency=float(found["latency"]),
-        setup=float(found["setup"]),
-        reduces=float(found["reduces"]),
+        name=entries.text("name"),
+        bandwidth=entries.figure("bandwidth"),
+        latency=entries.figure("latency", or_zero=True),
+        setup=entries.figure("setup", or_zero=True),
+        reduces=entries.figure("reduces", or_zero=True),
     )
 
 
-def _contention(found: Mapping[str, Any]) -> float:
-    kernels, links = float(found["contention"]), float(found["link_contention"])
-    if not (kernels >= 0 and links >= 0 and kernels * links < 1):
-        raise ValueError(f"contention {kernels} and link_contention {links}: a product below 1 belongs there")
-    return kernels
+def _check_together(machine: Hardware, where: str) -> None:
+    if "f32" not in dict(machine.flops):
+        raise UserError(f"{where} lacks 'flops.f32', the rate of every dtype without one of its own; calibrate anew")
+    if machine.contention * machine.link_contention >= 1:
+        raise UserError(
+            f"{where}: contention is {machine.contention} and link_contention {machine.link_contention}; give figures whose "
+            "product is below 1, or calibrate anew"
+        )
 
 
-def _positive(value: Any) -> float:
-    if not float(value) > 0:
-        raise ValueError(f"{value} where a figure above 0 belongs")
-    return float(value)
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of a hardware file, or of an object in it. Its methods raise UserError that names the file and the entry."""
+
+    found: Mapping[str, Any]
+    where: str
+    prefix: str = ""
+
+    def check_names(self, kind: type[Hardware | Link]) -> None:
+        """Raise UserError for an entry that is no field of `kind`."""
+        known = [field.name for field in fields(kind)]
+        for name in self.found:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise UserError(f"{self.where} has an unknown entry {self.prefix + name!r}{hint}; known are {', '.join(known)}")
+
+    def inside(self, name: str) -> _Entries:
+        """Return the entries of the object of that name."""
+        value = self._get(name)
+        if not isinstance(value, dict):
+            raise UserError(f"{self.where}: {self._shown(name)}; give an object: {{...}}")
+        return _Entries(value, self.where, f"{self.prefix}{name}.")
+
+    def text(self, name: str) -> str:
+        value = self._get(name)
+        if not isinstance(value, str):
+            raise UserError(f"{self.where}: {self._shown(name)}; give text")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.where}: {self._shown(name)}; give true or false")
+        return value
+
+    def figure(self, name: str, *, or_zero: bool = False) -> float:
+        """Return a finite number above 0, or 0 where that is allowed."""
+        value = self._get(name)
+        if not _is_number(value) or value < 0 or (value == 0 and not or_zero):
+            least = "of 0 or more" if or_zero else "above 0"
+            raise UserError(f"{self.where}: {self._shown(name)}; give a finite number {least}, or calibrate anew")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        """Return a whole number above 0, which may be written as 80e9."""
+        value = self._get(name)
+        if not _is_number(value) or value < 1 or value != int(value):
+            raise UserError(f"{self.where}: {self._shown(name)}; give a whole number above 0, or calibrate anew")
+        return int(value)
+
+    def _get(self, name: str) -> Any:
+        if name not in self.found:
+            raise UserError(f"{self.where} lacks {self.prefix + name!r}; calibrate anew")
+        return self.found[name]
+
+    def _shown(self, name: str) -> str:
+        text = json.dumps(self.found[name])
+        return f"{self.prefix}{name} is {text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + '...'}"
+
+
+def _is_number(value: object) -> bool:
+    """Return whether it is a finite number that a float can hold; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

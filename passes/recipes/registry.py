@@ -32,8 +32,9 @@ def registered_recipes() -> tuple[Recipe, ...]:
 def recipe_named(name: str) -> Recipe:
     """Return the recipe of that name. Raises RecipeError if there is none."""
     if name not in _RECIPES:
-        close = difflib.get_close_matches(name, _RECIPES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        meant = {**{one: repr(one) for one in _RECIPES}, "auto": "'auto'", "none": "None"}
+        close = difflib.get_close_matches(name.lower(), meant, n=1)
+        hint = f" Did you mean {meant[close[0]]}?" if close else ""
         known = f"recipes are {', '.join(_RECIPES)}, or two of them joined, such as 'fsdp+megatron'"
         raise RecipeError(f"unknown recipe {name!r}; {known}.{hint}")
     return _RECIPES[name]

@@ -84,7 +84,15 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     if source == target:
         return True
-    if torch.promote_types(source, target) != target:
+    if _promoted(source, target) != target:
         return False
     is_count = not (source.is_floating_point or source.is_complex)
     return not (is_count and target.is_floating_point) or torch.finfo(target).bits >= 32
+
+
+def _promoted(first: torch.dtype, second: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of a sum of both; None where torch adds no such pair, as a float8 and another dtype."""
+    try:
+        return torch.promote_types(first, second)
+    except RuntimeError:
+        return None

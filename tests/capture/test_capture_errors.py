@@ -323,6 +323,15 @@ class ChangesInput(Model):
         return self.layer(x)
 
 
+class ChangesInputInTuple(Model):
+    """the model changes its input tensors.0 in place, which no other rank would see; work on a copy, made with clone()
+    <line>"""
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        tensors[0].mul_(2)  # <line>
+        return self.layer(tensors[0])
+
+
 class ChangesParameter(Model):
     """the model changes its parameter layer.weight in the forward; change parameters outside of it, in the optimizer or
     after the step <line>"""

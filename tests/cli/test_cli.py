@@ -104,6 +104,11 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
     assert not made.settings.training
 
 
+def test_no_recipe_on_any_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--recipe", "none", "-o", "plan.json") == DONE
+    assert ShardingPlan.load("plan.json").recipes == (None, None)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -160,6 +165,17 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "unknown mesh axis 'pp'; this mesh has dp=2: name one of these",
         ),
         (
+            "plan model.py:small --mesh dp=2 --recipe dp=fsdp,dp=ddp",
+            "--recipe dp=fsdp,dp=ddp: axis 'dp' is given two recipes; leave one out",
+        ),
+        *(
+            (
+                f"plan model.py:small --mesh dp=2,tp=2 --recipe {recipe}",
+                f"--recipe {recipe}: give each axis a recipe, or none: dp=fsdp,tp=none",
+            )
+            for recipe in ("dp=", "=fsdp", "dp=fsdp,tp", "dp=fsdp,")
+        ),
+        (
             "plan model.py:small --mesh dp=2 --recipe fsdp -o none/plan.json",
             "there is no folder 'none' to save none/plan.json in; make it, or give another path",
         ),
@@ -180,7 +196,11 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
             "a crossover has one unknown: give the tokens or the hidden size, not both or neither",
         ),
         ("hsdp --nodes 1", "--nodes 1: HSDP shards inside nodes and copies between them; give 2 or more"),
-        ("hsdp --per-node 0", "--per-node 0: give 1 or more"),
+        ("hsdp --per-node 0", "--per-node 0: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters nan", "--parameters nan: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters inf", "--parameters inf: give 1 or more, at most 1e+15"),
+        ("hsdp --parameters 0.5", "--parameters 0.5: give 1 or more, at most 1e+15"),
+        ("hsdp --nodes 10000000000000000", "nodes=10000000000000000: give 1 or more, at most 1e+15"),
         ("plan model.py:small --mesh dp=2 -o .", ". is a folder; give the path of a file in it"),
         (
             "calibrate --quick -o this.txt",
@@ -193,6 +213,10 @@ def test_a_recipe_per_axis_mixed_precision_and_no_gradients(capsys: pytest.Captu
         (
             "plan model.py:small --mesh dp=2 --time-limit nan",
             "--time-limit nan: give seconds, 0 or more, or leave it out for no limit",
+        ),
+        (
+            "plan model.py:small --mesh dp=2 --memory-limit 0GB",
+            "--memory-limit 0GB: give bytes above 0, or text such as '60GB' or '60GiB'",
         ),
         (
             "calibrate --quick -o none/this.json",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Mesh, UserError
+from autoshard import Mesh, Options, UserError
 from passes.hardware.hardware import Group, Hardware, Link, hardware_named, preset_names
 
 PRESETS = ("a100", "a100-pcie", "b200", "cpu", "gb200", "h100", "h100-500w", "h200")
@@ -69,32 +69,9 @@ def test_unknown_hardware(given: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         Mesh("dp=2", hardware=given)
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "m is not JSON: Expecting property name"),
-        ('{"schema": "else"}', "m is no hardware file: its schema is not 'autoshard.hardware/1'"),
-        ('{"schema": "autoshard.hardware/1", "name": "x"}', "m lacks 'flops'"),
-    ],
-)
-def test_a_damaged_file(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        Hardware.from_json(text, where="m")
-    assert str(caught.value).startswith(message)
-
-
-def test_a_figure_that_cannot_be() -> None:
-    text = hardware_named("h100").to_json().replace('"memory_bytes": 80000000000', '"memory_bytes": -1')
-    with pytest.raises(UserError, match=r"m holds a figure that cannot be: -1 where a figure above 0 belongs"):
-        Hardware.from_json(text, where="m")
-
-
-def test_contention_of_more_than_what_is_hidden_cannot_be() -> None:
-    slow = replace(hardware_named("h100"), contention=2.0, link_contention=0.5)
-    with pytest.raises(UserError, match=r"contention 2\.0 and link_contention 0\.5: a product below 1 belongs there"):
-        Hardware.from_json(slow.to_json(), where="m")
+        Options(hardware=given)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

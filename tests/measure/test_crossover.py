@@ -111,9 +111,10 @@ def test_the_answer_reads_with_its_formulas() -> None:
     [
         ({"tokens": None}, "a crossover has one unknown: give the tokens or the hidden size, not both or neither"),
         ({"hidden": 5}, "a crossover has one unknown: give the tokens or the hidden size, not both or neither"),
-        ({"devices": 1}, "a crossover between one device and 1: give 2 devices or more"),
+        ({"devices": 1}, "a crossover between one device and 1: give 2 devices or more, at most 1e+15"),
+        ({"devices": 10**400}, f"a crossover between one device and {10**400}: give 2 devices or more, at most 1e+15"),
         ({"dtype": "int4"}, "unknown dtype 'int4'; choose one of "),
-        ({"tokens": 0}, "tokens=0: give 1 or more"),
+        ({"tokens": 0}, "tokens=0: give 1 or more, at most 1e+15"),
         ({"link": "wifi"}, "link='wifi': choose inside or across"),
         (
             {"link": "inside", "devices": 9},

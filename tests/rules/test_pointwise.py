@@ -21,6 +21,8 @@ ROW, COLUMN, SCALAR = floats(6), floats(4, 1), floats()
 MASK = A > 0
 INTS = (A * 4).long()
 SINGLE = A.float()
+EIGHT = A.to(torch.float8_e4m3fn)
+SHORT = INTS.abs().to(torch.uint16)
 COMPLEX = torch.complex(A, B)
 
 CASES = (
@@ -165,6 +167,8 @@ CASES = (
     ),
     Case(prims.convert_element_type.default, (A, torch.float32), note="narrower", rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(prims.convert_element_type.default, (A, torch.int64), note="cut", rows="S(0) -> S(0); S(1) -> S(1)"),
+    Case(prims.convert_element_type.default, (EIGHT, torch.float32), note="float8", rows="S(0) -> S(0); S(1) -> S(1)"),
+    Case(prims.convert_element_type.default, (SHORT, torch.int64), note="unsigned", rows="S(0) -> S(0); S(1) -> S(1)"),
     Case(
         prims.convert_element_type.default,
         (INTS, torch.float64),

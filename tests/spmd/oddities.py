@@ -242,6 +242,22 @@ class LowRank(nn.Module):
         return self.up(F.relu(self.frozen(x) + 2 * self.b(self.a(x)))).square().mean()
 
 
+class Float8(nn.Module):
+    """A frozen weight in float8, which is converted where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 16).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def _with_float8() -> Case:
+    layers = nn.Sequential(nn.Linear(24, 16).double(), Float8(), nn.Linear(20, 12).double())
+    return Case(layers, (_x(24).double(),), {})
+
+
 def _case(model: nn.Module, *inputs: Tensor) -> Case:
     return Case(model.double(), tuple(t.double() if t.is_floating_point() else t for t in inputs), {})
 
@@ -276,4 +292,5 @@ ODDITIES: dict[str, Callable[[], Case]] = {
     "encoder_decoder": lambda: _case(EncoderDecoder(), _x(24), torch.randn(BATCH, 6, 24)),
     "sequence_first": lambda: _case(SequenceFirst(), _x(24)),
     "low_rank": lambda: _case(LowRank(), _x(24)),
+    "float8": _with_float8,
 }
