@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,24 +94,10 @@ class Problem:
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
             (*constraints_on(_input_placements(self), "inputs", inputs, self.mesh), *self._batch(inputs)),
-            (*self._outputs(inputs, outputs, recipes), *whole),
+            (*_constraints_on_outputs(self, inputs, outputs, recipes), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
-
-    def _outputs(
-        self, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes
-    ) -> tuple[Constraint, ...]:
-        """Return constraints for outputs: the user's, and parts of those that are made for the batch, such as noise."""
-        given = constraints_on(self._of_these(self.options.outputs, outputs), "outputs", outputs, self.mesh)
-        first, batch = _first_batch(inputs)
-        axes = data_axes(recipes) if self.batch_axes is None else self.batch_axes
-        axes = () if self.split_when_padded else _dividing(axes, self.mesh, batch)
-        placed = _placements_of(self, first)
-        split = [name for name in map(self.mesh.names.__getitem__, axes) if placed.get(name, Shard(0)) == Shard(0)]
-        constrained = {(one.name, one.axis) for one in given}
-        made = ((name, axis) for name in outputs if name in self.captured.batch_outputs for axis in split)
-        return *given, *(Constraint(*one, Shard(0)) for one in made if one not in constrained)
 
     def _of_these(self, given: Placements | None, names: Iterable[str]) -> Placements | None:
         """Return the constraints that a later call can honour: it may return other values than the first."""
@@ -238,6 +224,22 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
     while axes and batch % math.prod(mesh.sizes[axis] for axis in axes):
         axes = axes[:-1]
     return axes
+
+
+def _constraints_on_outputs(
+    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes
+) -> Iterator[Constraint]:
+    """Yield the user's constraints; outputs that are made for the batch, such as noise, are parts of it unless these say else."""
+    given = constraints_on(problem._of_these(problem.options.outputs, outputs), "outputs", outputs, problem.mesh)
+    yield from given
+    mesh, (first, batch) = problem.mesh, _first_batch(inputs)
+    axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
+    axes = () if problem.split_when_padded else _dividing(axes, mesh, batch)
+    placed, constrained = _placements_of(problem, first), {(one.name, one.axis) for one in given}
+    for axis in map(mesh.names.__getitem__, axes):
+        for name in sorted(problem.captured.batch_outputs.intersection(outputs)):
+            if placed.get(axis, Shard(0)) == Shard(0) and (name, axis) not in constrained:
+                yield Constraint(name, axis, Shard(0))
 
 
 def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:
