@@ -207,6 +207,26 @@ def test_a_note_of_several_lines_is_written_on_one() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("comment", "origin"),
+    [
+        ("mlp.py:14 blocks.a b", Origin("blocks.a b", "mlp.py", 14)),
+        ("my model.py:14 blocks.0", Origin("blocks.0", "my model.py", 14)),
+        ("mlp.py:14", Origin("", "mlp.py", 14)),
+        ("blocks.0", Origin("blocks.0")),
+        ("the words of a page", Origin()),
+    ],
+)
+def test_the_origin_in_a_comment(comment: str, origin: Origin) -> None:
+    gm, _ = parse_graph(f"""mesh dp=2
+stage CAPTURED
+%x: f32[4] = input("x")
+%exp: f32[4] = exp(%x)  # {comment}
+return output("y") %exp
+""")
+    assert origin_of(next(node for node in gm.graph.nodes if node.name == "exp")) == origin
+
+
 def test_what_has_no_text_is_refused() -> None:
     gm, mesh = parse_graph(CAPTURED)
     node = next(node for node in gm.graph.nodes if node.name == "full")

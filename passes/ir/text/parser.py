@@ -221,6 +221,6 @@ def _write_comment(comment: str, node: Node) -> None:
     origin, _, note = comment.partition("|")
     if note:
         set_note(node, note.strip())
-    found = re.fullmatch(r"(?:(?P<file>.+?):(?P<line>\d+))?\s*(?P<fqn>\S*)", origin.strip())
-    if found is not None and found[0]:
-        set_origin(node, Origin(found["fqn"], found["file"] or "", int(found["line"] or 0)))
+    found = re.fullmatch(r"(?P<file>.+?):(?P<line>\d+)(?:\s+(?P<fqn>.*))?|(?P<alone>\S+)", origin.strip())
+    if found is not None:  # a name with spaces is told from words of a comment by the place before it
+        set_origin(node, Origin(found["fqn"] or found["alone"] or "", found["file"] or "", int(found["line"] or 0)))
