@@ -22,7 +22,6 @@ from autoshard.planner.decision import (
     decide_for_run,
     decided_alike,
     decision_of,
-    folded_variant,
     is_given,
     predicted,
 )
@@ -41,6 +40,7 @@ from autoshard.planner.prediction import timed_as
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
+from autoshard.planner.variants import folded_variant
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark
