@@ -28,19 +28,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
 from autoshard.config.progress import Progress, silent
-from autoshard.planner import (
-    batch_padding,
-    candidates,
-    decision,
-    recipe_candidates,
-    recomputation,
-    solver_candidate,
-    ties,
-    variants,
-)
+from autoshard.planner import candidates, decision, recipe_candidates, recomputation, solver_candidate, ties
 from autoshard.planner.decision import decide
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Folded, fold, in_chunks
+from autoshard.planner.paddings import batch_padding
+from autoshard.planner.paddings import variants
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated

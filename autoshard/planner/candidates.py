@@ -42,8 +42,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a search found that goes on beside another: its candidates, the best of them, and seconds that no plan is simulated
-    faster than (None: not known).
+    """The candidates of a search beside another, the best of them, and seconds that no plan is simulated faster than (None: not
+    known).
     """
 
     candidates: tuple[Candidate, ...]

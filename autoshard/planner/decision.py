@@ -12,11 +12,11 @@ from autoshard.planner.earlier_plans import replayed
 from autoshard.planner.effort import FULL, QUICK, Effort
 from autoshard.planner.evaluation import Evaluation, Folded
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
+from autoshard.planner.paddings.variants import best_of_variants, folded_variant
 from autoshard.planner.prediction import timed
 from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
-from autoshard.planner.variants import best_of_variants, folded_variant
 from autoshard.plans.collectives import Collective
 from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord

@@ -36,11 +36,11 @@ from autoshard.planner.evaluation import (
     prepared,
 )
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
+from autoshard.planner.paddings.variants import folded_variant
 from autoshard.planner.prediction import timed_as
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
-from autoshard.planner.variants import folded_variant
 from autoshard.plans.compatibility import check_model
 from autoshard.plans.record import PlanRecord
 from passes.base import Observer, PassContext, Remark

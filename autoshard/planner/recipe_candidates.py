@@ -10,8 +10,8 @@ from torch.fx import GraphModule
 from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.config.progress import Progress
-from autoshard.planner.batch_padding import is_padded_alike
 from autoshard.planner.evaluation import Folded, phases_of, seeded
+from autoshard.planner.paddings.batch_padding import is_padded_alike
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
 from autoshard.planner.recipe_variants import apart, format_recipes, variants_of

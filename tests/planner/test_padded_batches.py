@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autoshard import Mesh, Options, RecipeError, ShardingPlan, plan
 from autoshard.debug.checking import Keeper, comparison
 from autoshard.debug.simulated_ranks import Call
-from autoshard.planner.batch_padding import padded_for_fewer_samples
 from autoshard.planner.make_plan import make_plan
+from autoshard.planner.paddings.batch_padding import padded_for_fewer_samples
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.recipe_candidates import expert_names
 from autoshard.planner.request import PlanRequest

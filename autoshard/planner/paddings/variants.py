@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.config.progress import Progress
-from autoshard.planner.batch_padding import gaining_axes, padded_for_fewer_samples
 from autoshard.planner.candidates import Beside, Choice, compared, search, search_beside
 from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, fold
+from autoshard.planner.paddings.batch_padding import gaining_axes, padded_for_fewer_samples
 from autoshard.planner.problem import Problem, padded_for
 from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.standings import SearchTask
