@@ -27,11 +27,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import MemoryLimitError, Mesh, Options
-from autoshard.config.progress import silent
+from autoshard.config.progress import Progress, silent
 from autoshard.planner import candidates, decision, recipe_candidates, recomputation, solver_candidate, ties
 from autoshard.planner.decision import decide
-from autoshard.planner.effort import FULL
+from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Folded, fold, in_chunks
+from autoshard.planner.paddings import batch_padding
+from autoshard.planner.paddings import variants
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated
@@ -131,8 +133,8 @@ def _best_in_chunks(task: SearchTask, standings: Any) -> str:
     return best
 
 
-def _padded_only(problem: Problem, folded: Folded, *rest: Any) -> Any:
-    return candidates.search(problem, folded, *rest), True, folded
+def _padded_only(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Any:
+    return candidates.search(SearchTask(problem, folded, effort), progress), problem, folded
 
 
 _tied_layers, _evaluate = tied_layers.tied_layers, SearchTask.evaluate
@@ -187,9 +189,7 @@ HEURISTICS = {
     ),
     "chunks of all that could win": Heuristic(((candidates, "_cut", _best_in_chunks),), (candidates._cut,)),
     "buckets that grow": Heuristic(((best_schedule, "Growing", lambda nbytes: nbytes),), (bucketing.Growing,)),
-    "padded or not": Heuristic(
-        ((decision, "_best_of_variants", _padded_only),), (decision._best_of_variants, candidates.compared)
-    ),
+    "padded or not": Heuristic(((decision, "best_of_variants", _padded_only),), (batch_padding, variants, candidates.compared)),
     "ties: the sturdier": Heuristic(((ties, "_slowed", lambda _: 0.0),), (ties._slowed,)),
     "ties: the smaller": Heuristic(((ties, "_bytes", lambda _: 0.0),), (ties._bytes,)),
     "ties: the simpler": Heuristic(((ties, "TIE", 0.0),)),

@@ -99,11 +99,10 @@ def compared(case: Case) -> tuple[list[Row], float | None]:
 
 
 def _recipes(task: SearchTask, experts: Experts, prepared: Prepared) -> Iterator[Row]:
-    for name, recipes in experts:
-        if task.problem.undivided(recipes) is None:
-            objective = estimate(experts, recipes, prepared)
-            found = in_chunks(task.problem, task.evaluate(recipes))
-            yield Row(name, objective, found.cost.step_time, task.fits(found))
+    for name, recipes in experts.padded_alike:
+        objective = estimate(experts, recipes, prepared)
+        found = in_chunks(task.problem, task.evaluate(recipes))
+        yield Row(name, objective, found.cost.step_time, task.fits(found))
 
 
 if __name__ == "__main__":

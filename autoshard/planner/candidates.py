@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from autoshard.config.options import Options
 from autoshard.config.progress import Progress
-from autoshard.planner.effort import FULL, Effort
-from autoshard.planner.evaluation import Evaluation, Folded, in_chunks
+from autoshard.planner.effort import FULL
+from autoshard.planner.evaluation import Evaluation, in_chunks
 from autoshard.planner.memory_limit import memory_limit_error
-from autoshard.planner.problem import Problem
-from autoshard.planner.recipe_candidates import try_recipes
-from autoshard.planner.recomputation import memory_budget_of
-from autoshard.planner.solver_candidate import ANY, Solved, ask, solve, solve_for_least
+from autoshard.planner.recipe_candidates import QUICKLY, decline_recipes, try_recipes
+from autoshard.planner.recomputation import SlowerError, memory_budget_of
+from autoshard.planner.solver_candidate import ANY, Solved, ask, least_of_kernels, solve, solve_for_least
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
 from passes.errors import CompilerError, MemoryLimitError
@@ -41,7 +40,28 @@ class Choice:
     prepared: Prepared | None  # the problem that was solved; None: there was no time for it
 
 
-def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Choice:
+@dataclass(frozen=True)
+class Beside:
+    """The candidates of a search beside another, the best of them, and seconds that no plan is simulated faster than (None: not
+    known).
+    """
+
+    candidates: tuple[Candidate, ...]
+    least: float | None
+    choice: Choice | None = None
+    is_solved: bool = True  # False: only recipes were tried
+
+    @property
+    def bounds(self) -> tuple[float | None, ...]:
+        """Return the bound by the solver's model; nothing of plans that were not searched, as they are proven to be slower or
+        to be no better than others.
+        """
+        if not self.is_solved or (self.choice is None and self.least is not None):
+            return ()
+        return (None if self.choice is None else self.choice.search.bound,)
+
+
+def search(task: SearchTask, progress: Progress) -> Choice:
     """Return the candidate with the shortest simulated step of those that fit in memory; if nearly equal, the `preferred`.
 
     Recipes that are proven to be slower, or not to fit, are not simulated, unless the effort is to try all; nor are any
@@ -49,13 +69,8 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     the memory and the smallest limit that would do. A candidate that fails because of a bug in autoshard is left out
     with a warning; if all do, raises CompilerError.
     """
-    task = SearchTask(problem, folded, effort)
     standings = Standings(task)
-    progress(SOLVED)
-    solved = Solved()
-    with standings.attempt(SOLVED):
-        solved = solve(task, standings)
-    try_recipes(task, standings, solved, progress)
+    solved = _entered(task, standings, progress)
     if standings.best is None:
         with standings.attempt(SOLVED):
             solved = solve_for_least(task, standings, solved)
@@ -66,19 +81,70 @@ def search(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     return _choice(task, standings, solved, _cut(task, standings))
 
 
-def compared(best: Choice, others: Sequence[tuple[str, Choice]]) -> Choice:
-    """Return the best choice with those of other searches among its candidates; the name of each search is added to theirs."""
-    added = [Candidate(f"{one.search.chosen}, {name}", one.evaluation.cost, fits=True) for name, one in others]
-    choices = [best, *(one for _, one in others)]
-    bounds, least = ([getattr(one.search, name) for one in choices] for name in ("bound", "least"))
-    searched = replace(
-        best.search,
-        candidates=(*best.search.candidates, *added),
-        bound=None if None in bounds else min(bounds),
-        least=None if None in least else min(least),
-        seconds=sum(one.search.seconds for one in choices),
-    )
+def search_beside(task: SearchTask, progress: Progress, *, solves: bool) -> Beside:
+    """Search as `search` does for a plan that may be faster than the best elsewhere; without `solves`, among recipes only.
+
+    Nothing is simulated where all plans are proven to be slower, unless the effort is to try all.
+    """
+    standings, solved, least = Standings(task), Solved(), None
+    is_late, is_asked = task.left <= 0, solves or task.effort.recipes != "needed"
+    if is_asked and not is_late:
+        with standings.attempt(SOLVED):
+            least = least_of_kernels(task)
+    if not is_asked or is_late:
+        _decline(standings, task.late if is_late else QUICKLY, solves=solves)
+    elif least is not None and least > task.best_elsewhere and task.effort.recipes != "all":
+        _decline(standings, str(SlowerError(least)), solves=solves)
+    elif solves:
+        solved = _entered(task, standings, progress)
+    else:
+        try_recipes(task, standings, solved, progress)
+    if standings.best is None:
+        return Beside(_candidates(task, standings, solved, float("inf")), least, is_solved=solves)
+    choice = _choice(task, standings, solved, _cut(task, standings))
+    return Beside(choice.search.candidates, least, choice, is_solved=solves)
+
+
+def _entered(task: SearchTask, standings: Standings, progress: Progress) -> Solved:
+    """Enter the solver's plan and the recipes."""
+    progress(SOLVED)
+    solved = Solved()
+    with standings.attempt(SOLVED):
+        solved = solve(task, standings)
+    try_recipes(task, standings, solved, progress)
+    return solved
+
+
+def _decline(standings: Standings, note: str, *, solves: bool) -> None:
+    if solves:
+        standings.decline(SOLVED, note)
+    decline_recipes(standings, note)
+
+
+def compared(best: Choice, others: Sequence[tuple[str, Beside]]) -> Choice:
+    """Return the best choice with the candidates of other searches, and what holds for the plans of all.
+
+    Of candidates whose names are taken, only the one that was chosen is added, and the name of its search to its own.
+    """
+    found = {one.name: one for one in best.search.candidates}
+    for search_name, other in others:
+        chosen = SOLVED if other.choice is None else other.choice.search.chosen
+        for one in other.candidates:
+            if one.name != SOLVED and one.name not in found:
+                found[one.name] = one
+            elif one.name == chosen:
+                name = f"{one.name}, {search_name}"
+                found[name] = replace(one, name=name)
+    bounds = [best.search.bound, *(bound for _, other in others for bound in other.bounds)]
+    least = [best.search.least, *(other.least for _, other in others if other.is_solved or other.least is not None)]
+    searched = replace(best.search, candidates=tuple(found.values()), bound=_least(bounds), least=_least(least))
     return replace(best, search=searched)
+
+
+def _least(bounds: Sequence[float | None]) -> float | None:
+    """Return the least of the bounds; None if one is not known."""
+    known = [bound for bound in bounds if bound is not None]
+    return min(known) if len(known) == len(bounds) else None
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:
@@ -99,16 +165,12 @@ def _cut(task: SearchTask, standings: Standings) -> str:
 def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -> Choice:
     limit, solution = task.limit, None if solved.answer is None else solved.answer.solution
     step = standings.evaluated[best].cost.step_time
-    candidates = [
-        Candidate(name, one.cost, fits=task.fits(one), note="; ".join(_notes(task, solved, name, one, step)))
-        for name, one in standings.evaluated.items()
-    ]
     return Choice(
         standings.evaluated[best],
         solution if best == SOLVED else None,
         Search(
             best,
-            (*candidates, *standings.declined),
+            _candidates(task, standings, solved, step),
             limit,
             solved.objective,
             solved.bound,
@@ -117,6 +179,15 @@ def _choice(task: SearchTask, standings: Standings, solved: Solved, best: str) -
         ),
         solved.source,
     )
+
+
+def _candidates(task: SearchTask, standings: Standings, solved: Solved, best_time: float) -> tuple[Candidate, ...]:
+    """Return what was evaluated, and what was left out; `best_time` is the step of the best, in seconds."""
+    evaluated = (
+        Candidate(name, one.cost, fits=task.fits(one), note="; ".join(_notes(task, solved, name, one, best_time)))
+        for name, one in standings.evaluated.items()
+    )
+    return (*evaluated, *standings.declined)
 
 
 def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_time: float) -> Iterator[str]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.config.axis_recipes import AUTO, recipes_of, rule_of_thumb
 from autoshard.config.progress import Progress, silent
 from autoshard.config.topology import hardware_of
-from autoshard.planner.candidates import Choice, compared, search
 from autoshard.planner.earlier_plans import replayed
 from autoshard.planner.effort import FULL, QUICK, Effort
-from autoshard.planner.evaluation import Evaluation, Folded, fold
+from autoshard.planner.evaluation import Evaluation, Folded
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
+from autoshard.planner.paddings.variants import best_of_variants, folded_variant
 from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes, padded_for_all
+from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
@@ -23,7 +22,6 @@ from autoshard.plans.outcome import Cost, Recomputation, Search
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cost.simulate import Timeline
-from passes.errors import MemoryLimitError
 from passes.ir.graph import Origin, has_backward
 from passes.ir.units import format_seconds
 from passes.search.prepared import Prepared
@@ -57,11 +55,6 @@ class Decision:
         return replace(problem, pads=self.pads, padded_axes=axes), self.folded or folded
 
 
-def folded_variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
-    """Return the folded graph of `problem` with padded dims and split products or without, given the one with them."""
-    return folded if pads or not (folded.is_padded or folded.is_split) else fold(replace(problem, pads=False))
-
-
 def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Decision:
     """Decide by the recipe that is asked for, by a plan for an earlier call, or by a search."""
     options, recipes = problem.options, recipes_of(problem.options.recipe, problem.mesh)
@@ -71,7 +64,7 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         return Decision(recipes, recomputation=_recomputation(problem, folded), remarks=(_not_searched(problem),))
     if (taken := _taken_over(problem, folded)) is not None:
         return taken
-    choice, problem, folded = _best_of_variants(problem, folded, effort, progress)
+    choice, problem, folded = best_of_variants(problem, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
@@ -103,41 +96,6 @@ def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
                 replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
             )
     return None
-
-
-def _best_of_variants(
-    problem: Problem, folded: Folded, effort: Effort, progress: Progress
-) -> tuple[Choice, Problem, Folded]:
-    """Search each variant of the problem, and return the best plan with its variant.
-
-    For a later call, such as a last batch that is padded, one search is enough.
-    """
-    if problem.earlier:
-        return search(problem, folded, effort, progress), problem, folded
-    found, errors = list[tuple[str, Choice, Problem, Folded]](), list[MemoryLimitError]()
-    for name, variant, graph in _variants(problem, folded):
-        try:
-            found.append((name, search(variant, graph, effort, progress), variant, graph))
-        except MemoryLimitError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    _, best, variant, graph = min(found, key=lambda one: one[1].evaluation.cost.step_time)
-    others = [(name, choice) for name, choice, *_ in found if choice is not best]
-    return compared(best, others), variant, graph
-
-
-def _variants(problem: Problem, folded: Folded) -> Iterator[tuple[str, Problem, Folded]]:
-    """Yield the problem with padding and split products; if they change the graph, without them; and with its batch padded for
-    more axes than those that are named for it. Each has a name that tells it from the others.
-    """
-    what = "padded" if folded.is_padded else "split" if folded.is_split else "batch not padded"
-    yield what, problem, folded
-    if folded.is_padded or folded.is_split:
-        yield f"not {what}", replace(problem, pads=False), folded_variant(problem, folded, pads=False)
-    wide = padded_for_all(problem)
-    if wide is not None:
-        yield f"batch padded for {' x '.join(problem.mesh.names[axis] for axis in wide.padded_axes)}", wide, fold(wide)
 
 
 def decide_for_run(problem: Problem, folded: Folded, progress: Progress) -> Decision:

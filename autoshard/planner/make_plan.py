@@ -22,7 +22,6 @@ from autoshard.planner.decision import (
     decide_for_run,
     decided_alike,
     decision_of,
-    folded_variant,
     is_given,
     predicted,
 )
@@ -37,6 +36,7 @@ from autoshard.planner.evaluation import (
     prepared,
 )
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
+from autoshard.planner.paddings.variants import folded_variant
 from autoshard.planner.prediction import timed_as
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import EarlierProgram, PlanRequest

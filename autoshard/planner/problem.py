@@ -25,7 +25,7 @@ from passes.errors import ConstraintError, UserError
 from passes.ir.graph import InputRole, Origin, OutputRole, input_of, outputs_of, placeholders, returned, tensor_of
 from passes.ir.layout import Layout, Placement, R, Shard
 from passes.ir.mesh import Mesh
-from passes.ir.padding import is_gain, padded_size
+from passes.ir.padding import is_gain
 from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
@@ -35,8 +35,6 @@ from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
-
-MOST_PADDED = 0.25  # of a batch: a search is not made again for plans that compute so much more
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Problem:
         A batch that its axes do not divide is whole on them, also where recipes split it. Constraints in the options
         take precedence.
         """
-        _, first = _first_batch(inputs)
+        _, first = first_batch(inputs)
         axes = () if self.split_when_padded else _dividing(self.batch_axes or (), self.mesh, first)
         given = self.padded_axes if self.batch_axes is None else self.given_axes
         split = {name for name, shape in inputs.items() if shape and shape[0] == first}
@@ -141,7 +139,7 @@ class Problem:
     def remarks(self) -> tuple[Remark, ...]:
         """Return the remarks of capture, and one for a batch that the caller's axes do not divide."""
         found, inputs = self.captured.call.remarks, self.captured.shapes(InputRole.INPUT)
-        name, batch = _first_batch(inputs)
+        name, batch = first_batch(inputs)
         if self.is_later or self.batch_axes is None:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
         else:
@@ -179,22 +177,6 @@ class Problem:
         _, least, most = sizes(overlap.bucket_bytes)
         return Hiding(least, most, in_chunks=overlap.split_matmuls)
 
-    def undivided(self, recipes: Recipes) -> str | None:
-        """Return a text if the axes that `recipes` split the batch over do not divide it.
-
-        No recipe splits inputs that are split as the caller says, or whole because their axes do not divide them.
-        """
-        if self.padded_axes:
-            return None
-        name, batch = _first_batch(self.captured.shapes(InputRole.INPUT))
-        axes = data_axes(recipes)
-        if self.batch_axes is not None:
-            own = tuple(axis for axis in axes if axis not in self.given_axes)
-            axes = (*self.batch_axes, *own) if own else ()
-        ways = math.prod(self.mesh.sizes[axis] for axis in axes)
-        names = " x ".join(self.mesh.names[axis] for axis in axes)
-        return f"input {name!r} has a batch of {batch}, which {names} = {ways} does not divide" if batch % ways else None
-
 
 def given_recipes(options: Options, mesh: Mesh) -> Recipes | None:
     """Return the recipe of each axis; None if layouts are searched for."""
@@ -214,7 +196,7 @@ def freeing(recipes: Recipes, *, frees_gathered: bool) -> Recipes:
     )
 
 
-def _first_batch(inputs: Mapping[str, torch.Size]) -> tuple[str, int]:
+def first_batch(inputs: Mapping[str, torch.Size]) -> tuple[str, int]:
     """Return the first input that has dims, and the length of its dim 0; an empty name and 0 if none has."""
     return next(((name, shape[0]) for name, shape in inputs.items() if shape), ("", 0))
 
@@ -251,30 +233,28 @@ def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:
 def padding_as_given(problem: Problem) -> Problem:
     """Return the problem with its batch padded, if it is not divided by the axes that the caller splits it over, or else a given
     recipe or the names of the axes.
+    """
+    recipes = given_recipes(problem.options, problem.mesh)
+    return padded_for(problem, rule_of_thumb(problem.mesh) if recipes is None else recipes)
+
+
+def padded_for(problem: Problem, recipes: Recipes) -> Problem:
+    """Return the problem with its batch padded as it is where these `recipes` are given."""
+    axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
+    return replace(problem, padded_axes=undivided(problem, axes))
+
+
+def undivided(problem: Problem, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes, if they do not divide the batch.
 
     The user may constrain the first input on some of them; there are none if that splits the batch.
     """
-    mesh, inputs, axes = problem.mesh, problem.captured.shapes(InputRole.INPUT), problem.batch_axes
-    if axes is None:
-        recipes = given_recipes(problem.options, mesh)
-        axes = data_axes(rule_of_thumb(mesh) if recipes is None else recipes)
-    name, batch = _first_batch(inputs)
+    name, batch = first_batch(problem.captured.shapes(InputRole.INPUT))
     if not problem.is_later:
         found = _placements_of(problem, name)
         is_split = any(isinstance(placement, Shard) and placement.dim == 0 for placement in found.values())
-        axes = () if is_split else tuple(axis for axis in axes if mesh.names[axis] not in found)
-    return replace(problem, padded_axes=axes if batch % math.prod(mesh.sizes[axis] for axis in axes) else ())
-
-
-def padded_for_all(problem: Problem) -> Problem | None:
-    """Return the problem with its batch padded for all axes that may split it, if a search has to try that: not where they divide
-    the batch, or where padding adds more than `MOST_PADDED` of it.
-    """
-    _, batch = _first_batch(problem.captured.shapes(InputRole.INPUT))
-    axes = problem.given_axes
-    wide = padded_size(batch, math.prod(problem.mesh.sizes[axis] for axis in axes))
-    is_asked = problem.batch_axes is None and not problem.options.inputs and axes != problem.padded_axes
-    return replace(problem, padded_axes=axes) if is_asked and batch < wide <= batch * (1 + MOST_PADDED) else None
+        axes = () if is_split else tuple(axis for axis in axes if problem.mesh.names[axis] not in found)
+    return axes if batch % math.prod(problem.mesh.sizes[axis] for axis in axes) else ()
 
 
 def _input_placements(problem: Problem) -> Placements:

@@ -11,6 +11,7 @@ from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.config.progress import Progress
 from autoshard.planner.evaluation import Folded, phases_of, seeded
+from autoshard.planner.paddings.batch_padding import is_padded_alike
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import Problem, Recipes, freeing
 from autoshard.planner.recipe_variants import apart, format_recipes, variants_of
@@ -31,21 +32,26 @@ _Rank = tuple[float, ...]  # simulated recipes are before others, then by fit an
 
 
 def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Add recipes to the standings; none if only those that are needed are asked for, and there is a good plan."""
+    """Add recipes to the standings, of those that pad the batch as the problem does; none if only those that are needed are asked
+    for, and there is a good plan.
+    """
     experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
     is_stored = bool(task.problem.earlier) and standings.best is not None
     if is_needed and (is_stored or _is_answered(standings, solved)):
-        for name, _ in experts:
-            standings.decline(name, STORED if is_stored else QUICKLY)
+        decline_recipes(standings, STORED if is_stored else QUICKLY)
         return
     ranks: dict[Recipes, _Rank] = {}
-    for name, recipes in experts:
-        if (undivided := task.problem.undivided(recipes)) is not None:
-            standings.decline(name, undivided)
-        elif (rank := _enter(task, standings, experts, name, recipes, progress)) is not None:
+    for name, recipes in experts.padded_alike:
+        if (rank := _enter(task, standings, experts, name, recipes, progress)) is not None:
             ranks[recipes] = rank
     if not is_needed:
         _enter_variants(task, standings, experts, ranks, progress)
+
+
+def decline_recipes(standings: Standings, note: str) -> None:
+    """Leave out the recipes that pad the batch as the problem does, and say why."""
+    for name, _ in Experts(standings.task.problem, standings.task.folded).padded_alike:
+        standings.decline(name, note)
 
 
 def _enter(
@@ -58,7 +64,7 @@ def _enter(
         standings.decline_late(name)
         return None
     progress(name)
-    is_choosy = standings.best is not None and task.effort.recipes != "all"
+    is_choosy = standings.worst_time < float("inf") and task.effort.recipes != "all"
     with standings.attempt(name):
         if is_choosy and (state := experts.state(recipes)) > task.limit:
             standings.decline(name, f"takes {format_bytes(state)} for parameters, gradients and optimizer: not simulated")
@@ -135,6 +141,11 @@ class Experts:
             if (alike := self.problem.resharding(recipes)) not in seen:
                 seen.add(alike)
                 yield name, recipes
+
+    @property
+    def padded_alike(self) -> Iterator[tuple[str, Recipes]]:
+        """Yield those that pad the batch as it is padded in the problem, where they are asked for by name."""
+        yield from ((name, recipes) for name, recipes in self if is_padded_alike(self.problem, recipes))
 
     def state(self, recipes: Recipes) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a device."""

@@ -113,6 +113,13 @@ def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> S
     return found
 
 
+def least_of_kernels(task: SearchTask) -> float | None:
+    """Return seconds that no plan is simulated faster than; None if there was no time to state the problem."""
+    mesh = task.problem.mesh
+    prepared = _in_time(task, single_axes(mesh) if can_be_single(mesh) else coarse_groups(mesh)[0])
+    return None if prepared is None else prepared.kernels_bound
+
+
 def _found(task: SearchTask, standings: Standings) -> Solved:
     whole, grouped = single_axes(task.problem.mesh), coarse_groups(task.problem.mesh)
     if task.effort.takes_first:

@@ -26,11 +26,14 @@ _log = logging.getLogger("autoshard.planner")
 
 @dataclass(frozen=True, eq=False)
 class SearchTask:
-    """A problem, the graph that its candidates are evaluated on, and how much to try."""
+    """A problem, the graph that its candidates are evaluated on, and how much to try; the best of other problems' plans takes
+    `best_elsewhere` seconds.
+    """
 
     problem: Problem
     folded: Folded
     effort: Effort
+    best_elsewhere: float = float("inf")
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -43,6 +46,11 @@ class SearchTask:
         """Return the remaining seconds of the time limit."""
         limit = self.problem.options.time_limit
         return float("inf") if limit is None else limit - (time.perf_counter() - self.started)
+
+    @property
+    def late(self) -> str:
+        """Return why a candidate is left out that there was no time for."""
+        return f"the time limit of {self.problem.options.time_limit} s was over"
 
     @property
     def no_recipes(self) -> Recipes:
@@ -115,7 +123,7 @@ class Standings:
 
     def decline_late(self, name: str) -> None:
         """Leave out a candidate because the time limit is over."""
-        self.decline(name, f"the time limit of {self.task.problem.options.time_limit} s was over")
+        self.decline(name, self.task.late)
 
     @property
     def best(self) -> str | None:
@@ -131,7 +139,7 @@ class Standings:
     @property
     def worst_time(self) -> float:
         """Return the seconds of a step that a candidate must not exceed to be the best."""
-        return self.best_time * (1 + TIE)
+        return min(self.best_time, self.task.best_elsewhere) * (1 + TIE)
 
     @property
     def _fitting(self) -> dict[str, Timeline]:

@@ -172,7 +172,7 @@ def test_a_search_that_pads_for_axes_that_are_not_named_for_the_batch(mesh: str)
     planned = make_plan(PlanRequest(model, args, {}, on, options), observers=(keeper,))
     found = comparison(keeper.graph, planned, Call(model, args, {}), options)
     assert found and found.tolerance <= 1e-9 and not found.not_compared, str(found)
-    assert planned.plan.padded_axes == on.names, str(planned.plan)
+    assert "tp" in planned.plan.padded_axes, str(planned.plan)
 
 
 @pytest.mark.slow

@@ -111,11 +111,12 @@ def candidates_table(search: Search) -> Table:
 
 def format_declined(search: Search) -> list[str]:
     """Return a line per reason why candidates were not simulated: `"fsdp, zero2: the batch of 6 does not divide"`."""
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for candidate in search.candidates:
         if candidate.cost is None:
-            reasons.setdefault(candidate.note, []).append(candidate.name)
-    return [f"{', '.join(names)}: {note}" for note, names in reasons.items()]
+            alone = candidate.name if ", " in candidate.name else ""  # "solved, not padded" would read as two in a list
+            reasons.setdefault((candidate.note, alone), []).append(candidate.name)
+    return [f"{', '.join(names)}: {note}" for (note, _), names in reasons.items()]
 
 
 def _order(candidate: Candidate) -> tuple[bool, float]:
