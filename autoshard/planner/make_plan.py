@@ -38,7 +38,7 @@ from autoshard.planner.evaluation import (
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
 from autoshard.planner.paddings.variants import folded_variant
 from autoshard.planner.prediction import timed_as
-from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.problem import Problem, captured_problem, split_as
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
@@ -219,7 +219,7 @@ def program_problem(
     folded = fold(problem, whole=True)
 
     def folded_for(plan: PlanRecord) -> Folded:
-        planned = _padded_as(problem, plan)
+        planned = _as_planned(problem, plan)
         same = folded if planned.padded_axes == problem.padded_axes else fold(planned)
         return folded_variant(planned, same, pads=plan.pads)
 
@@ -240,13 +240,14 @@ def program_problem(
         if same is not None:
             return same
     plan = follow(folded_for)
-    return made(_padded_as(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
+    return made(_as_planned(problem, plan), folded_for(plan), decision_of(plan, folded_for(plan)))
 
 
-def _padded_as(problem: Problem, plan: PlanRecord) -> Problem:
-    """Return the problem with the batch padded for the axes that it is padded for in a plan."""
+def _as_planned(problem: Problem, plan: PlanRecord) -> Problem:
+    """Return the problem with the batch padded for the axes that it is padded for in a plan, and split as there."""
     names = problem.mesh.names
-    return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
+    padded = replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
+    return padded if plan.solution is None else split_as(padded, plan.inputs)
 
 
 def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:

@@ -17,6 +17,7 @@ from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
+from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cast_parameters import CastParameters
@@ -214,14 +215,27 @@ def _constraints_on_outputs(
     """Yield the user's constraints; outputs that are made for the batch, such as noise, are parts of it unless these say else."""
     given = constraints_on(problem._of_these(problem.options.outputs, outputs), "outputs", outputs, problem.mesh)
     yield from given
-    mesh, (first, batch) = problem.mesh, _first_batch(inputs)
+    mesh, (first, batch) = problem.mesh, first_batch(inputs)
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
     axes = () if problem.split_when_padded else _dividing(axes, mesh, batch)
     placed, constrained = _placements_of(problem, first), {(one.name, one.axis) for one in given}
     for axis in map(mesh.names.__getitem__, axes):
+        placement = placed.get(axis, Shard(0))
         for name in sorted(problem.captured.batch_outputs.intersection(outputs)):
-            if placed.get(axis, Shard(0)) == Shard(0) and (name, axis) not in constrained:
-                yield Constraint(name, axis, Shard(0))
+            if isinstance(placement, Shard) and placement.dim == 0 and (name, axis) not in constrained:
+                yield Constraint(name, axis, placement)
+
+
+def split_as(problem: Problem, inputs: Mapping[str, Value]) -> Problem:
+    """Return the problem with the batch split as in a plan with these inputs, if outputs that are made for the batch follow it.
+
+    A search that may split inputs as it likes does not know how to place these.
+    """
+    first = next((one for one in inputs.values() if one.shape), None)
+    if problem.batch_axes is not None or not problem.captured.batch_outputs or first is None:
+        return problem
+    axes = first.layout.axes_on(0)
+    return replace(problem, batch_axes=axes) if axes else problem
 
 
 def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:

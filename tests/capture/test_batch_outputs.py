@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 
 from autoshard import Mesh, Options, plan
 from autoshard.capture.capture import capture
+from autoshard.planner.problem import captured_problem, split_as
+from autoshard.planner.request import PlanRequest
+from autoshard.plans.plan_values import Value
+from passes.ir.layout import Layout, R, Shard
 
 BATCH = 4
 
@@ -69,3 +74,33 @@ def test_they_are_as_the_user_says() -> None:
 def test_they_are_whole_beside_a_batch_that_the_axes_do_not_divide() -> None:
     found = plan(Noisy(), Mesh("dp=3"), (torch.ones(BATCH, 6),), options=Options(recipe="fsdp")).outputs
     assert not any(value.layout.axes_on(0) for value in found.values())
+
+
+class Large(nn.Module):
+    """A product that is faster on parts of the batch, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2048, 2048)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lin(x), torch.randn_like(x)
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_they_follow_the_batch_where_a_search_splits_it(mesh: str) -> None:
+    args = (torch.ones(65536, 2048, device="meta"),)
+    with torch.device("meta"):
+        model = Large()
+    made = plan(model, Mesh(mesh, hardware="h100"), args)
+    split = made.inputs["x"].layout.axes_on(0)
+    assert split and all(output.layout.axes_on(0) == split for output in made.outputs.values())
+
+
+def test_they_follow_the_batch_in_the_solver_s_plan() -> None:
+    """The decision is made again with the batch split as in a first plan, which may leave noise whole."""
+    problem = captured_problem(PlanRequest(Noisy(), (torch.ones(BATCH, 6),), {}, Mesh("dp=2", hardware="h100"), Options()))
+    value = Value("x", (BATCH, 6), "f32", Layout((Shard(0),)))
+    assert split_as(problem, {"x": value}).batch_axes == (0,)
+    assert split_as(problem, {"x": replace(value, layout=Layout((R,)))}) is problem
+    assert split_as(replace(problem, batch_axes=()), {"x": value}).batch_axes == ()
