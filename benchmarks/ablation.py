@@ -32,8 +32,7 @@ from autoshard.planner import candidates, decision, recipe_candidates, recomputa
 from autoshard.planner.decision import decide
 from autoshard.planner.effort import FULL, Effort
 from autoshard.planner.evaluation import Folded, fold, in_chunks
-from autoshard.planner.paddings import batch_padding
-from autoshard.planner.paddings import variants
+from autoshard.planner.paddings import batch_padding, variants
 from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import stated

@@ -1,0 +1,38 @@
+"""A plan that pads its batch by a third runs on real ranks, with the batch that it was made for and with others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import Mesh, Options, ShardingPlan, autoshard, plan
+from tests.planner.test_padded_batches import CLASSES, Convolutions
+from tests.spawn import run_on_ranks
+
+BATCHES = (6, 8, 5, 6, 1)  # that of the plan; one that all axes divide, odd ones
+
+
+def _train(rank: int, text: str) -> float:
+    """Return how far losses and gradients are from one device's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    one, worst = Convolutions(5).double(), 0.0
+    model = autoshard(one, mesh, plan=ShardingPlan.from_json(text), options=Options(compile="eager"))
+    for batch in BATCHES:
+        args = torch.randn(batch, 3, 48, 48, dtype=torch.float64), torch.randint(CLASSES, (batch,))
+        losses = model(*model.shard(*args)), one(*args)
+        for loss in losses:
+            loss.backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        worst = max(worst, *(float((mine - want).detach().abs().max()) for mine, want in (losses, *pairs)))
+    return worst
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_padded_plan_from_a_file_runs_with_batches_of_any_size() -> None:
+    args = torch.empty(6, 3, 48, 48, dtype=torch.float64), torch.zeros(6, dtype=torch.long)
+    found = plan(Convolutions(5).double(), Mesh("dp=2,tp=2", hardware="h100"), args)
+    assert found.padded_axes == ("dp", "tp")
+    assert max(run_on_ranks(_train, 4, found.to_json())) < 1e-10
