@@ -21,20 +21,21 @@ from passes.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """The layouts of a program's outputs, and the mesh axes over which its caller splits the batch.
+    """The layouts of a program's outputs, and the mesh axes over which its caller has parts of inputs or outputs.
 
     With `sums`, the loss of the global batch is the sum over ranks, else the mean.
     """
 
     mesh: Mesh
     layouts: tuple[Layout, ...]
-    batch_axes: tuple[int, ...]
+    axes: tuple[int, ...]
     sums: bool = False
 
     @staticmethod
     def of(mesh: Mesh, inputs: Sequence[Layout], outputs: Sequence[Layout], *, sums: bool) -> OutputGradients:
-        """Return those of a program whose caller gives parts of inputs in these layouts."""
-        axes = (axis for axis, size in enumerate(mesh.sizes) if size > 1 and any(one.on(axis) != R for one in inputs))
+        """Return those of a program with inputs and outputs in these layouts."""
+        parts = (*inputs, *outputs)
+        axes = (axis for axis, size in enumerate(mesh.sizes) if size > 1 and any(one.on(axis) != R for one in parts))
         return OutputGradients(mesh, tuple(outputs), tuple(axes), sums)
 
     def scale(self, number: int) -> float:
@@ -50,7 +51,7 @@ class OutputGradients:
         `gradients` are of the outputs that the loss uses. If these are numbers alone, they are losses of the global batch, the
         same on every rank. If none is a part, the losses are not summed either.
         """
-        axes = [axis for axis in self.batch_axes if self._differ(axis, gradients)]
+        axes = [axis for axis in self.axes if self._differ(axis, gradients)]
         found = {number: tuple(axis for axis in axes if self.layouts[number].on(axis) == R) for number in gradients}
         return {number: over for number, over in found.items() if over}
 

@@ -44,6 +44,11 @@ def test_whole_outputs_are_summed_beside_parts_alone() -> None:
     assert gradients(sums=True).axes_to_join({1: vector, 2: vector}) == {}
 
 
+def test_an_axis_that_splits_an_output_alone_counts_too() -> None:
+    vocabulary = OutputGradients.of(MESH, (WHOLE,), (Layout((R, Shard(1))), WHOLE), sums=False)
+    assert vocabulary.axes_to_join({0: torch.ones(4, 6), 1: torch.ones(())}) == {1: (1,)}
+
+
 def test_nothing_is_joined_where_every_rank_has_the_whole_batch() -> None:
     whole = OutputGradients.of(MESH, (WHOLE,), (WHOLE, WHOLE), sums=False)
     assert whole.axes_to_join({0: torch.ones(4), 1: torch.ones(())}) == {}
