@@ -32,6 +32,7 @@ from passes.recipes import recipe_named, with_frees
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.recipes.fsdp import FSDP
 from passes.recipes.megatron import MEGATRON
+from passes.rules.factors import keeps_sums
 from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
 
@@ -341,7 +342,7 @@ def _cast(request: PlanRequest, captured: Captured) -> CastParameters:
 
 def _check_reduced(computed: torch.dtype, reduced: torch.dtype) -> None:
     """Raise UserError if gradients are to be reduced in a dtype that is narrower than the one they are computed in."""
-    if torch.promote_types(computed, reduced) != reduced:
+    if not keeps_sums(computed, reduced):
         held, wanted = (str(dtype).removeprefix("torch.") for dtype in (computed, reduced))
         raise UserError(
             f"Options(mixed_precision=...): gradients are computed in {held}, and {wanted} does not hold their sums; leave "
