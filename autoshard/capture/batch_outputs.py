@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.flat_call import FlatCall
+from autoshard.capture.resized_call import quiet
 from autoshard.capture.signature import Call, describe_output
 from passes.ir.graph import InputRole, returned
 
@@ -32,7 +33,7 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
         return frozenset()
     larger = {path: _doubled(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves.items()}
     try:
-        with mode:
+        with quiet(), mode:
             args, kwargs = call.with_leaves(larger)
             output = describe_output(fake.module(*args, **kwargs))
     except Exception as error:  # of the user's code, which may not take such a batch

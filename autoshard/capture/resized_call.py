@@ -8,10 +8,12 @@ the earlier graph does; then that graph, with the numbers of the run, is the gra
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -117,7 +119,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     """
     args, kwargs = call.with_leaves(dict(leaves))
     functions, own, outer = Functions(), Held.by(fake.module, (args, kwargs), Functions()), Held()
-    with _quiet(), mode, functions.noted(outer), called_functions() as called:
+    with quiet(), mode, functions.noted(outer), called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := own.changed(but_flags=True):
         raise _Unlike(f"it changes {changed}")
@@ -126,7 +128,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     if not own.changed() and not outer.changed():
         return _Run(called, describe_output(output), functions.names)
     held = Held.by(fake.module, (args, kwargs), functions)
-    with _quiet(), mode, called_functions() as called:
+    with quiet(), mode, called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := held.changed():
         raise _Unlike(f"it changes {changed}")
@@ -134,12 +136,14 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Log nothing: dynamo leaves such calls out, too."""
+def quiet() -> Iterator[None]:
+    """Log, print and warn nothing: dynamo leaves such calls out, too."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 

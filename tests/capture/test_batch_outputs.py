@@ -27,6 +27,7 @@ class Noisy(nn.Module):
         self.lin, self.table = nn.Linear(6, 6), nn.Parameter(torch.ones(BATCH, 5))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
+        print("drawing")
         noise, time = torch.randn_like(x), torch.randint(0, 10, (x.shape[0],))
         return {
             "predicted": self.lin(x + noise) * time[:, None],
@@ -47,9 +48,10 @@ class OneSize(nn.Module):
         return x.view(BATCH, 6), torch.arange(x.shape[0])
 
 
-def test_outputs_whose_rows_grow_with_the_batch_are_told_from_others() -> None:
+def test_outputs_whose_rows_grow_with_the_batch_are_told_from_others(capsys: pytest.CaptureFixture[str]) -> None:
     made = capture(Noisy(), (torch.ones(BATCH, 6),), training=True).batch_outputs
     assert made == {"noise", "time", "rows", "weights"}
+    assert capsys.readouterr().out == ""
 
 
 def test_a_model_that_takes_no_other_batch_has_none() -> None:
