@@ -22,15 +22,15 @@ from passes.ir.graph import InputRole, returned
 _log = logging.getLogger("autoshard.capture")
 
 
-def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> frozenset[str]:
-    """Return the paths of outputs that no input is read for, and whose dim 0 grows with that of the first input.
+def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> dict[str, bool | None]:
+    """Return, of each output that no input is read for and that has as many rows as the first input, whether dim 0 grows with it.
 
-    The run may change `fake`.
+    None: the model takes no batch of twice the size. The run may change `fake`.
     """
     batch = next((leaf.shape[0] for leaf in leaves.values() if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     possible = _possible(flat, batch)
     if not possible:
-        return frozenset()
+        return {}
     larger = {path: _doubled(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves.items()}
     try:
         with quiet(), mode:
@@ -38,11 +38,12 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
             output = describe_output(fake.module(*args, **kwargs))
     except Exception as error:  # of the user's code, which may not take such a batch
         _log.debug("outputs %s are taken to be no batch: %s", sorted(possible), error)
-        return frozenset()
-    return frozenset(path for path, tensor in output.tensors if path in possible and tensor.shape[:1] == (2 * batch,))
+        return dict.fromkeys(possible)
+    grown = {path for path, tensor in output.tensors if tensor.shape[:1] == (2 * batch,)}
+    return {path: path in grown for path in possible}
 
 
-def _possible(flat: FlatCall, batch: int) -> set[str]:
+def _possible(flat: FlatCall, batch: int) -> list[str]:
     """Return the outputs that have as many rows as the batch, and that the values of no input lead to."""
     graph = flat.graph_module.graph
     read: dict[Node, bool] = {}
@@ -52,7 +53,7 @@ def _possible(flat: FlatCall, batch: int) -> set[str]:
         read[node] = is_input or (not _takes_shapes(node) and any(read[one] for one in node.all_input_nodes))
     ends = zip(flat.signature.outputs, returned(graph), strict=False)  # further results are stored in the model's objects
     found = {path: node for path, node in ends if isinstance(node, Node) and not read[node]}
-    return {path for path, node in found.items() if _rows(node) == batch}
+    return [path for path, node in found.items() if _rows(node) == batch]
 
 
 def _takes_shapes(node: Node) -> bool:

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -68,9 +68,9 @@ class Captured:
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
     are those that the traced code reads (None: not known), `outside` what it reads from outside of the model.
-    `batch_outputs` are the paths of outputs that are made for the batch and not computed from it. `known` is the joint graph,
-    or that of a few of many equal layers, if it need not be traced. `is_comparable` says that the call was not unlike all
-    earlier ones, so that it is worth while to compare later ones.
+    `batch_outputs` says of outputs that read no input, but have as many rows as the batch, whether they are made for it (None:
+    not known). `known` is the joint graph, or that of a few of many equal layers, if it need not be traced. `is_comparable`
+    says that the call was not unlike all earlier ones, so that it is worth while to compare later ones.
     """
 
     call: FlatCall
@@ -79,7 +79,7 @@ class Captured:
     training: bool
     names: frozenset[str] | None = None
     outside: tuple[OutsideRead, ...] = ()
-    batch_outputs: frozenset[str] = frozenset()
+    batch_outputs: Mapping[str, bool | None] = field(default_factory=dict)
     known: GraphModule | None = None
     is_comparable: bool = True
 

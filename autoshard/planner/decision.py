@@ -14,7 +14,7 @@ from autoshard.planner.evaluation import Evaluation, Folded
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.paddings.variants import best_of_variants, folded_variant
 from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes, split_as
+from autoshard.planner.problem import Problem, Recipes
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
@@ -46,14 +46,12 @@ class Decision:
     prepared: Prepared | None = None
     pads: bool = True
     padded_axes: tuple[int, ...] | None = None  # None: those of the problem
-    batch_axes: tuple[int, ...] | None = None  # None: those of the problem
     folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
 
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
         """Return the problem and the folded graph that were decided on: with padded dims and split products, or without."""
         padded = problem.padded_axes if self.padded_axes is None else self.padded_axes
-        split = problem.batch_axes if self.batch_axes is None else self.batch_axes
-        return replace(problem, pads=self.pads, padded_axes=padded, batch_axes=split), self.folded or folded
+        return replace(problem, pads=self.pads, padded_axes=padded), self.folded or folded
 
 
 def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Decision:
@@ -66,8 +64,6 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
     if (taken := _taken_over(problem, folded)) is not None:
         return taken
     choice, problem, folded = best_of_variants(problem, folded, effort, progress)
-    if choice.solution is not None and (split := split_as(problem, choice.evaluation.facts["inputs"])) is not problem:
-        choice, problem, folded = best_of_variants(split, folded, effort, progress)
     for one in choice.search.candidates:
         time = "not simulated" if one.cost is None else format_seconds(one.cost.step_time)
         _log.info("candidate %s: %s%s", one.name, time, f" ({one.note})" if one.note else "")
@@ -85,7 +81,6 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         prepared=choice.prepared,
         pads=problem.pads,
         padded_axes=problem.padded_axes,
-        batch_axes=problem.batch_axes,
         folded=folded,
     )
 

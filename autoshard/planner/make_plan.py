@@ -38,7 +38,7 @@ from autoshard.planner.evaluation import (
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
 from autoshard.planner.paddings.variants import folded_variant
 from autoshard.planner.prediction import timed_as
-from autoshard.planner.problem import Problem, captured_problem, split_as
+from autoshard.planner.problem import Problem, captured_problem
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
@@ -244,10 +244,9 @@ def program_problem(
 
 
 def _as_planned(problem: Problem, plan: PlanRecord) -> Problem:
-    """Return the problem with the batch padded for the axes that it is padded for in a plan, and split as there."""
+    """Return the problem with the batch padded for the axes that it is padded for in a plan."""
     names = problem.mesh.names
-    padded = replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
-    return padded if plan.solution is None else split_as(padded, plan.inputs)
+    return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
 
 
 def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:

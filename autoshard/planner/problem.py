@@ -17,7 +17,6 @@ from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
-from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
 from passes.base import Remark
 from passes.cast_parameters import CastParameters
@@ -37,6 +36,7 @@ from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
 
 Recipes = tuple[str | None, ...]  # one per mesh axis
+_Placed = Mapping[str, Placement]  # of the first input, by axis
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,13 @@ class Problem:
         }
         stored = [name for name in self.captured.call.new_values.names if outputs.pop(name, None) is not None]
         whole = [Constraint(name, axis, R) for name in stored for axis in self.mesh.names]
+        split = (*constraints_on(_input_placements(self), "inputs", inputs, self.mesh), *self._batch(inputs))
+        placed = {one.axis: one.placement for one in split if one.name == first_batch(inputs)[0]}
         return Seed(
             self.resharding(recipes),
             tuple(one for one in self.parameter_constraints() if one.name in parameters),
-            (*constraints_on(_input_placements(self), "inputs", inputs, self.mesh), *self._batch(inputs)),
-            (*_constraints_on_outputs(self, inputs, outputs, recipes), *whole),
+            split,
+            (*_constraints_on_outputs(self, inputs, outputs, recipes, placed), *whole),
             self.split_when_padded,
             tuple((name, layout) for name, layout in self.stored.items() if name in parameters),
         )
@@ -139,8 +141,9 @@ class Problem:
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """Return the remarks of capture, and one for a batch that the caller's axes do not divide."""
-        found, inputs = self.captured.call.remarks, self.captured.shapes(InputRole.INPUT)
+        """Return the remarks of capture, and those for outputs that may be parts and a batch that the axes do not divide."""
+        inputs = self.captured.shapes(InputRole.INPUT)
+        found = (*self.captured.call.remarks, *_unknown_rows(self))
         name, batch = first_batch(inputs)
         if self.is_later or self.batch_axes is None:
             names = [self.mesh.names[axis] for axis in self.padded_axes]
@@ -211,32 +214,74 @@ def _dividing(axes: tuple[int, ...], mesh: Mesh, batch: int) -> tuple[int, ...]:
 
 
 def _constraints_on_outputs(
-    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes
+    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
 ) -> Iterator[Constraint]:
-    """Yield the user's constraints; outputs that are made for the batch, such as noise, are parts of it unless these say else."""
+    """Yield the user's constraints; other outputs are the caller's part where that does not follow from the graph."""
     given = constraints_on(problem._of_these(problem.options.outputs, outputs), "outputs", outputs, problem.mesh)
     yield from given
-    mesh, (first, batch) = problem.mesh, first_batch(inputs)
+    constrained = {(one.name, one.axis) for one in given}
+    if not any(recipes) and given_recipes(problem.options, problem.mesh) is None:
+        found = _in_a_search(problem, outputs)
+    else:
+        of = problem, inputs, outputs, recipes, placed
+        found = (*_made_for_the_batch(*of), *_as_the_input(*of))
+    yield from (one for one in found if (one.name, one.axis) not in constrained)
+
+
+def _in_a_search(problem: Problem, outputs: Mapping[str, torch.Size]) -> tuple[Constraint, ...]:
+    """Return that outputs with as many rows as the batch by chance are whole: a search splits those whose sizes agree."""
+    whole = [name for name, grows in problem.captured.batch_outputs.items() if not grows and name in outputs]
+    return tuple(Constraint(name, axis, R) for name in whole for axis in problem.mesh.names)
+
+
+def _unknown_rows(problem: Problem) -> Iterator[Remark]:
+    """Yield a remark for each output that has as many rows as the batch, which may be by chance."""
+    constrained = problem._of_these(problem.options.outputs, problem.captured.batch_outputs) or {}
+    for name, grows in problem.captured.batch_outputs.items():
+        if grows is None and not any(fnmatch.fnmatchcase(name, pattern) for pattern in constrained):
+            text = (
+                f"output {name!r} has as many rows as the batch and reads no input; the model takes no batch of twice the "
+                "size, which would tell whether it has a row for each sample: every rank gets all of it; if it has, say so with "
+                f"Options(outputs={{{name!r}: {{axis: 'S(0)'}}}})"
+            )
+            yield Remark(Seed.name, text, Origin(), name.replace(".", "_"))
+
+
+def _made_for_the_batch(
+    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
+) -> Iterator[Constraint]:
+    """Yield that outputs that read no input, such as noise, are split over the axes that split the batch."""
+    _, batch = first_batch(inputs)
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
-    axes = () if problem.split_when_padded else _dividing(axes, mesh, batch)
-    placed, constrained = _placements_of(problem, first), {(one.name, one.axis) for one in given}
-    for axis in map(mesh.names.__getitem__, axes):
+    axes = () if problem.split_when_padded else _dividing(axes, problem.mesh, batch)
+    made = [name for name, grows in problem.captured.batch_outputs.items() if grows and name in outputs]
+    for axis in map(problem.mesh.names.__getitem__, axes):
         placement = placed.get(axis, Shard(0))
-        for name in sorted(problem.captured.batch_outputs.intersection(outputs)):
-            if isinstance(placement, Shard) and placement.dim == 0 and (name, axis) not in constrained:
-                yield Constraint(name, axis, placement)
+        if isinstance(placement, Shard) and placement.dim == 0:
+            yield from (Constraint(name, axis, placement) for name in made)
 
 
-def split_as(problem: Problem, inputs: Mapping[str, Value]) -> Problem:
-    """Return the problem with the batch split as in a plan with these inputs, if outputs that are made for the batch follow it.
+def _as_the_input(
+    problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
+) -> Iterator[Constraint]:
+    """Yield that computed outputs are split as the first input, on axes that the caller splits it over but whose recipe does not.
 
-    A search that may split inputs as it likes does not know how to place these.
+    Such a recipe (`megatron`) would return parts of another kind.
     """
-    first = next((one for one in inputs.values() if one.shape), None)
-    if problem.batch_axes is not None or not problem.captured.batch_outputs or first is None:
-        return problem
-    axes = first.layout.axes_on(0)
-    return replace(problem, batch_axes=axes) if axes else problem
+    first, _ = first_batch(inputs)
+    for axis, recipe in zip(problem.mesh.names, recipes, strict=True):
+        placement = placed.get(axis, R)
+        if recipe is None or _carries_inputs(recipe) or not isinstance(placement, Shard):
+            continue
+        dim = placement.dim
+        for name, shape in outputs.items():
+            if shape and name not in problem.captured.batch_outputs:
+                agrees = dim < len(shape) and shape[dim] == inputs[first][dim]
+                yield Constraint(name, axis, placement if agrees else R)
+
+
+def _carries_inputs(recipe: str) -> bool:
+    return recipe_named(recipe).carries_batch or recipe_named(recipe).carries_sequence
 
 
 def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:

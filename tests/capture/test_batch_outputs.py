@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from autoshard import Mesh, Options, plan
 from autoshard.capture.capture import capture
-from autoshard.planner.problem import captured_problem, split_as
+from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
-from autoshard.plans.plan_values import Value
-from passes.ir.layout import Layout, R, Shard
+from autoshard.plans.record import PlanRecord
 
 BATCH = 4
 
@@ -50,12 +48,18 @@ class OneSize(nn.Module):
 
 def test_outputs_whose_rows_grow_with_the_batch_are_told_from_others(capsys: pytest.CaptureFixture[str]) -> None:
     made = capture(Noisy(), (torch.ones(BATCH, 6),), training=True).batch_outputs
-    assert made == {"noise", "time", "rows", "weights"}
+    assert {name for name, grows in made.items() if grows} == {"noise", "time", "rows", "weights"}
+    assert {name for name, grows in made.items() if grows is False} == {"table", "classes"}
     assert capsys.readouterr().out == ""
 
 
-def test_a_model_that_takes_no_other_batch_has_none() -> None:
-    assert capture(OneSize(), (torch.ones(BATCH, 6),), training=False).batch_outputs == frozenset()
+def test_rows_of_a_model_that_takes_no_other_batch_are_not_known() -> None:
+    args = (torch.ones(BATCH, 6),)
+    assert capture(OneSize(), args, training=False).batch_outputs == {"1": None}
+    (remark,) = plan(OneSize(), Mesh("dp=2"), args, options=Options(recipe="ddp")).remarks
+    assert "every rank gets all of it" in remark.text and "{'1': {axis: 'S(0)'}}" in remark.text
+    told = Options(recipe="ddp", outputs={"1": {"dp": "S(0)"}})
+    assert plan(OneSize(), Mesh("dp=2"), args, options=told).remarks == ()
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "hsdp"])
@@ -99,10 +103,24 @@ def test_they_follow_the_batch_where_a_search_splits_it(mesh: str) -> None:
     assert split and all(output.layout.axes_on(0) == split for output in made.outputs.values())
 
 
-def test_they_follow_the_batch_in_the_solver_s_plan() -> None:
-    """The decision is made again with the batch split as in a first plan, which may leave noise whole."""
-    problem = captured_problem(PlanRequest(Noisy(), (torch.ones(BATCH, 6),), {}, Mesh("dp=2", hardware="h100"), Options()))
-    value = Value("x", (BATCH, 6), "f32", Layout((Shard(0),)))
-    assert split_as(problem, {"x": value}).batch_axes == (0,)
-    assert split_as(problem, {"x": replace(value, layout=Layout((R,)))}) is problem
-    assert split_as(replace(problem, batch_axes=()), {"x": value}).batch_axes == ()
+def test_what_has_as_many_rows_by_chance_is_whole_where_a_search_splits_the_batch() -> None:
+    made = planned_for_ranks(Noisy())
+    assert made.solution is not None
+    parts = {name for name, value in made.outputs.items() if not value.layout.is_replicated}
+    assert parts == {"predicted", "noise", "time", "rows", "weights"}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "megatron"])
+def test_a_rank_gets_its_rows_also_where_products_are_split_by_columns(recipe: Any) -> None:
+    """Splitting a small layer by its columns is fastest on paper; the caller splits the batch over `dp` all the same."""
+    options = Options(recipe=recipe, inputs=None if recipe == "auto" else {"input": {"dp": "S(0)"}})
+    made = planned_for_ranks(nn.Sequential(nn.Linear(6, 6)), options)
+    assert made.outputs["output"].layout == made.inputs["input"].layout
+    assert made.outputs["output"].layout.axes_on(0) == (0,)
+
+
+def planned_for_ranks(model: nn.Module, options: Options | None = None) -> PlanRecord:
+    """Return the plan of a call whose batch the caller splits over `dp`."""
+    mesh, args = Mesh("dp=2", hardware="h100"), (torch.ones(BATCH, 6),)
+    axes = (0,) if options is None or options.recipe == "auto" else None
+    return make_plan(PlanRequest(model, args, {}, mesh, options or Options(), batch_axes=axes)).plan

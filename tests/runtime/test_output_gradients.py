@@ -101,6 +101,27 @@ def test_gradients_are_those_of_one_device(recipe: Any, loss: str) -> None:
     assert max(run_on_ranks(_train, 2, recipe, loss)) < 1e-14
 
 
+def _train_a_small_layer(rank: int) -> tuple[tuple[int, ...], float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one, x = nn.Linear(6, 6).double(), torch.randn(4, 6, dtype=torch.float64)
+    model = autoshard(copy.deepcopy(one), mesh, options=Options(hardware="h100", compile="eager"))
+    found = model(x.chunk(2)[rank])
+    found.square().mean().backward()
+    one(x).square().mean().backward()
+    gradients = zip(model.parameters(), one.parameters(), strict=True)
+    worst = max(float((mine.grad.full_tensor() - want.grad).abs().max()) for mine, want in gradients)
+    return tuple(found.shape), worst
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_small_layer_returns_this_rank_s_rows() -> None:
+    """On paper, its columns on each rank take less time than its rows."""
+    for shape, worst in run_on_ranks(_train_a_small_layer, 2):
+        assert shape == (2, 6) and worst < 1e-14
+
+
 def _disagree(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = autoshard(Scaled(), mesh, options=Options(recipe="ddp", compile="eager"))
