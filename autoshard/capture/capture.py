@@ -36,6 +36,7 @@ from passes._torch import (
     quiet_fakes,
     select_decompositions,
     trace_joint,
+    without_fused_encoders,
     without_saved_tensors_hooks,
 )
 from passes.errors import CaptureError
@@ -137,6 +138,7 @@ def _tracing(*, training: bool) -> Iterator[None]:
         with (
             torch.inference_mode(mode=False),
             torch.set_grad_enabled(training),
+            without_fused_encoders(),
             without_saved_tensors_hooks(),
             lazy_code(),
             quiet_fakes(),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.fx import Graph, GraphModule, Node
 
 from autoshard.capture.origins import user_frame
@@ -268,9 +269,18 @@ def check_numbers(graph: Graph) -> None:
             raise CaptureError(_READS + format_place(user_frame(read.meta.get("stack_trace"))))
 
 
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+
 def check_module(module: nn.Module) -> None:
-    """Raise CaptureError for a module that torch.jit made, which has no Python code."""
+    """Raise CaptureError for a module that torch.jit made, which has no Python code, or that is distributed already."""
     for name, one in module.named_modules():
+        if isinstance(one, _WRAPPERS):
+            where = "model.module" if one is module else f"{name}.module in place of {name}"
+            raise CaptureError(
+                f"{name or 'the model'} is wrapped in {type(one).__name__}, which joins gradients, as the sharded model does "
+                f"itself; give {where}"
+            )
         if isinstance(one, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{name or 'the model'} is a ScriptModule, which torch.jit made, and has no Python code to be captured; give the "

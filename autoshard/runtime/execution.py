@@ -183,6 +183,11 @@ class Execution:
         """
         return [item.take(call.leaves[item.spec.path], self.place) for item in self.inputs]
 
+    def held_values(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the program reads, and that are no parameters or buffers, by name."""
+        held = {name: one.read() if isinstance(one, Attribute) else one for name, one in self.buffers.items()}
+        return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+
     def check_inputs(self, call: Call) -> None:
         """Raise InputError for a call that does not fit."""
         for item in self.inputs:

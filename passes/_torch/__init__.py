@@ -68,6 +68,7 @@ try:
         in_transform,
         keeps_graph,
         reentrant_checkpoint,
+        without_fused_encoders,
         without_saved_tensors_hooks,
         without_torch_function,
     )
@@ -183,6 +184,7 @@ __all__ = [
     "unflatten_pytree",
     "unregister_group",
     "watch_store",
+    "without_fused_encoders",
     "without_saved_tensors_hooks",
     "without_torch_function",
 ]

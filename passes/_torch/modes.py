@@ -38,6 +38,20 @@ def keeps_graph() -> bool:
 
 
 @contextmanager
+def without_fused_encoders() -> Iterator[None]:
+    """Let torch's encoder layers and attention call the same functions in evaluation as in training, and not one fused kernel.
+
+    A fused kernel is one op, whose dims no rule can shard.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Take off the hooks for tensors that autograd saves, which `torch.func.grad` refuses, and put them on again afterwards.
 

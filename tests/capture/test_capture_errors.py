@@ -141,6 +141,18 @@ class HoldsScript(Model):
         return self.scripted(x)
 
 
+class HoldsParallel(Model):
+    """parallel is wrapped in DataParallel, which joins gradients, as the sharded model does itself; give parallel.module in place
+    of parallel"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parallel(x)
+
+
 class Sends(Model):
     """the model sends values between ranks (all_reduce), but it computes as on one device: each value is that of all ranks
     together, and messages are autoshard's to place; remove the call (a sum or mean over the batch is one over all of it)

@@ -117,8 +117,8 @@ def test_a_rank_with_a_wrong_batch_is_named() -> None:
     first, second = messages("shape")
     assert first == second == (
         "DistributedError: ranks make different calls: rank 0 (training, x: float64[16, 24], y: float64[16, 16]), rank 1 "
-        "(training, x: float64[5, 24], y: float64[5, 16]); give every rank a part of the same size, as model.shard(...) "
-        "does, or drop the last batch"
+        "(training, x: float64[5, 24], y: float64[5, 16]); every rank makes the same call: with parts of the same size, as "
+        "model.shard(...) gives, or without the last batch, and with the same dtypes, arguments and settings of the model"
     )
 
 

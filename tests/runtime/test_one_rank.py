@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +34,32 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
+
+
+class Projected(Net):
+    """Has random features, which a state_dict does not hold."""
+
+    projection: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.register_buffer("projection", torch.randn(4, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.projection)
+
+
+class Scaled(Net):
+    """Holds a tensor that is no buffer."""
+
+    def __init__(self, scale: int) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.scale = torch.full((4,), float(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
 
 
 X = torch.arange(32.0).reshape(8, 4)
@@ -73,7 +101,21 @@ def _faults(rank: int) -> Found:
         "other batch": error_of(lambda: whole(X + is_faulty)),
         "other model": error_of(lambda: sharded(mesh, width=8 if is_faulty else 6)),
         "other seed": error_of(lambda: sharded(mesh, seed=rank)(*parts)),
+        **_other_values(mesh, rank),
     }
+
+
+def _other_values(mesh: DeviceMesh, rank: int) -> Found:
+    """Make the first call of models whose parameters are equal, but not all else that they hold."""
+    model = Projected(rank)
+    model.load_state_dict(Projected(0).state_dict())
+    loaded = autoshard(Net(), mesh, (X,), options=replace(OPTIONS, recipe="ddp"))
+    torch.manual_seed(rank)
+    loaded.load_state_dict(Net().state_dict())
+    projected = autoshard(model, mesh, (X,), options=OPTIONS)
+    scaled = autoshard(Scaled(rank), mesh, (X,), options=OPTIONS)
+    calls = {"other buffer": projected, "other attribute": scaled, "loaded otherwise": loaded}
+    return {name: error_of(partial(one, *one.shard(X))) for name, one in calls.items()}
 
 
 def _ends(rank: int, how: str) -> Found:
@@ -97,6 +139,9 @@ CAUSES = {
     "other batch": "input 'x' is replicated on axis 'dp', but ranks 0 and 1 gave different values;",
     "other model": r"rank 1 and rank 0 have different models or inputs: parameter 'up.weight' is float32\[8, 4\], the plan's",
     "other seed": r"parameter 'up.weight' .* ranks 0 and 1 gave different values; build the model with the same seed",
+    "other buffer": "buffer 'projection' is replicated on axis 'dp', but ranks 0 and 1 gave different values;",
+    "other attribute": "attribute 'scale' is replicated on axis 'dp', but ranks 0 and 1 gave different values;",
+    "loaded otherwise": "parameter 'up.weight' is replicated on axis 'dp', but ranks 0 and 1 gave different values;",
 }
 ENDS = {
     "kill": "since then it was killed or stopped, or it lost its network",

@@ -14,7 +14,7 @@ from autoshard import Options
 from passes.ir.graph import tensor_of
 from tests.models import Case
 from tests.spmd.decoders import DECODERS
-from tests.spmd.oracle import compare, plan_ranks
+from tests.spmd.oracle import compare, plan_ranks, run_on_one_device
 from tests.spmd.oracle import run_on_ranks as run_on_simulated
 from tests.spmd.test_context import BY_HAND, EXCHANGE, GATHER, RING, TOLERANCE, attend, refusal
 
@@ -111,3 +111,16 @@ def test_alone_it_runs_in_no_other_way(recipe: str, way: str) -> None:
     assert refusal(case("dropout"), recipe) == (
         f"recipe 'context({way})' on axis 'cp': attention cannot be sharded: {why}{BY_HAND}"
     )
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_torch_s_encoder_is_evaluated_in_parts(is_stacked: bool) -> None:
+    """In evaluation without gradients, torch calls one fused kernel for a whole layer."""
+    layer = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2) if is_stacked else layer
+    case = Case(encoder.double().eval(), (torch.randn(2, 8, 12, dtype=torch.float64),), {})
+    with torch.no_grad():
+        got = run_on_simulated(case, "cp=2", Options(recipe="context"), training=False)
+        want = case.model(*case.args)
+    compare(got, run_on_one_device(case, training=False), TOLERANCE)
+    assert torch.allclose(got.outputs["output"], want, rtol=0, atol=1e-12)

@@ -40,7 +40,7 @@ from autoshard.runtime.watch.call_watch import SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
 from passes.errors import DistributedError, InputError, UserError
-from passes.ir.layout import Layout, replicated
+from passes.ir.layout import Layout, Shard, replicated
 from passes.ir.units import format_seconds
 
 _log = logging.getLogger("autoshard.programs")
@@ -258,6 +258,8 @@ def _met(
         _tell(state, changes)
     program = _known(state, mode, call) or _made(model, state, mode, call, described, as_written)
     together(state.groups, "the first call", lambda: _check_first(state, program.execution, call))
+    if state.step == 0:
+        _agree_on_values(model, state, program.execution)
     _agree_on_inputs(state, program.execution, call)
     return program
 
@@ -380,7 +382,8 @@ def _check_same_call(groups: MeshGroups, described: str) -> None:
     if other is not None:
         raise DistributedError(
             f"ranks make different calls: rank {groups.mesh.ranks[0]} ({calls[0]}), rank {groups.mesh.ranks[other]} "
-            f"({calls[other]}); give every rank a part of the same size, as model.shard(...) does, or drop the last batch"
+            f"({calls[other]}); every rank makes the same call: with parts of the same size, as model.shard(...) "
+            "gives, or without the last batch, and with the same dtypes, arguments and settings of the model"
         )
 
 
@@ -417,12 +420,31 @@ def _agree_on_parameters(model: nn.Module, state: RuntimeState) -> None:
     whole = replicated(state.place.mesh)
     given = [
         Given(f"parameter {name!r}", ONE_MODEL, whole, local_of_dtensor(parameter))
-        for name, parameter in (state.taken_over or dict(model.named_parameters())).items()
+        for name, parameter in state.taken_over.items() or _distributed(model)
         if isinstance(parameter, DTensor) and not parameter.is_meta
     ]
-    buffers = [] if state.stored else [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
-    given += [Given(f"buffer {name!r}", ONE_MODEL, whole, buffer) for name, buffer in buffers]
     check_equal_values(state.groups, given)
+
+
+def _agree_on_values(model: nn.Module, state: RuntimeState, execution: Execution) -> None:
+    """Check before the first step that values which several ranks hold are equal: ranks would train different models.
+
+    Parameters may have been loaded since they were stored, and buffers are not compared before.
+    """
+    whole, mesh = replicated(state.place.mesh), state.place.mesh
+    stored = {name: (local_of_dtensor(p), state.place.storage_of(p).layout) for name, p in _distributed(model) if not p.is_meta}
+    given = [
+        Given(f"parameter {name!r}", ONE_MODEL, layout, local)
+        for name, (local, layout) in stored.items()
+        if any(size > 1 and not isinstance(layout.on(axis), Shard) for axis, size in enumerate(mesh.sizes))
+    ]
+    given += [Given(f"buffer {name!r}", ONE_MODEL, whole, b) for name, b in model.named_buffers() if not b.is_meta]
+    given += [Given(f"attribute {name!r}", ONE_MODEL, whole, held) for name, held in execution.held_values().items()]
+    check_equal_values(state.groups, given)
+
+
+def _distributed(model: nn.Module) -> list[tuple[str, DTensor]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
 
 
 ONE_MODEL = "build the model with the same seed on every rank, or load the same state_dict"
