@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from passes.cost.fused_regions import is_alias, is_generated
 from passes.ir.graph import is_reshard
+from passes.ir.padding import PADS
 from passes.search.model.axis_groups import single_axes
 from passes.search.model.node_costs import NodeCosts
 from passes.search.model.step_structure import StepStructure
@@ -32,4 +33,4 @@ def _runs_alone(node: Node) -> bool:
     """Return whether a node is a kernel of its own in every plan; a parameter's is its update."""
     if node.op == "placeholder":
         return True
-    return not (is_reshard(node) or is_alias(node) or is_generated(node))
+    return not (is_reshard(node) or is_alias(node) or is_generated(node) or node.target in PADS)

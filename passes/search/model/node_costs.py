@@ -18,7 +18,8 @@ from passes.cost.optimizer_step import passes_over
 from passes.ir.call import Call, Tensor, call_of
 from passes.ir.collectives import SEND
 from passes.ir.graph import is_reshard, operands, tensor_of
-from passes.ir.layout import Layout, R
+from passes.ir.layout import Layout, R, replicated
+from passes.ir.padding import PADS
 from passes.recipes.context_parallel import POSITIONS, sharded_seconds
 from passes.rules.attention import is_attention, is_attention_backward, operand_names
 from passes.rules.rule import space_of
@@ -82,10 +83,12 @@ class NodeCosts:
     def seconds_alone(self, node: Node, strategy: Strategy) -> float:
         """Return the seconds of a kernel or an update without what it sends, which may hide.
 
-        An attention whose positions are sharded takes its part of the time that it takes with whole ones, at least.
+        An attention whose positions are sharded takes its part of the time that it takes with whole ones, at least, and the
+        update of a parameter its part of all: one that no axis divides may be stored in parts that are padded.
         """
         if node.op == "placeholder":
-            return self._seconds(node, strategy)
+            whole = Strategy((), (replicated(self.unit_costs.mesh),))
+            return self._seconds(node, whole) / self.unit_costs.mesh.size
         call, unit_costs, ranks = self._call(node), self.unit_costs, 1
         if is_attention(call.op) or is_attention_backward(call.op):
             queries = strategy.needs[operand_names(call).index("query")]
@@ -122,6 +125,8 @@ class NodeCosts:
 
     def _kernel_seconds(self, call: Call, strategy: Strategy) -> float:
         sizes, hardware = self._bytes.sizes, self.unit_costs.hardware
+        if call.op in PADS and strategy.results[0].axes_on(call.arg("dim")):
+            return 0.0  # parts are stored with their padding
         if is_attention(call.op) or is_attention_backward(call.op):
             names = operand_names(call)
             queries, keys = (strategy.needs[names.index(name)] for name in ("query", "key"))
