@@ -29,10 +29,14 @@ def rule_of_thumb(mesh: Mesh) -> tuple[str | None, ...]:
     return tuple(map(usual_recipe, mesh.names))
 
 
+def compute_axes(recipes: Sequence[str | None]) -> tuple[int, ...]:
+    """Return the axes whose recipes shard parameters while they are used."""
+    return tuple(axis for axis, name in enumerate(recipes) if name is not None and recipe_named(name).shards_compute)
+
+
 def compute_parts(recipes: Sequence[str | None], mesh: Mesh) -> int:
     """Return how many parts the axes make together whose recipes shard parameters while they are used."""
-    pairs = zip(recipes, mesh.sizes, strict=True)
-    return math.prod(size for name, size in pairs if name is not None and recipe_named(name).shards_compute)
+    return math.prod(mesh.sizes[axis] for axis in compute_axes(recipes))
 
 
 def sequence_parts(recipes: Sequence[str | None], mesh: Mesh) -> int:

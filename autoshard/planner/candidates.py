@@ -121,24 +121,27 @@ def _decline(standings: Standings, note: str, *, solves: bool) -> None:
     decline_recipes(standings, note)
 
 
-def compared(best: Choice, others: Sequence[tuple[str, Beside]]) -> Choice:
+def compared(best: Beside, others: Sequence[tuple[str, Beside]]) -> Choice:
     """Return the best choice with the candidates of other searches, and what holds for the plans of all.
 
-    Of candidates whose names are taken, only the one that was chosen is added, and the name of its search to its own.
+    Of candidates whose names are taken, and of the solver's, only the one that was chosen is added, or if there is none, one that
+    was not; to its own name that of its search.
     """
-    found = {one.name: one for one in best.search.candidates}
+    assert best.choice is not None
+    found = {one.name: one for one in best.candidates}
     for search_name, other in others:
         chosen = SOLVED if other.choice is None else other.choice.search.chosen
         for one in other.candidates:
             if one.name != SOLVED and one.name not in found:
                 found[one.name] = one
-            elif one.name == chosen:
+            elif one.name == chosen or not any(name.startswith(SOLVED) for name in found):
                 name = f"{one.name}, {search_name}"
                 found[name] = replace(one, name=name)
-    bounds = [best.search.bound, *(bound for _, other in others for bound in other.bounds)]
-    least = [best.search.least, *(other.least for _, other in others if other.is_solved or other.least is not None)]
-    searched = replace(best.search, candidates=tuple(found.values()), bound=_least(bounds), least=_least(least))
-    return replace(best, search=searched)
+    searches = [best, *(other for _, other in others)]
+    bounds = [bound for one in searches for bound in one.bounds]
+    least = [one.least for one in searches if one.is_solved or one.least is not None]
+    searched = replace(best.choice.search, candidates=tuple(found.values()), bound=_least(bounds), least=_least(least))
+    return replace(best.choice, search=searched)
 
 
 def _least(bounds: Sequence[float | None]) -> float | None:

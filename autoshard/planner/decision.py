@@ -10,11 +10,11 @@ from autoshard.config.progress import Progress, silent
 from autoshard.config.topology import hardware_of
 from autoshard.planner.earlier_plans import replayed
 from autoshard.planner.effort import FULL, QUICK, Effort
-from autoshard.planner.evaluation import Evaluation, Folded
+from autoshard.planner.evaluation import Evaluation, Folded, folded_as
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
-from autoshard.planner.paddings.variants import best_of_variants, folded_variant
+from autoshard.planner.paddings.variants import best_of_variants
 from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes
+from autoshard.planner.problem import Problem, Recipes, dims_padded_for
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
@@ -51,7 +51,8 @@ class Decision:
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
         """Return the problem and the folded graph that were decided on: with padded dims and split products, or without."""
         padded = problem.padded_axes if self.padded_axes is None else self.padded_axes
-        return replace(problem, pads=self.pads, padded_axes=padded), self.folded or folded
+        made = replace(problem, pads=self.pads, padded_axes=padded)
+        return made if self.solution is not None else dims_padded_for(made, self.recipes), self.folded or folded
 
 
 def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Decision:
@@ -88,8 +89,11 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
 def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
     """Return what a search decided for an earlier call, if that holds for this one, too."""
     for pads in (True, False) if problem.earlier else ():
-        graph = folded_variant(problem, folded, pads=pads)
-        if (replay := replayed(replace(problem, pads=pads), graph)) is not None:
+        variant = replace(problem, pads=pads)
+        graph = folded_as(variant, folded)
+        if (replay := replayed(variant, graph)) is not None:
+            if replay.solution is None:
+                graph = folded_as(dims_padded_for(variant, replay.recipes), folded)
             kept, remarks = replay.recomputation, (replay.remark,)
             return Decision(
                 replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph

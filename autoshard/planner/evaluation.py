@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -57,15 +57,18 @@ class Folded:
     """The captured graph, normalized, without its repeated layers.
 
     `placed` and `prepared` cache the results of searches: layouts propagated from a `Seed`, and the solver's problem
-    by `PreparedKey`. The next search, for another memory limit or other hardware, starts from them.
+    by `PreparedKey`. The next search, for another memory limit or other hardware, starts from them. `others` are the graph with
+    other dims padded.
     """
 
     graph: GraphModule
     repeats: Repeats
     remarks: tuple[Remark, ...]
     text: str
+    pad: Pad  # by which it was padded
     placed: dict[Seed, GraphModule] = field(default_factory=dict, compare=False, repr=False)
     prepared: dict[PreparedKey, Prepared] = field(default_factory=dict, compare=False, repr=False)
+    others: dict[Pad, Folded] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_padded(self) -> bool:
@@ -93,6 +96,19 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
     return _normalized(problem, phases.prepare_folded(how)) if gm is None else _folded(problem, gm, ctx)
 
 
+def folded_as(problem: Problem, folded: Folded) -> Folded:
+    """Return the folded graph of `problem`, given that of the same model and mesh with other dims padded."""
+    pad, before = problem.pad, folded.pad
+    parts = zip(astuple(pad), astuple(before), strict=True)
+    is_unpadded = not (folded.is_padded or folded.is_split) and all(one in (1, other) for one, other in parts)
+    if pad == before or is_unpadded:
+        return folded
+    if pad not in folded.others:
+        folded.others[pad] = replace(fold(problem), others=folded.others)
+        folded.others[before] = folded
+    return folded.others[pad]
+
+
 def prepared(problem: Problem) -> Folded:
     """Return the captured graph as passes take it, with the layers that it has."""
     return _normalized(problem, Phases(pad=problem.pad).prepare)
@@ -115,7 +131,7 @@ def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
         return None
     if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:
         return folded
-    return replace(folded, text=format_graph(folded.graph, problem.mesh), placed={})
+    return replace(folded, text=format_graph(folded.graph, problem.mesh), placed={}, others={})
 
 
 def _tags(problem: Problem) -> tuple[tuple[str, str], ...]:
@@ -146,7 +162,7 @@ def _normalized(problem: Problem, passes: Passes) -> Folded:
 @uncollected()
 def _folded(problem: Problem, gm: GraphModule, ctx: PassContext) -> Folded:
     gm = numbered(gm) if repeats_of(gm).runs else gm
-    return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh))
+    return Folded(gm, repeats_of(gm), tuple(ctx.remarks), format_graph(gm, problem.mesh), problem.pad)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ from autoshard.planner.evaluation import (
     Recorder,
     equal_layers,
     fold,
+    folded_as,
     phases_of,
     prepared,
 )
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
-from autoshard.planner.paddings.variants import folded_variant
 from autoshard.planner.prediction import timed_as
-from autoshard.planner.problem import Problem, captured_problem
+from autoshard.planner.problem import Problem, captured_problem, dims_padded_for
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
@@ -219,9 +219,7 @@ def program_problem(
     folded = fold(problem, whole=True)
 
     def folded_for(plan: PlanRecord) -> Folded:
-        planned = _as_planned(problem, plan)
-        same = folded if planned.padded_axes == problem.padded_axes else fold(planned)
-        return folded_variant(planned, same, pads=plan.pads)
+        return folded_as(_as_planned(problem, plan), folded)
 
     def made(problem: Problem, folded: Folded, decision: Decision) -> Planned:
         timer.seconds["decide"] = time.perf_counter() - started
@@ -244,9 +242,11 @@ def program_problem(
 
 
 def _as_planned(problem: Problem, plan: PlanRecord) -> Problem:
-    """Return the problem with the batch padded for the axes that it is padded for in a plan."""
+    """Return the problem with the batch and dims padded as in a plan."""
     names = problem.mesh.names
-    return replace(problem, padded_axes=tuple(names.index(name) for name in plan.padded_axes if name in names))
+    padded = tuple(names.index(name) for name in plan.padded_axes if name in names)
+    same = replace(problem, pads=plan.pads, padded_axes=padded)
+    return same if plan.solution is not None else dims_padded_for(same, plan.recipes)
 
 
 def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:

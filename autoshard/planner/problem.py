@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from autoshard.capture.capture import Captured, capture_call
 from autoshard.capture.garbage import uncollected
-from autoshard.config.axis_recipes import AUTO, compute_parts, recipes_of, rule_of_thumb, sequence_parts
+from autoshard.config.axis_recipes import AUTO, compute_axes, recipes_of, rule_of_thumb, sequence_parts
 from autoshard.config.constraints import constraints_on
 from autoshard.config.options import Options, Placements
 from autoshard.planner.request import PlanRequest
@@ -30,7 +30,6 @@ from passes.pad import Pad
 from passes.recipes import recipe_named, with_frees
 from passes.recipes.context_parallel import CONTEXT, CONTEXT_AXES
 from passes.recipes.fsdp import FSDP
-from passes.recipes.megatron import MEGATRON
 from passes.rules.factors import keeps_sums
 from passes.search.model.unit_costs import Hiding
 from passes.seed import Constraint, Seed
@@ -58,6 +57,7 @@ class Problem:
     earlier: tuple[PlanRecord, ...] = ()
     pads: bool = True  # dims that axes do not divide are padded, and products with unequal parts are split
     padded_axes: tuple[int, ...] = ()  # axes that split the batch, which do not divide it
+    compute_axes: tuple[int, ...] = ()  # axes over which products may be sharded: what they do not divide is padded
 
     @property
     def pad(self) -> Pad:
@@ -68,8 +68,7 @@ class Problem:
         if not self.pads:
             return Pad()
         recipes = given_recipes(self.options, self.mesh)
-        names = [None if one == FSDP.name else MEGATRON.name for one in rule_of_thumb(self.mesh)]
-        parts = compute_parts(names if recipes is None else recipes, self.mesh)
+        parts = math.prod(self.mesh.sizes[axis] for axis in self.compute_axes)
         batch_parts = math.prod(self.mesh.sizes[axis] for axis in self.split_when_padded)
         sequences = [CONTEXT.name if name in CONTEXT_AXES else None for name in self.mesh.names]
         return Pad(parts, batch_parts, sequence_parts(sequences if recipes is None else recipes, self.mesh))
@@ -292,16 +291,25 @@ def _placements_of(problem: Problem, name: str) -> dict[str, Placement]:
 
 def padding_as_given(problem: Problem) -> Problem:
     """Return the problem with its batch padded, if it is not divided by the axes that the caller splits it over, or else a given
-    recipe or the names of the axes.
+    recipe or the names of the axes; and dims for the axes that a recipe shards products over, or that are not named for data.
     """
     recipes = given_recipes(problem.options, problem.mesh)
-    return padded_for(problem, rule_of_thumb(problem.mesh) if recipes is None else recipes)
+    if recipes is not None:
+        return padded_for(problem, recipes)
+    named = rule_of_thumb(problem.mesh)
+    others = tuple(axis for axis, name in enumerate(named) if name != FSDP.name)
+    return replace(padded_for(problem, named), compute_axes=others)
 
 
 def padded_for(problem: Problem, recipes: Recipes) -> Problem:
-    """Return the problem with its batch padded as it is where these `recipes` are given."""
+    """Return the problem with its batch and dims padded as they are where these `recipes` are given."""
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
-    return replace(problem, padded_axes=undivided(problem, axes))
+    return dims_padded_for(replace(problem, padded_axes=undivided(problem, axes)), recipes)
+
+
+def dims_padded_for(problem: Problem, recipes: Recipes) -> Problem:
+    """Return the problem with dims padded as they are where these `recipes` are given."""
+    return replace(problem, compute_axes=compute_axes(recipes))
 
 
 def undivided(problem: Problem, axes: tuple[int, ...]) -> tuple[int, ...]:

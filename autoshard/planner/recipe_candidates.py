@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
 from autoshard.capture.garbage import uncollected
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.config.progress import Progress
-from autoshard.planner.evaluation import Folded, phases_of, seeded
-from autoshard.planner.paddings.batch_padding import is_padded_alike
+from autoshard.planner.evaluation import Folded, folded_as, phases_of, seeded
+from autoshard.planner.paddings.batch_padding import gaining_axes
 from autoshard.planner.prediction import state_of
-from autoshard.planner.problem import Problem, Recipes, freeing
+from autoshard.planner.problem import Problem, Recipes, freeing, padded_for
 from autoshard.planner.recipe_variants import apart, format_recipes, variants_of
 from autoshard.planner.recomputation import SlowerError
 from autoshard.planner.solver_candidate import OFF, Solved
@@ -32,8 +32,8 @@ _Rank = tuple[float, ...]  # simulated recipes are before others, then by fit an
 
 
 def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress: Progress) -> None:
-    """Add recipes to the standings, of those that pad the batch as the problem does; none if only those that are needed are asked
-    for, and there is a good plan.
+    """Add recipes to the standings, of those that pad the batch and dims as the problem does; none if only those that are needed
+    are asked for, and there is a good plan.
     """
     experts, is_needed = Experts(task.problem, task.folded), task.effort.recipes == "needed"
     is_stored = bool(task.problem.earlier) and standings.best is not None
@@ -49,7 +49,7 @@ def try_recipes(task: SearchTask, standings: Standings, solved: Solved, progress
 
 
 def decline_recipes(standings: Standings, note: str) -> None:
-    """Leave out the recipes that pad the batch as the problem does, and say why."""
+    """Leave out the recipes that pad the batch and dims as the problem does, and say why."""
     for name, _ in Experts(standings.task.problem, standings.task.folded).padded_alike:
         standings.decline(name, note)
 
@@ -123,6 +123,12 @@ def context_names(mesh: Mesh) -> Iterator[str]:
         yield "+".join(str(next(chosen)) if axis in others else CONTEXT.name for axis in range(mesh.ndim))
 
 
+def is_padded_alike(problem: Problem, folded: Folded, recipes: Recipes) -> bool:
+    """Return whether the batch and dims are padded in `problem` as they are where these `recipes` are given."""
+    other = padded_for(replace(problem, pads=True), recipes)
+    return gaining_axes(other) == gaining_axes(problem) and folded_as(other, folded).text == folded.text
+
+
 @dataclass(frozen=True)
 class Experts:
     """The recipes that suit a mesh, and what they store."""
@@ -144,8 +150,8 @@ class Experts:
 
     @property
     def padded_alike(self) -> Iterator[tuple[str, Recipes]]:
-        """Yield those that pad the batch as it is padded in the problem, where they are asked for by name."""
-        yield from ((name, recipes) for name, recipes in self if is_padded_alike(self.problem, recipes))
+        """Yield those that pad the batch and dims as they are padded in the problem, where they are asked for by name."""
+        yield from ((name, recipes) for name, recipes in self if is_padded_alike(self.problem, self.folded, recipes))
 
     def state(self, recipes: Recipes) -> int:
         """Return the bytes of parameters, gradients and optimizer state on a device."""

@@ -21,7 +21,7 @@ from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, can_be_single, coarse_groups, finer_groups, single_axes
 from passes.search.model.memory_budget import RecomputationCurve
 from passes.search.model.unit_costs import Hiding
-from passes.search.prepared import Prepared, prepare
+from passes.search.prepared import Prepared, least_time, prepare
 from passes.search.solution import Solution
 from passes.seed import Seed
 
@@ -113,11 +113,12 @@ def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> S
     return found
 
 
-def least_of_kernels(task: SearchTask) -> float | None:
-    """Return seconds that no plan is simulated faster than; None if there was no time to state the problem."""
-    mesh = task.problem.mesh
-    prepared = _in_time(task, single_axes(mesh) if can_be_single(mesh) else coarse_groups(mesh)[0])
-    return None if prepared is None else prepared.kernels_bound
+def least_of_kernels(task: SearchTask) -> float:
+    """Return seconds that no plan is simulated faster than."""
+    options = task.problem.options
+    with uncollected():
+        gm = seeded(task.problem, task.folded, task.no_recipes)
+        return least_time(gm, task.problem.mesh, optimizer=options.optimizer, hiding=task.problem.hiding)
 
 
 def _found(task: SearchTask, standings: Standings) -> Solved:

@@ -175,6 +175,12 @@ def prepare(
     return Prepared.of(structure, skeleton, node_costs, deadline)
 
 
+def least_time(gm: GraphModule, mesh: Mesh, *, optimizer: str | None, hiding: Hiding) -> float:
+    """Return a lower bound, in seconds, of the simulated step of every plan of a CAPTURED graph; none is searched for."""
+    structure = StepStructure(gm)
+    return kernels_bound(structure, NodeCosts(structure, UnitCosts.of(mesh, hiding), optimizer))
+
+
 def best_solution(gm: GraphModule, mesh: Mesh, goal: Goal) -> Solution:
     """Return the layouts of a CAPTURED graph with the least predicted step that fits the memory.
 

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from autoshard.planner.problem import Problem, Recipes, first_batch, padded_for, undivided
+from autoshard.planner.problem import Problem, first_batch, undivided
 from passes.ir.graph import InputRole
 from passes.ir.padding import is_gain
-
-
-def is_padded_alike(problem: Problem, recipes: Recipes) -> bool:
-    """Return whether the batch is padded in `problem` as it is where these `recipes` are given."""
-    return gaining_axes(problem) == gaining_axes(padded_for(problem, recipes))
 
 
 def padded_for_fewer_samples(problem: Problem) -> Iterator[Problem]:
@@ -41,7 +36,7 @@ def padded_for_fewer_samples(problem: Problem) -> Iterator[Problem]:
 
 def gaining_axes(problem: Problem) -> tuple[int, ...]:
     """Return the axes that the batch is padded for, or none if each rank would have as much as without."""
-    axes = tuple(axis for axis in problem.padded_axes if problem.mesh.sizes[axis] > 1)
+    axes = tuple(axis for axis in problem.split_when_padded if problem.mesh.sizes[axis] > 1)
     return axes if is_gain(_batch(problem), _ranks(problem, axes)) else ()
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from autoshard.config.progress import Progress
 from autoshard.planner.candidates import Beside, Choice, compared, search, search_beside
 from autoshard.planner.effort import Effort
-from autoshard.planner.evaluation import Folded, fold
+from autoshard.planner.evaluation import Folded, folded_as
 from autoshard.planner.paddings.batch_padding import gaining_axes, padded_for_fewer_samples
 from autoshard.planner.problem import Problem, padded_for
-from autoshard.planner.recipe_candidates import Experts
+from autoshard.planner.recipe_candidates import Experts, is_padded_alike
 from autoshard.planner.standings import SearchTask
 from passes.errors import MemoryLimitError
 
@@ -25,11 +25,6 @@ class Variant:
     problem: Problem
     folded: Folded
     is_solved: bool = True
-
-
-def folded_variant(problem: Problem, folded: Folded, *, pads: bool) -> Folded:
-    """Return the folded graph of `problem` with padded dims and split products or without, given the one with them."""
-    return folded if pads or not (folded.is_padded or folded.is_split) else fold(replace(problem, pads=False))
 
 
 def best_of_variants(
@@ -49,11 +44,11 @@ def best_of_variants(
             found.append((variant, _searched(variant, replace(task, best_elsewhere=best), progress)))
         except MemoryLimitError as error:
             errors.append(error)
-    fitting = [(one.choice, variant) for variant, one in found if one.choice is not None]
+    fitting = [(variant, one) for variant, one in found if one.choice is not None]
     if not fitting:
         raise errors[0]
-    best_choice, variant = min(fitting, key=lambda pair: pair[0].evaluation.cost.step_time)
-    choice = compared(best_choice, [(other.name, one) for other, one in found if one.choice is not best_choice])
+    variant, fastest = min(fitting, key=lambda pair: _step_time(pair[1]))
+    choice = compared(fastest, [(other.name, one) for other, one in found if other is not variant])
     choice = replace(choice, search=replace(choice.search, seconds=time.perf_counter() - task.started))
     return choice, variant.problem, variant.folded
 
@@ -73,22 +68,21 @@ def _step_time(found: Beside) -> float:
 
 def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
     """Yield the problem with padding and split products; if they change the graph, without them; with its batch padded for other
-    axes, if each rank has fewer samples by that; and as it is padded for recipes where none of these are.
+    axes, if each rank has fewer samples by that; and as it is padded for each recipe where none of these are.
     """
     named = bool(gaining_axes(problem)) or not (folded.is_padded or folded.is_split)
     what = "padded" if folded.is_padded else "split"
-    yield Variant(_name(problem) if named else what, problem, folded)
+    searched = [Variant(_name(problem) if named else what, problem, folded)]
     if folded.is_padded or folded.is_split:
-        yield Variant(f"not {what}", replace(problem, pads=False), folded_variant(problem, folded, pads=False))
-    seen = {gaining_axes(problem)}
-    for other in padded_for_fewer_samples(problem):
-        seen.add(gaining_axes(other))
-        yield Variant(_name(other), other, fold(other))
-    for _, recipes in Experts(problem, folded):
-        other = padded_for(problem, recipes)
-        if gaining_axes(other) not in seen:
-            seen.add(gaining_axes(other))
-            yield Variant(_name(other), other, fold(other), is_solved=False)
+        plain = replace(problem, pads=False)
+        searched.append(Variant(f"not {what}", plain, folded_as(plain, folded)))
+    searched += [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(problem)]
+    yield from searched
+    for name, recipes in Experts(problem, folded):
+        if not any(is_padded_alike(one.problem, one.folded, recipes) for one in searched):
+            other = padded_for(problem, recipes)
+            searched.append(Variant(f"padded for {name}", other, folded_as(other, folded), is_solved=False))
+            yield searched[-1]
 
 
 def _name(problem: Problem) -> str:
