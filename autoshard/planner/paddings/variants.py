@@ -70,10 +70,11 @@ def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
     """Yield the problem with padding and split products; if they change the graph, without them; with its batch padded for other
     axes, if each rank has fewer samples by that; and as it is padded for each recipe where none of these are.
     """
-    named = bool(gaining_axes(problem)) or not (folded.is_padded or folded.is_split)
     what = "padded" if folded.is_padded else "split"
-    searched = [Variant(_name(problem) if named else what, problem, folded)]
-    if folded.is_padded or folded.is_split:
+    is_plain = not (folded.is_padded or folded.is_split)
+    own = _name(problem) if gaining_axes(problem) else "not padded" if is_plain else what
+    searched = [Variant(own, problem, folded)]
+    if not is_plain:
         plain = replace(problem, pads=False)
         searched.append(Variant(f"not {what}", plain, folded_as(plain, folded)))
     searched += [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(problem)]

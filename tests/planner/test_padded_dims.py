@@ -1,0 +1,86 @@
+"""A recipe among the candidates of a search is what it is when it is given by name, also where axes do not divide widths."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard import Mesh, Options, RecipeError, ShardingPlan, plan
+from autoshard.planner.recipe_candidates import expert_names
+from autoshard.planner.ties import TIE
+
+Case = tuple[tuple[int, ...], int, str, str]  # widths, batch, mesh, hardware
+
+# Megatron's widths are padded on an axis for data; no axis divides widths or the batch; a rank stores padded parts.
+CASES: list[Case] = [
+    ((1025, 5461, 5461, 1025), 1001, "dp=7", "b200"),
+    ((1000, 4000, 1000), 1024, "tp=3", "h100"),
+    ((2049, 6001, 2049), 513, "dp=2,tp=5", "b200"),
+    ((2048, 16384, 2048), 64, "dp=2,tp=3", "h100"),
+]
+
+
+CHUNKS = 0.05  # that the step is shorter by with messages in chunks, which are tried where they could make a plan the best
+
+
+class Mlp(nn.Module):
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def planned(case: Case, recipe: str = "auto") -> ShardingPlan:
+    widths, batch, mesh, hardware = case
+    with torch.device("meta"):
+        model, args = Mlp(widths), (torch.empty(batch, widths[0]),)
+    return plan(model, Mesh(mesh, hardware=hardware), args, options=Options(recipe=recipe))
+
+
+def step_time(found: ShardingPlan) -> float:
+    assert found.cost is not None
+    return found.cost.step_time
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_recipe_is_faster_and_no_plan_than_what_is_proven(case: Case) -> None:
+    found = planned(case)
+    assert found.search is not None and found.search.least is not None
+    candidates = {one.name: one for one in found.search.candidates}
+    assert any(name.startswith("solved") for name in candidates)
+    for recipe in expert_names():
+        try:
+            expert = found.replan(recipe=recipe)
+        except RecipeError:  # it needs more axes
+            continue
+        assert found.search.least <= step_time(expert), recipe
+        assert step_time(found) <= step_time(expert) * (1 + TIE), recipe
+        if (cost := candidates[recipe].cost) is not None:
+            assert cost.step_time == pytest.approx(step_time(expert), rel=CHUNKS), recipe
+
+
+def test_a_recipe_that_was_chosen_is_the_plan_of_that_name(tmp_path: Path) -> None:
+    found = planned(CASES[0])
+    assert found.search is not None and found.search.chosen == "megatron"
+    expert = planned(CASES[0], "megatron")
+    assert step_time(found) == step_time(expert) and found.parameters == expert.parameters
+    assert any("padded to" in remark.text for remark in found.remarks)
+    found.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == found
+
+
+def test_such_a_plan_computes_what_one_device_does() -> None:
+    """A program is made for it with widths padded as the recipe asks, not as the names of the axes do."""
+    model, args = Mlp((512, 2048, 512)).double(), (torch.randn(7, 512, dtype=torch.float64),)
+    found = plan(model, Mesh("dp=3", hardware="h100"), args)
+    assert found.search is not None and found.search.chosen == "megatron"
+    assert autoshard.check(model, "dp=3", args, plan=found)
