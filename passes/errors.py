@@ -42,7 +42,11 @@ class ConstraintError(UserError):
 
 
 class MemoryLimitError(UserError):
-    """A memory limit in which no plan fits."""
+    """A memory limit in which no plan fits; `smallest` is one in which a plan was found, in bytes."""
+
+    def __init__(self, message: str, *, smallest: float = float("inf")) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class CaptureError(UserError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from autoshard.planner.request import PlanRequest
 from passes.errors import UserError
 from passes.ir.mesh import Mesh
 
+PIPED_WIDTH = 120  # columns of tables that no terminal shows
 RECIPE = "instead of a search: fsdp, fsdp+megatron, dp=fsdp,tp=megatron, dp=none (nothing is sharded over it), none (on all axes)"
 
 
@@ -70,7 +73,7 @@ def _recipes(given: argparse.Namespace) -> None:
     found = find_plan(given, effort=EXHAUSTIVE)
     if found.search is None or found.cost is None:
         raise UserError(f"there is nothing to compare on a mesh of {found.mesh}; give one of more than one device")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH)
     console.print(cost_table(found.cost, found.search, found.recomputation, found.timeline))
     console.print(candidates_table(found.search))
     for declined in format_declined(found.search):

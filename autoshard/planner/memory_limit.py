@@ -42,7 +42,7 @@ def memory_limit_error(
         f"{what} has a peak of {format_bytes(cost.peak_memory)} ({cost.memory}). Give memory_limit={smallest}, "
         f"{instead}, a smaller batch, or mixed_precision. The largest values are made at"
     )
-    return MemoryLimitError("\n  ".join((text, *largest)))
+    return MemoryLimitError("\n  ".join((text, *largest)), smallest=smallest)
 
 
 def _least(problem: Problem, folded: Folded, evaluation: Evaluation) -> Evaluation:

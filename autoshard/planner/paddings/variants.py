@@ -46,7 +46,7 @@ def best_of_variants(
             errors.append(error)
     fitting = [(variant, one) for variant, one in found if one.choice is not None]
     if not fitting:
-        raise errors[0]
+        raise min(errors, key=lambda error: error.smallest)
     variant, fastest = min(fitting, key=lambda pair: _step_time(pair[1]))
     choice = compared(fastest, [(other.name, one) for other, one in found if other is not variant])
     choice = replace(choice, search=replace(choice.search, seconds=time.perf_counter() - task.started))
