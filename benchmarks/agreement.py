@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoshard import MemoryLimitError, Mesh, Options
 from autoshard.planner.effort import FULL
 from autoshard.planner.evaluation import fold, in_chunks
-from autoshard.planner.problem import captured_problem
+from autoshard.planner.paddings.batch_padding import gaining_axes
+from autoshard.planner.problem import captured_problem, padded_for
 from autoshard.planner.recipe_candidates import Experts
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.solver_candidate import solve
@@ -99,7 +100,10 @@ def compared(case: Case) -> tuple[list[Row], float | None]:
 
 
 def _recipes(task: SearchTask, experts: Experts, prepared: Prepared) -> Iterator[Row]:
-    for name, recipes in experts.padded_alike:
+    """Yield a row for each recipe that pads the batch as the solver does, with dims padded as the solver pads them."""
+    for name, recipes in experts:
+        if gaining_axes(padded_for(task.problem, recipes)) != gaining_axes(task.problem):
+            continue
         objective = estimate(experts, recipes, prepared)
         found = in_chunks(task.problem, task.evaluate(recipes))
         yield Row(name, objective, found.cost.step_time, task.fits(found))
