@@ -84,7 +84,8 @@ def search(task: SearchTask, progress: Progress) -> Choice:
 def search_beside(task: SearchTask, progress: Progress, *, solves: bool) -> Beside:
     """Search as `search` does for a plan that may be faster than the best elsewhere; without `solves`, among recipes only.
 
-    Nothing is simulated where all plans are proven to be slower, unless the effort is to try all.
+    Nothing is simulated where all plans are proven to be slower, unless the effort is to try all. Raises MemoryLimitError if
+    nothing fits, here or elsewhere.
     """
     standings, solved, least = Standings(task), Solved(), None
     is_late, is_asked = task.left <= 0, solves or task.effort.recipes != "needed"
@@ -99,6 +100,8 @@ def search_beside(task: SearchTask, progress: Progress, *, solves: bool) -> Besi
         solved = _entered(task, standings, progress)
     else:
         try_recipes(task, standings, solved, progress)
+    if standings.best is None and standings.smallest is not None and task.best_elsewhere == float("inf"):
+        raise _too_small(task, standings.smallest, solved)
     if standings.best is None:
         return Beside(_candidates(task, standings, solved, float("inf")), least, is_solved=solves)
     choice = _choice(task, standings, solved, _cut(task, standings))
@@ -147,7 +150,7 @@ def compared(best: Beside, others: Sequence[tuple[str, Beside]]) -> Choice:
 def _least(bounds: Sequence[float | None]) -> float | None:
     """Return the least of the bounds; None if one is not known."""
     known = [bound for bound in bounds if bound is not None]
-    return min(known) if len(known) == len(bounds) else None
+    return min(known, default=None) if len(known) == len(bounds) else None
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import Mesh, Options, RecipeError, ShardingPlan, plan
+from autoshard import MemoryLimitError, Mesh, Options, RecipeError, ShardingPlan, plan
 from autoshard.planner.recipe_candidates import expert_names
 from autoshard.planner.ties import TIE
 
@@ -84,3 +85,17 @@ def test_such_a_plan_computes_what_one_device_does() -> None:
     found = plan(model, Mesh("dp=3", hardware="h100"), args)
     assert found.search is not None and found.search.chosen == "megatron"
     assert autoshard.check(model, "dp=3", args, plan=found)
+
+
+def test_a_limit_in_which_nothing_fits_is_told_the_smallest_of_all_paddings() -> None:
+    widths, batch, mesh, hardware = CASES[0]
+    with torch.device("meta"):
+        model, args = Mlp(widths), (torch.empty(batch, widths[0]),)
+    on = Mesh(mesh, hardware=hardware)
+    with pytest.raises(MemoryLimitError) as raised:
+        plan(model, on, args, options=Options(memory_limit=50 << 20))
+    said = re.search(r"Give memory_limit=(\d+),", str(raised.value))
+    assert said is not None
+    found = plan(model, on, args, options=Options(memory_limit=int(said[1])))
+    assert found.search is not None and found.search.chosen == "megatron"
+    assert found.cost is not None and found.cost.peak_memory <= int(said[1])
