@@ -40,6 +40,8 @@ from passes._torch import (
     without_saved_tensors_hooks,
 )
 from passes.errors import CaptureError
+from passes.fold import Fold
+from passes.ir.folded_layers import Repeats
 from passes.ir.graph import InputRole
 
 _log = logging.getLogger("autoshard.capture")
@@ -71,7 +73,8 @@ class Captured:
     are those that the traced code reads (None: not known), `outside` what it reads from outside of the model.
     `batch_outputs` says of outputs that read no input, but have as many rows as the batch, whether they are made for it (None:
     not known). `known` is the joint graph, or that of a few of many equal layers, if it need not be traced. `is_comparable`
-    says that the call was not unlike all earlier ones, so that it is worth while to compare later ones.
+    says that the call was not unlike all earlier ones, so that it is worth while to compare later ones. `few_layers` are joint
+    graphs traced from a few of the layers that a pass says to be equal, with what it left out.
     """
 
     call: FlatCall
@@ -83,6 +86,7 @@ class Captured:
     batch_outputs: Mapping[str, bool | None] = field(default_factory=dict)
     known: GraphModule | None = None
     is_comparable: bool = True
+    few_layers: dict[Fold, tuple[GraphModule, Repeats]] = field(default_factory=dict, repr=False)
 
     @property
     def signature(self) -> Signature:

@@ -55,16 +55,19 @@ def shallow_graph(
 
     `repeats_of` the graph says which layers were left out: `mm_3@layers.7` is represented by `mm_3`.
     """
-    call = captured.call
-    gm, scratch = copy_graph(call.graph_module), PassContext(ctx.mesh)
-    _describe(gm, captured)
-    _share_parts(gm)
-    if not replace(fold, margin=fold.margin + MARGIN).run(gm, scratch):
-        return None
-    before = repeats_of(gm)
-    kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
-    progress("trace")
-    joint, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+    if fold not in captured.few_layers:
+        call = captured.call
+        gm, scratch = copy_graph(call.graph_module), PassContext(ctx.mesh)
+        _describe(gm, captured)
+        _share_parts(gm)
+        if not replace(fold, margin=fold.margin + MARGIN).run(gm, scratch):
+            return None
+        kept = {input_of(node): call.tensors[input_of(node)] for node in placeholders(gm.graph)}
+        progress("trace")
+        traced, _ = captured.joint_of(replace(call, graph_module=gm, tensors=kept))
+        captured.few_layers[fold] = traced, repeats_of(gm)
+    traced, before = captured.few_layers[fold]
+    joint = copy_graph(traced)
     progress("fold")
     PassManager(prepare).run(joint, ctx)
     runs = _joined(before.runs, repeats_of(joint).runs)

@@ -89,7 +89,7 @@ def search_beside(task: SearchTask, progress: Progress, *, solves: bool) -> Besi
     """
     standings, solved, least = Standings(task), Solved(), None
     is_late, is_asked = task.left <= 0, solves or task.effort.recipes != "needed"
-    if is_asked and not is_late:
+    if not is_late:
         with standings.attempt(SOLVED):
             least = least_of_kernels(task)
     if not is_asked or is_late:
@@ -142,7 +142,7 @@ def compared(best: Beside, others: Sequence[tuple[str, Beside]]) -> Choice:
                 found[name] = replace(one, name=name)
     searches = [best, *(other for _, other in others)]
     bounds = [bound for one in searches for bound in one.bounds]
-    least = [one.least for one in searches if one.is_solved or one.least is not None]
+    least = [one.least for one in searches]
     searched = replace(best.choice.search, candidates=tuple(found.values()), bound=_least(bounds), least=_least(least))
     return replace(best.choice, search=searched)
 

@@ -98,15 +98,20 @@ def fold(problem: Problem, *, whole: bool = False, progress: Progress = silent) 
 
 def folded_as(problem: Problem, folded: Folded) -> Folded:
     """Return the folded graph of `problem`, given that of the same model and mesh with other dims padded."""
-    pad, before = problem.pad, folded.pad
-    parts = zip(astuple(pad), astuple(before), strict=True)
-    is_unpadded = not (folded.is_padded or folded.is_split) and all(one in (1, other) for one, other in parts)
-    if pad == before or is_unpadded:
+    pad = problem.pad
+    if _is_padded_by(folded, pad):
         return folded
     if pad not in folded.others:
         folded.others[pad] = replace(fold(problem), others=folded.others)
-        folded.others[before] = folded
+        folded.others[folded.pad] = folded
     return folded.others[pad]
+
+
+def _is_padded_by(folded: Folded, pad: Pad) -> bool:
+    """Return whether the graph surely is the one that `pad` gives."""
+    parts = zip(astuple(pad), astuple(folded.pad), strict=True)
+    is_plain = not (folded.is_padded or folded.is_split)
+    return pad == folded.pad or (is_plain and all(one in (1, other) for one, other in parts))
 
 
 def prepared(problem: Problem) -> Folded:
@@ -122,15 +127,15 @@ def equal_layers(problem: Problem, *, margin: int = 0) -> Fold:
 def refold(problem: Problem, before: Problem, folded: Folded) -> Folded | None:
     """Return `folded`, made for `before`, for another mesh or other options.
 
-    Returns None if different layers may be equal now, since constraints on their parameters changed, or other dims are
-    padded.
+    Returns None if different layers may be equal now, since constraints on their parameters changed, or on another mesh, other
+    dims are padded.
     """
-    if problem.pad != before.pad:
-        return None
     if _tags(problem) != _tags(before) and not (_is_said_of_all(problem) and _is_said_of_all(before)):
         return None
     if str(problem.mesh) == str(before.mesh) and problem.mesh.ranks == before.mesh.ranks:
-        return folded
+        return folded_as(problem, folded)
+    if not _is_padded_by(folded, problem.pad):
+        return None
     return replace(folded, text=format_graph(folded.graph, problem.mesh), placed={}, others={})
 
 

@@ -62,8 +62,9 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     reports = reports_of_ranks(_differ, 2)
     assert all(isinstance(report, Failure) for report in reports)
     assert {report.message for report in reports} == {
-        "ranks make different calls: rank 0 (training, input: float32[2, 3]), rank 1 (training, input: float32[3, 3]); give "
-        "every rank a part of the same size, as model.shard(...) does, or drop the last batch"
+        "ranks make different calls: rank 0 (training, input: float32[2, 3]), rank 1 (training, input: float32[3, 3]); every "
+        "rank makes the same call: with parts of the same size, as model.shard(...) gives, or without the last batch, and with "
+        "the same dtypes, arguments and settings of the model"
     }
 
 
