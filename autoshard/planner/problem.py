@@ -263,7 +263,8 @@ def _made_for_the_batch(
 def _as_the_input(
     problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
 ) -> Iterator[Constraint]:
-    """Yield that computed outputs are split as the first input, on axes that the caller splits it over but whose recipe does not.
+    """Yield that computed outputs are split as the first input, on axes that the caller splits it over but whose recipe does not;
+    outputs that do not have its sizes, or have them by chance, are whole.
 
     Such a recipe (`megatron`) would return parts of another kind.
     """
@@ -274,8 +275,8 @@ def _as_the_input(
             continue
         dim = placement.dim
         for name, shape in outputs.items():
-            if shape and name not in problem.captured.batch_outputs:
-                agrees = dim < len(shape) and shape[dim] == inputs[first][dim]
+            if shape and not problem.captured.batch_outputs.get(name):
+                agrees = dim < len(shape) and shape[dim] == inputs[first][dim] and name not in problem.captured.batch_outputs
                 yield Constraint(name, axis, placement if agrees else R)
 
 

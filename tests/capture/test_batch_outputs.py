@@ -124,3 +124,20 @@ def planned_for_ranks(model: nn.Module, options: Options | None = None) -> PlanR
     mesh, args = Mesh("dp=2", hardware="h100"), (torch.ones(BATCH, 6),)
     axes = (0,) if options is None or options.recipe == "auto" else None
     return make_plan(PlanRequest(model, args, {}, mesh, options or Options(), batch_axes=axes)).plan
+
+
+class Embeds(nn.Module):
+    """Returns the table that it reads, which has as many rows as the batch by chance, in parts of `megatron`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(BATCH, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(x), self.table.weight * 2
+
+
+def test_what_has_as_many_rows_by_chance_is_whole_beside_products_in_parts() -> None:
+    mesh, options = Mesh("dp=2", hardware="h100"), Options(recipe="megatron", inputs={"x": {"dp": "S(0)"}})
+    made = plan(Embeds(), mesh, (torch.arange(BATCH),), options=options)
+    assert {name: value.layout.axes_on(0) for name, value in made.outputs.items()} == {"0": (0,), "1": ()}

@@ -595,6 +595,11 @@ def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
         capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
 
 
+def test_a_wrapped_model_is_given_without_its_wrapper() -> None:
+    with pytest.raises(CaptureError, match=r"the model is wrapped in DataParallel, .*; give model\.module$"):
+        capture(nn.DataParallel(nn.Linear(4, 4)), (torch.ones(2, 4),), training=True)
+
+
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -86,6 +86,20 @@ def test_plan_and_show_write_the_same_page_and_trace(target: Path, capsys: pytes
     assert (target / "a.json").read_text() == (target / "b.json").read_text()
 
 
+def test_the_table_of_recipes_is_whole_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names are long where a batch is padded; without a terminal, a table is 80 columns wide by default."""
+    monkeypatch.delenv("COLUMNS")
+    words = ["--mesh", "dp_replicate=2,dp_shard=2,tp=2", "--hardware", "h100", "--batch", "63"]
+    assert main(["recipes", "model.py:small", *words]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("candidate"))
+    rows = [line for line in lines[head + 1 :] if line.startswith(("* ", "  ")) and ": " not in line]
+    assert any("batch padded for" in row for row in rows) and max(map(len, rows)) > 80
+    assert all(row.endswith("fits") for row in rows)
+
+
 def test_sizes_go_to_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--batch", "10", "--seq", "3", "-o", "plan.json") == DONE
     assert ShardingPlan.load("plan.json").inputs["input"].shape == (10, 3, 8)
