@@ -8,6 +8,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `GraphModule.recompile` | a graph is partitioned | no code is generated that nobody calls | graphs.py |
 | `partitioners.has_recomputable_rng_ops` | a graph is partitioned | attention without dropout is not random | partition.py |
 | `partitioners.fx_graph_cse` | a graph is partitioned | torch's imports Inductor's compiler | partition.py |
+| `networkx.minimum_cut` | a graph is partitioned | its default algorithm is slow | partition.py |
 | `effects.has_effects` | forward and backward are traced | checks of factorizations thread tokens through a graph | joint.py |
 | `torch._C._get_mkldnn_enabled` | forward and backward are traced | oneDNN's LSTM cannot be sharded | joint.py |
 | `ConstantFolder.node_to_last_non_output_use` | constants are folded | torch's is the slowest part | inductor/compilation.py |

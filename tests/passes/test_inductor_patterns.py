@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.pattern_matcher import PatternExpr
+from torch._inductor.pattern_matcher import CallFunction, PatternEntry, PatternExpr
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes._torch import run_joint_graph_passes, select_decompositions
-from passes._torch.inductor.inductor_patterns import _is_padding, _Possible
+from passes._torch.inductor.inductor_patterns import _called, _Entries, _is_padding
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def traced(function: object, *args: Tensor) -> GraphModule:
 def test_the_graph_is_that_of_all_patterns(function: object) -> None:
     given, few, all_ = traced(function), traced(function), traced(function)
     run_joint_graph_passes(few)
-    with mock.patch.object(_Possible, "_is_possible", lambda self, pattern: True):
+    with mock.patch.object(_Entries, "_is_there", lambda self, keys: True):
         run_joint_graph_passes(all_)
     assert str(few.graph) == str(all_.graph) != str(given.graph)
 
@@ -76,16 +76,32 @@ def test_what_only_looks_like_attention_stays(
 
 
 def test_attention_is_not_looked_for_where_there_is_no_softmax() -> None:
-    verdicts: list[bool] = []
-    is_possible = _Possible._is_possible
+    sizes: list[tuple[int, int]] = []
+    possible = _Entries.possible
 
-    def noted(self: _Possible, pattern: PatternExpr) -> bool:
-        verdicts.append(is_possible(self, pattern))
-        return verdicts[-1]
+    def noted(self: _Entries) -> Iterator[PatternEntry]:
+        found = list(possible(self))
+        sizes.append((len(found), len(self._entries)))
+        return iter(found)
 
-    with mock.patch.object(_Possible, "_is_possible", noted):
+    with mock.patch.object(_Entries, "possible", noted):
         run_joint_graph_passes(traced(products))
-    assert len(verdicts) > 20 and sum(verdicts) < len(verdicts) / 2
+    assert max(of for _, of in sizes) > 20 and sum(tried for tried, _ in sizes) < sum(of for _, of in sizes) / 2
+
+
+def test_an_entry_is_tried_once_an_entry_before_it_has_added_the_call_that_it_lacks() -> None:
+    class Entry(NamedTuple):
+        pattern: PatternExpr
+
+    late, always, lacking = Entry(CallFunction(torch.cos)), Entry(CallFunction(torch.sin)), Entry(CallFunction(torch.tan))
+    assert _called(late.pattern) == ((("call_function", torch.cos),),)
+    table: dict[Any, Any] = {("call_function", torch.sin): True}
+    entries: Any = (lacking, always, late)
+    tried = []
+    for entry in _Entries(entries, table).possible():
+        tried.append(entry)
+        table["call_function", torch.cos] = True
+    assert tried == [always, late]
 
 
 def test_products_are_not_asked_whether_padding_pays_where_no_gpu_is() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from random import Random
 
+import networkx
 import pytest
 import torch
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes._torch.partition import with_equal_calls_merged
+from passes._torch.partition import _minimum_cut, with_equal_calls_merged
 
 
 def sums(x: Tensor) -> tuple[Tensor, ...]:
@@ -39,6 +42,18 @@ def mutated(x: Tensor) -> Tensor:
 def test_equal_calls_are_merged_as_torch_does(function: Callable[[Tensor], object]) -> None:
     graph = make_fx(function, tracing_mode="fake")(torch.ones(2, 3)).graph
     assert str(with_equal_calls_merged(graph)) == str(fx_graph_cse(graph))
+
+
+def test_a_minimum_cut_is_that_of_the_default_algorithm() -> None:
+    drawn = Random(0)
+    for _ in range(200):
+        graph, size = networkx.DiGraph(), drawn.randrange(4, 40)
+        for _ in range(size * 3):
+            one, two = sorted(drawn.sample(range(size), 2))
+            graph.add_edge(one, two, capacity=drawn.choice([0, 1, 1, 5, 2**40, 2**40 + 1, math.inf]) if two - one < 4 else 3)
+        graph.add_edge("source", 0, capacity=math.inf)
+        graph.add_edge(size - 1, "sink", capacity=drawn.choice([7, 2**41]))
+        assert _minimum_cut(graph, "source", "sink") == networkx.minimum_cut(graph, "source", "sink")
 
 
 EAGER = """

@@ -1,9 +1,9 @@
 """A filter for Inductor's patterns that skips those that cannot match, as it spends most of its time on attention
 patterns.
 
-A pattern is a tree of calls; it cannot match a graph that lacks one of them. This is checked when the pattern's turn
-comes, as earlier replacements may have added calls: first for the call that was missing before. Patterns that pad
-matrix products are for GPUs only, and skipped for graphs on CPU.
+A pattern is a tree of calls; it cannot match a graph that lacks one of them. Patterns wait for such a call, all that lack
+the same together, as replacements may add it. Patterns that pad matrix products are for GPUs only, and skipped for graphs on
+CPU.
 
 Patterns that torch has traced ahead leave out all sizes and dims: they match `softmax(dim=-2)` as they match
 `softmax(dim=-1)`. So each match is checked with the pattern traced anew for the shapes of the graph, as torch checks
@@ -12,11 +12,12 @@ those of all other patterns; where they do not fit the pattern, it does not matc
 
 from __future__ import annotations
 
+import bisect
 import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import CellType, FunctionType
@@ -37,6 +38,7 @@ from torch.fx import Graph, GraphModule
 from passes._torch.patches import replaced
 
 _apply = PatternMatcherPass.apply
+_Keys = tuple[tuple[str, Any], ...]  # of a call in a pattern: its possible keys in a graph's table of nodes
 _PADDING = (should_pad_mm, should_pad_bmm, should_pad_addmm)
 
 
@@ -78,23 +80,47 @@ class _Possible(dict[Any, Any]):
         super().__init__(patterns)
         self._table = graph._find_nodes_lookup_table.table
         self._is_padded = _is_on_gpu(graph)
-        self._missing: dict[PatternExpr, tuple[tuple[str, Any], ...]] = {}  # a call that the graph lacked at the last check
+        self._met: dict[Any, _Entries] = {}
 
     def __getitem__(self, key: Any) -> Iterator[PatternEntry]:
-        entries = (entry for entry in super().__getitem__(key) if self._is_padded or not _is_padding(entry.extra_check))
-        return (_exact(entry) for entry in entries if self._is_possible(entry.pattern))
+        if key not in self._met:
+            entries = (entry for entry in super().__getitem__(key) if self._is_padded or not _is_padding(entry.extra_check))
+            self._met[key] = _Entries(tuple(map(_exact, entries)), self._table)
+        return self._met[key].possible()
 
-    def _is_possible(self, pattern: PatternExpr) -> bool:
-        known = self._missing.get(pattern)
-        if known is not None and not self._is_there(known):
-            return False
-        for keys in _called(pattern):
-            if not self._is_there(keys):
-                self._missing[pattern] = keys
-                return False
-        return True
 
-    def _is_there(self, keys: tuple[tuple[str, Any], ...]) -> bool:
+class _Entries:
+    """The entries for one kind of node: those that a graph had all calls of, and those that wait for a call."""
+
+    def __init__(self, entries: tuple[PatternEntry, ...], table: Mapping[Any, Any]) -> None:
+        self._entries, self._table = entries, table
+        self._ready: list[int] = []  # numbers of entries, in order
+        self._waiting: dict[_Keys, list[int]] = {}
+        for number in range(len(entries)):
+            self._sort_in(number)
+
+    def possible(self) -> Iterator[PatternEntry]:
+        """Yield the entries that can match, in order; calls that an entry before them added to the graph count."""
+        place = 0
+        while True:
+            for keys in [keys for keys in self._waiting if self._is_there(keys)]:
+                for number in self._waiting.pop(keys):
+                    self._sort_in(number)
+            at = bisect.bisect_left(self._ready, place)
+            if at == len(self._ready):
+                return
+            yield self._entries[self._ready[at]]
+            place = self._ready[at] + 1
+
+    def _sort_in(self, number: int) -> None:
+        """Put an entry with those that are ready, or with those that wait for the same call."""
+        lacking = next((keys for keys in _called(self._entries[number].pattern) if not self._is_there(keys)), None)
+        if lacking is None:
+            bisect.insort(self._ready, number)
+        else:
+            self._waiting.setdefault(lacking, []).append(number)
+
+    def _is_there(self, keys: _Keys) -> bool:
         return any(map(self._table.get, keys))
 
 
@@ -130,7 +156,7 @@ def _without_traced_ahead(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _called(pattern: PatternExpr) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _called(pattern: PatternExpr) -> tuple[_Keys, ...]:
     """Return, for each call in a pattern, its possible keys in a graph's table of nodes.
 
     Parts of the pattern that may match anything, or may be missing, are left out.
@@ -138,7 +164,7 @@ def _called(pattern: PatternExpr) -> tuple[tuple[tuple[str, Any], ...], ...]:
     return tuple(dict.fromkeys(_calls(pattern)))
 
 
-def _calls(pattern: Any) -> Iterator[tuple[tuple[str, Any], ...]]:
+def _calls(pattern: Any) -> Iterator[_Keys]:
     if isinstance(pattern, MultiOutputPattern | tuple | list):
         for part in pattern.outputs if isinstance(pattern, MultiOutputPattern) else pattern:
             yield from _calls(part)
