@@ -23,7 +23,6 @@ from passes.ir.graph import is_random, operands, results_of, tensor_of
 from passes.ir.reached_values import all_followed
 
 MAX_NODES = 64  # of a region: torch._inductor.config.max_fusion_size
-FEW = 64  # numbers that each kernel computes again: one for each rank of an axis, as masks of attention on it have
 
 
 @cache
@@ -206,7 +205,7 @@ class _Fusion:
         self._inputs[node] = [source_of(operand) for operand in node.all_input_nodes]
         read = self._read_by(node)
         elements = _elements(node)
-        is_open = is_generated(node) and not _are_shared_numbers(node) and not joins_products(node)
+        is_open = is_generated(node) and not _is_shared_place(node) and not joins_products(node)
         candidates = sorted(read, key=lambda region: (-region.rank, -region.first)) if is_open else []
         joined = next((region for region in candidates if self._join(node, region, read, elements)), None)
         if joined is None:
@@ -283,25 +282,23 @@ class _Fusion:
         return True
 
 
-def _are_shared_numbers(node: Node) -> bool:
-    """Return whether a node computes few numbers, of places alone, that several generated kernels read.
+def _is_shared_place(node: Node) -> bool:
+    """Return whether a node computes indices, or what follows from them alone, for several generated kernels.
 
     Each of them computes these again. In a kernel with one of them they would make kernels of the others, which may belong to
     distant layers.
     """
-    if not _are_few_numbers(node) or is_reduction(node.target) or is_random(node):
+    if not _is_place(node) or is_reduction(node.target) or is_random(node):
         return False
     readers = list(_readers(node))
     return len(readers) > 1 and all(reader.op != "output" and is_generated(reader) for reader in readers)
 
 
-def _are_few_numbers(node: Node) -> bool:
-    """Return whether a value is one number, or at most `FEW` that are computed from such: coordinates of ranks and indices."""
+def _is_place(node: Node) -> bool:
+    """Return whether a value is one number, or computed from such: coordinates of ranks, indices, masks of padding."""
 
     def computed_from(value: Node) -> Sequence[Node] | None:
         source = source_of(value)
-        if any(tensor.numel() > FEW for tensor in results_of(value)):
-            return None
         if all(tensor.numel() == 1 for tensor in results_of(value)):
             return ()
         return operands(source) if source.op == "call_function" and is_generated(source) else None

@@ -104,6 +104,20 @@ def test_a_number_that_two_kernels_read_does_not_join_them() -> None:
     assert kernels(graph) == ["lt", "masked_fill neg", "mm", "masked_fill_1"]
 
 
+def test_a_mask_of_padding_that_two_kernels_read_does_not_join_them() -> None:
+    """It is computed from indices alone, so that each kernel computes it again, however long it is."""
+    graph = read("""\
+        %x: f32[4, 300] = input("x")
+        %y: f32[4, 300] = input("y")
+        %iota: i64[300] = prims.iota(300, start=0, step=1, dtype=i64, device=device(cpu), requires_grad=False)
+        %lt: b8[300] = lt.Scalar(%iota, 290)
+        %masked_fill: f32[4, 300] = masked_fill.Scalar(%x, %lt, 0.0)
+        %masked_fill_1: f32[4, 300] = masked_fill.Scalar(%y, %lt, 0.0)
+        return output("y") %masked_fill, output("z") %masked_fill_1
+    """)
+    assert kernels(graph)[-2:] == ["masked_fill", "masked_fill_1"]
+
+
 def test_a_number_that_one_kernel_reads_is_a_part_of_it() -> None:
     graph = read("""\
         %place: i64[1] = input("place")
