@@ -9,7 +9,7 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.fx import Node
 from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
 from passes.rules.local_forms.masked import (
+    LocalIndex,
     is_split,
-    masked_index,
+    local_index,
     moved,
     unchanged,
     unsqueezed,
@@ -99,29 +100,32 @@ class _Local:
     """Indices into this rank's part, and masks of the indices that name elements of other ranks.
 
     `missed` has the shape that the indices broadcast to, `outside` is the same lined up with the result. Both are None
-    if no indexed dim is sharded.
+    if no indexed dim is sharded. `split` is the index of the first dim that is.
     """
 
     indices: list[Node | None]
-    missed: Node | None
-    outside: Node | None
+    missed: Node | None = None
+    outside: Node | None = None
+    split: LocalIndex | None = None
 
 
 def _local_indices(call: LocalCall, indices: Sequence[Node | None]) -> _Local:
+    """Return the local indices of a lookup or a write. Those of an unsafe op are valid, and so are not checked."""
     layout, shape = call.operand_layout(0), call.call.operands[0].shape
-    local, missed = list(indices), None
+    is_checked = call.call.op in (aten.index.Tensor, aten.index_put.default)
+    local, missed, split = list(indices), None, None
     for dim, index in enumerate(indices):
         if index is None or not is_split(layout, dim):
             continue
-        found, mask = masked_index(call, wrapped(call, index, shape[dim]), layout, dim, shape[dim])
-        local[dim] = found
-        missed = mask if missed is None else call.emit(aten.bitwise_or.Tensor, missed, mask)
+        found = local_index(call, wrapped(call, index, shape[dim]), layout, dim, shape[dim], is_checked=is_checked)
+        local[dim], split = found.with_others_at(call, 0), split or found
+        missed = found.outside if missed is None else call.emit(aten.bitwise_or.Tensor, missed, found.outside)
     if missed is None:
-        return _Local(local, None, None)
+        return _Local(local)
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
     first = _index_position(indexed)
     after = sum(1 for dim in range(first, len(shape)) if dim not in indexed)
-    return _Local(local, missed, unsqueezed(call, missed, after))
+    return _Local(local, missed, unsqueezed(call, missed, after), split)
 
 
 def _inside(call: LocalCall, mask: Node, outside: Node | None) -> Node:
@@ -146,9 +150,9 @@ def _embedding_local(call: LocalCall) -> Node:
     layout = call.operand_layout(0)
     if not is_split(layout, 0):
         return unchanged(call)
-    index, outside = masked_index(call, call.args[1], layout, 0, call.call.args[0].shape[0])
-    found = call.emit(aten.embedding.default, call.args[0], index)
-    return zero_where(call, found, unsqueezed(call, outside, 1))
+    local = local_index(call, call.args[1], layout, 0, call.call.args[0].shape[0])
+    found = call.emit(aten.embedding.default, call.args[0], local.with_others_at(call, 0))
+    return zero_where(call, found, unsqueezed(call, local.outside, 1))
 
 
 def _embedding_backward(call: Call) -> Space | None:
@@ -168,11 +172,11 @@ def _embedding_backward_local(call: LocalCall) -> Node:
     layout = call.result_layout()
     if not is_split(layout, 0):
         return unchanged(call)
-    local, outside = masked_index(call, index, layout, 0, size)
+    local = local_index(call, index, layout, 0, size, is_checked=False)  # the forward's lookup is
     padded = call.emit(aten.eq.Scalar, index, padding)
-    dropped = unsqueezed(call, call.emit(aten.bitwise_or.Tensor, outside, padded), 1)
-    rows = call.local_shape()[0]
-    return call.emit(call.call.op, zero_where(call, grad, dropped), local, rows, -1, call.call.args[4])
+    dropped = unsqueezed(call, call.emit(aten.bitwise_or.Tensor, local.outside, padded), 1)
+    kept = zero_where(call, grad, dropped)
+    return call.emit(call.call.op, kept, local.with_others_at(call, 0), call.local_shape()[0], -1, call.call.args[4])
 
 
 register(aten.embedding.default, space=_embedding, local=_embedding_local)
@@ -244,9 +248,9 @@ def _index_select_local(call: LocalCall) -> Node:
     layout = call.operand_layout(0)
     if not is_split(layout, dim):
         return unchanged(call)
-    local, outside = masked_index(call, index, layout, dim, shape[dim])
-    found = call.emit(call.call.op, value, dim, local)
-    return zero_where(call, found, unsqueezed(call, outside, len(shape) - dim - 1))
+    local = local_index(call, index, layout, dim, shape[dim])
+    found = call.emit(call.call.op, value, dim, local.with_others_at(call, 0))
+    return zero_where(call, found, unsqueezed(call, local.outside, len(shape) - dim - 1))
 
 
 def _at(dim: int, index: Any) -> tuple[Any, ...]:
@@ -309,7 +313,7 @@ def _index_put_local(call: LocalCall) -> Node:
     value, indices, values = call.args[:3]
     accumulate = call.call.arg("accumulate")
     local = _local_indices(call, indices)
-    if local.missed is None or local.outside is None:
+    if local.missed is None or local.outside is None or local.split is None:
         return unchanged(call)
     if accumulate:
         kept = zero_where(call, values, local.outside)
@@ -317,8 +321,8 @@ def _index_put_local(call: LocalCall) -> Node:
     # Writes to elements of other ranks go to a spare slot, which is cut off afterwards.
     layout = call.operand_layout(0)
     dim = next(d for d, index in enumerate(indices) if index is not None and is_split(layout, d))
-    slot = tensor_of(value).shape[dim]
-    local.indices[dim] = call.emit(aten.masked_fill.Scalar, local.indices[dim], local.missed, slot)
+    missed = replace(local.split, outside=local.missed)
+    local.indices[dim] = missed.with_others_at(call, tensor_of(value).shape[dim])
     written = call.emit(call.call.op, with_spare_slot(call, value, dim), local.indices, values, accumulate)
     return without_spare_slot(call, written, dim)
 

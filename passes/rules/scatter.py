@@ -15,7 +15,7 @@ from passes.ir.call import Call, Tensor
 from passes.ir.graph import tensor_of
 from passes.rules.local_forms.masked import (
     is_split,
-    masked_index,
+    local_index,
     moved,
     unchanged,
     with_spare_slot,
@@ -84,8 +84,8 @@ def _gather_local(call: LocalCall) -> Node:
     layout = call.operand_layout(0)
     if not is_split(layout, dim):
         return unchanged(call)
-    local, outside = masked_index(call, index, layout, dim, shape[dim])
-    return zero_where(call, call.emit(aten.gather.default, value, dim, local), outside)
+    local = local_index(call, index, layout, dim, shape[dim])
+    return zero_where(call, call.emit(aten.gather.default, value, dim, local.with_others_at(call, 0)), local.outside)
 
 
 register(aten.gather.default, space=_gather, local=_gather_local)
@@ -168,10 +168,8 @@ def _scatter_local(call: LocalCall) -> Node:
         return unchanged(call)
     if call.call.op is aten.scatter.value and _is_one_per_line(call, dim):
         return _filled_where_indexed(call, dim)
-    local, outside = masked_index(call, index, layout, dim, shape[dim])
     # Writes to elements of other ranks go to a spare slot, which is cut off afterwards.
-    slot = tensor_of(value).shape[dim]
-    local = call.emit(aten.masked_fill.Scalar, local, outside, slot)
+    local = local_index(call, index, layout, dim, shape[dim]).with_others_at(call, tensor_of(value).shape[dim])
     written = call.emit(call.call.op, with_spare_slot(call, value, dim), dim, local, *call.args[3:], **call.kwargs)
     return without_spare_slot(call, written, dim)
 

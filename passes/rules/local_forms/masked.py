@@ -5,6 +5,8 @@ Gather, scatter and embedding share them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
@@ -29,13 +31,37 @@ def is_split(layout: Layout, dim: int) -> bool:
     return bool(layout.axes_on(dim))
 
 
-def masked_index(call: LocalCall, index: Node, layout: Layout, dim: int, size: int) -> tuple[Node, Node]:
-    """Return the index into this rank's part of a sharded dim of global `size`, and the mask of elements of other
-    ranks.
+@dataclass(frozen=True)
+class LocalIndex:
+    """An index into this rank's part of a sharded dim, and masks of its shape."""
 
-    `index` holds global indices in `[0, size)`, of any shape. The local index of an element that another rank holds is
-    0. The digits of the sharding axes are removed from the index, innermost first.
+    index: Node
+    outside: Node  # true where another rank holds the element
+    beyond: Node | None  # true where no rank holds an element of that number; None: every number names one
+    size: int  # of this rank's part
+
+    def with_others_at(self, call: LocalCall, slot: int) -> Node:
+        """Return the index with `slot`, at most `size`, for elements of other ranks.
+
+        Numbers that name no element are beyond the part and a spare slot at its end, so that the op fails as it does with
+        the whole.
+        """
+        index = call.emit(aten.masked_fill.Scalar, self.index, self.outside, slot)
+        return index if self.beyond is None else call.emit(aten.masked_fill.Scalar, index, self.beyond, self.size + 1)
+
+
+def local_index(
+    call: LocalCall, index: Node, layout: Layout, dim: int, size: int, *, is_checked: bool = True
+) -> LocalIndex:
+    """Return the index into this rank's part of a sharded dim of global `size`.
+
+    `index` holds global indices, of any shape, all in `[0, size)` unless they are to be checked. The digits of the sharding
+    axes are removed from the index, innermost first.
     """
+    beyond = None
+    if is_checked:
+        below, above = call.emit(aten.lt.Scalar, index, 0), call.emit(aten.ge.Scalar, index, size)
+        beyond = call.emit(aten.bitwise_or.Tensor, below, above)
     outside: Node | None = None
     for axis in reversed(layout.axes_on(dim)):
         placement = layout.on(axis)
@@ -46,7 +72,7 @@ def masked_index(call: LocalCall, index: Node, layout: Layout, dim: int, size: i
         outside = missed if outside is None else call.emit(aten.bitwise_or.Tensor, outside, missed)
         size //= ranks
     assert outside is not None, f"no axis shards dim {dim}"
-    return call.emit(aten.masked_fill.Scalar, index, outside, 0), outside
+    return LocalIndex(index, outside, beyond, size)
 
 
 def _take_digit(call: LocalCall, index: Node, place: Node, digit: Shard, ranks: int, part: int) -> tuple[Node, Node]:
