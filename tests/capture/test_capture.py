@@ -644,6 +644,36 @@ def test_a_flag_that_is_reset_is_no_change() -> None:
     assert capture(Flagged(), (doubles(4, 3),), training=True).signature.outputs == ("output",)
 
 
+class Inner(nn.Module):
+    """Calls a module with other values of its parameters, which torch swaps for the time of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 1))
+        self.rate = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = {name: value * self.rate for name, value in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, scaled, (x,)).sum()
+
+
+class CachedWeight(nn.Module):
+    """Computes a parametrized weight once, in a cache of torch's that is dropped afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return self.layer(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("model", [Inner(), CachedWeight()], ids=lambda model: type(model).__name__)
+def test_what_torch_swaps_and_puts_back_is_no_change(model: nn.Module) -> None:
+    check(model, doubles(4, 3))
+
+
 # Python beside the tensors -----------------------------------------------------------------------------------------
 
 

@@ -41,9 +41,12 @@ def watch_side_effects() -> Iterator[list[SideEffect]]:
             frame = frame.f_back
         graph = frame.f_locals["self"]
         tracked, objects = graph.side_effects, _objects(graph.side_effects)
+        dropped = set(map(id, _dropped(tracked.store_attr_mutations)))
         for variable in tracked._get_modified_vars():
-            if _is_restored(variable, tracked.store_attr_mutations.get(variable)):
+            if _is_restored(variable, tracked.store_attr_mutations.get(variable)) or _is_dict_restored(variable):
                 continue
+            if id(objects.get(id(variable))) in dropped:
+                continue  # as a cache that a context fills, and drops at its end
             stacks = tracked.mutation_user_stacks.get(variable, ())
             if variable.source is None or isinstance(variable.source, TempLocalSource):
                 continue
@@ -106,14 +109,45 @@ def _is_read(guards: Any, source: str, name: str) -> bool:
 
 
 def _is_restored(variable: Any, stored: dict[str, Any] | None) -> bool:
-    """Return whether a call leaves all attributes that it sets as they were, such as a flag that is set and reset."""
-    if not stored or "value" not in vars(variable):
+    """Return whether a call leaves all attributes that it sets as they were, such as a flag that is set and reset, or a cache
+    that is empty again."""
+    if not stored:
         return False
-    held = vars(variable.value) if "__dict__" in dir(variable.value) else {}
+    held = _attributes(variable)
     return all(
-        name in held and new.is_python_constant() and new.as_python_constant() is held[name]
+        name in held and new.is_python_constant() and _is_same(new.as_python_constant(), held[name])
         for name, new in stored.items()
     )
+
+
+def _attributes(variable: Any) -> dict[str, Any]:
+    """Return the attributes that the object of a variable had before the call."""
+    value = vars(variable).get("value")
+    return dict(vars(value)) if "__dict__" in dir(type(value)) else {}
+
+
+def _is_same(new: Any, held: Any) -> bool:
+    return new is held or (type(new) is type(held) and isinstance(new, dict | list | set) and not new and not held)
+
+
+def _is_dict_restored(variable: Any) -> bool:
+    """Return whether a dict ends with the items that it began with, in their order, as a module's parameters do that are swapped
+    for others while it is called."""
+    if not isinstance(variable, ConstDictVariable):
+        return False
+    items = {key.vt: value for key, value in variable.items.items()}
+    if not all(key.is_python_constant() for key in (*items, *variable.original_items)):
+        return False
+    both = variable.original_items, items
+    before, after = ([(key.as_python_constant(), id(value.realize())) for key, value in one.items()] for one in both)
+    return before == after
+
+
+def _dropped(stored: Any) -> Iterator[Any]:
+    """Yield dicts and lists for which a call puts others in the attributes that held them: nobody sees how it changed these."""
+    for variable, values in stored.items():
+        held = _attributes(variable)
+        yield from (held[name] for name in values if isinstance(held.get(name), dict | list | set))
 
 
 def source_name(source: Any) -> str:
