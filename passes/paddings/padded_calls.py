@@ -10,7 +10,7 @@ Padding is zero or unknown. It stays zero through ops that are linear, and throu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,8 +120,6 @@ class PaddedCalls:
     def _resized(self, node: Node, space: Space, factors: Paddings) -> Node:
         wanted = [paddings_of(space, dims, factors) for dims in space.operands]
         new = [self._operand(number, wanted[number], node, space) for number in range(len(wanted))]
-        if node.target in _LOOKUPS:
-            new[1] = self._beyond_padding(node, new[1], wanted[0].values())
         zero = {factor: makes_zeros(node, space, factor, new, factors, self.values) for factor in factors}
         _replace_operands(node, new)
         results = [paddings_of(space, dims, factors) for dims in space.results]
@@ -149,19 +147,6 @@ class PaddedCalls:
             if fill is not None and not (fill == 0 and self.values.of(value)[padding]):
                 value = self.values.masked(value, padding, fill)
         return value
-
-    def _beyond_padding(self, lookup: Node, index: Node, paddings: Iterable[Padding]) -> Node:
-        """Return the index of a lookup with numbers of padding, which name no element, replaced by one beyond it: the lookup
-        fails as it does without padding."""
-        table = self.calls[lookup].operands[0].shape
-        dim = 0 if lookup.target is aten.embedding.default else self.calls[lookup].arg("dim") % len(table)
-        at, held = At(self.graph, lookup, self.fake_mode), dict(self.values.of(index))
-        for padding in paddings:
-            if padding.dim == dim:
-                is_padding = at.call(aten.ge.Scalar, index, table[dim])
-                index = at.call(aten.masked_fill.Scalar, index, is_padding, padding.length)
-                self.values.held[index] = held
-        return index
 
     def _padded(self, value: Node, padding: Padding, user: Node) -> Node:
         """Return `value` with padding; if it is made without data along the dim, or a form of a parameter, make it
@@ -211,9 +196,24 @@ def _pad(values: PaddedValues, given: Sequence[tuple[Node, Padding, Node]]) -> N
             user.replace_input_with(node, value)
 
 
+def _look_beyond_padding(calls: PaddedCalls, lookup: Node) -> None:
+    """Replace numbers of padding, which name no element, by one beyond it: the lookup fails as it does without padding."""
+    call, (table, index) = calls.calls[lookup], operands(lookup)
+    size, at = call.operands[0].shape, At(calls.graph, lookup, calls.fake_mode)
+    dim = 0 if call.op is aten.embedding.default else call.arg("dim") % len(size)
+    for padding in calls.values.of(table):
+        if padding.dim == dim:
+            is_padding = at.call(aten.ge.Scalar, index, size[dim])
+            masked = at.call(aten.masked_fill.Scalar, index, is_padding, padding.length)
+            calls.values.held[masked] = dict(calls.values.of(index))
+            lookup.replace_input_with(index, masked)
+
+
 def _make(calls: PaddedCalls, node: Node, shapes: list[tuple[int, ...]]) -> Node:
     """Make the call with its new operands and with size arguments that give results of `shapes`."""
     set_lengths(node)
+    if node.target in _LOOKUPS:
+        _look_beyond_padding(calls, node)
     if node.target in _SIZES:
         position, dim = _SIZES[node.target]
         node.update_arg(position, shapes[0][dim])
