@@ -1,7 +1,7 @@
 """Produce the solver's candidate: state the problem, solve it for the available memory, and improve the solution.
 
 The solver estimates a plan's memory; the simulator runs its program. If the simulated peak is too high, the solver is
-asked for less memory, until its plan fits.
+asked for less memory, until its plan fits; if its estimate is too high, it may use more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulatin
 PROVEN = 0.01  # of the step: no further solution is simulated where none can be shorter by more
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
 OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
+OVERESTIMATED = 0.02  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
+CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
+NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
+AMPLE = 4.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 
 
@@ -278,8 +282,9 @@ def ask(
 ) -> Answer | None:
     """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
-    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Returns
-    None if the solver finds no plan at all, and the last plan if none fits.
+    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Where the estimate
+    is higher than the peak, and memory may be short, the solver is asked again, with as much more memory. Returns None if the
+    solver finds no plan at all, and the last plan if none fits.
     """
 
     def attempt(limit: float) -> Tried[Answer] | None:
@@ -296,8 +301,39 @@ def ask(
         missed = peak + answer.evaluation.freed - solution.memory
         return Tried(answer, min(limit - (peak - task.limit), task.limit - missed))
 
-    infeasible = -sum(step.nbytes for step in curve)
-    return shrink(float(task.limit), attempt, none=infeasible, is_over=lambda: task.left <= 0)
+    def shrunk(limit: float) -> Answer | None:
+        return shrink(limit, attempt, none=-sum(step.nbytes for step in curve), is_over=lambda: task.left <= 0)
+
+    limit = float(task.limit)
+    answer = shrunk(limit)
+    if task.effort.takes_first or task.left <= 0:
+        return answer
+    measured = shrunk(limit * AMPLE) if answer is None else answer
+    if measured is None or (answer is None and task.fits(measured.evaluation)):
+        return measured
+    if answer is not None and not (task.fits(answer.evaluation) and answer.solution.memory > NEAR * limit):
+        return answer
+    allowed = limit
+    for _ in range(CORRECTIONS):
+        more = limit + _excess(measured)
+        if more <= allowed + OVERESTIMATED * limit or task.left <= 0:
+            break
+        found, allowed = shrunk(more), more
+        measured, answer = found or measured, _faster(task, answer, found)
+    return answer
+
+
+def _excess(answer: Answer) -> float:
+    """Return the bytes by which the solver estimates more memory than the simulator finds."""
+    return answer.solution.memory - answer.evaluation.cost.peak_memory - answer.evaluation.freed
+
+
+def _faster(task: SearchTask, answer: Answer | None, other: Answer | None) -> Answer | None:
+    """Return the better of an answer and another that was found in more memory; its bound is that of the other."""
+    if answer is None or other is None:
+        return answer or other
+    best = min(answer, other, key=lambda one: task.rank(one.evaluation))
+    return replace(best, solution=replace(best.solution, bound=min(answer.solution.bound, other.solution.bound)))
 
 
 def _answer(task: SearchTask, standings: Standings, solution: Solution, source: Prepared) -> Answer:
