@@ -97,7 +97,7 @@ def test_an_entry_is_tried_once_an_entry_before_it_has_added_the_call_that_it_la
     assert _called(late.pattern) == ((("call_function", torch.cos),),)
     table: dict[Any, Any] = {("call_function", torch.sin): True}
     entries: Any = (lacking, always, late)
-    tried = []
+    tried: list[Any] = []
     for entry in _Entries(entries, table).possible():
         tried.append(entry)
         table["call_function", torch.cos] = True

@@ -170,6 +170,20 @@ def test_calls_of_causal_attention_compute_no_pair_that_nobody_needs(way: str, s
     assert computed / needed < 1.02
 
 
+class Convolved(nn.Module):
+    """Attention to the first positions of each sequence, after a convolution over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.keys = nn.Conv1d(8, 8, 5, padding=2), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(x.shape[1])[None] < lengths[:, None]
+        near = self.near(x.mT).mT[:, None]
+        mask = seen[:, None, None, :]
+        return nn.functional.scaled_dot_product_attention(near, self.keys(near), near, attn_mask=mask).square().mean()
+
+
 def refusal(case: Case, recipe: str = "context", mesh: str = "cp=2") -> str:
     with pytest.raises(RecipeError) as caught:
         plan_ranks(case, mesh, Options(recipe=recipe))
@@ -184,6 +198,11 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
     [
         (attend((2, 1, 12)), "attention cannot be sharded: a length of 1 does not divide by 2; pad it to a multiple of 2"),
         (
+            Case(Convolved(), (torch.randn(2, 11, 8), torch.tensor([7, 9])), {}),
+            "attention cannot be sharded: a length of 11 does not divide by 2, and cannot be padded, as where a convolution "
+            "reads neighbouring positions; pad it to a multiple of 2",
+        ),
+        (
             Case(nn.Linear(4, 4), (torch.randn(2, 4),), {}),
             "the model has no attention, neither a kernel nor a softmax between two products, nor a convolution over positions; "
             "call torch.nn.functional.scaled_dot_product_attention",
@@ -193,7 +212,7 @@ BY_HAND = ", or shard inputs by hand, such as Options(inputs={'tokens': {'cp': S
             "the positions of attention's queries are no dim of an input; use another recipe",
         ),
     ],
-    ids=["length", "no_attention", "no_input"],
+    ids=["length", "convolution", "no_attention", "no_input"],
 )
 def test_what_cannot_be_sharded_is_refused(case: Case, why: str) -> None:
     for recipe in (GATHER, f"fsdp_{GATHER}"):

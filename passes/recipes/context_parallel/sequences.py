@@ -27,7 +27,7 @@ from passes.ir.graph import (
     tensor_of,
 )
 from passes.ir.layout import Shard
-from passes.ir.padding import PAD_END, padded_forms
+from passes.ir.padding import PAD_END, is_gain, padded_forms
 from passes.recipes.context_parallel.long_sequences import causal_positions
 from passes.recipes.context_parallel.way_costs import POSITIONS
 from passes.recipes.context_parallel.ways import EXCHANGE, WAYS, Attention, Uses
@@ -110,7 +110,9 @@ def _backwards(gm: GraphModule) -> dict[Node, Node]:
 def _why_not(one: Attention | Written, way: str | None, size: int) -> str:
     """Return why a call runs in no way, or not in the one that is given; empty if it does."""
     if one.length % size:
-        return f"a length of {one.length} does not divide by {size}; pad it to a multiple of {size}"
+        unpadded = ", and cannot be padded, as where a convolution reads neighbouring positions"
+        reason = unpadded if is_gain(one.length, size) else ""
+        return f"a length of {one.length} does not divide by {size}{reason}; pad it to a multiple of {size}"
     refusals = [one.refusal(name) for name in ((way,) if way is not None else WAYS)]
     return refusals[0] if all(refusals) else ""
 
