@@ -154,12 +154,13 @@ def _least(bounds: Sequence[float | None]) -> float | None:
 
 
 def _cut(task: SearchTask, standings: Standings) -> str:
-    """Simulate chunked messages for the candidates that they could make the best, and return the best then."""
+    """Simulate chunked messages for the candidates that they could make the best, or for all in a table of all, and return the
+    best then."""
     best, evaluated = standings.best, standings.evaluated
     assert best is not None
     fitting = [name for name, one in evaluated.items() if task.fits(one)]
     for name in sorted(fitting, key=lambda name: evaluated[name].cost.step_time):
-        if name == best or evaluated[name].least_time < standings.best_time:
+        if name == best or task.effort.recipes == "all" or evaluated[name].least_time < standings.best_time:
             evaluated[name] = in_chunks(task.problem, evaluated[name])
             best = standings.best or best
     while evaluated[best].chunking is not None:

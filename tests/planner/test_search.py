@@ -18,9 +18,9 @@ from autoshard import MemoryLimitError, Mesh, Options, Overlap, ShardingPlan, pl
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
 from autoshard.planner import standings
-from autoshard.planner.effort import FULL
+from autoshard.planner.effort import EXHAUSTIVE, FULL
 from autoshard.planner.evaluation import evaluate, fold, in_chunks, seeded
-from autoshard.planner.make_plan import make_plan
+from autoshard.planner.make_plan import make_plan, plan_ahead
 from autoshard.planner.prediction import state_of
 from autoshard.planner.problem import captured_problem
 from autoshard.planner.recomputation import SlowerError
@@ -548,3 +548,17 @@ def test_without_overlap_all_communication_is_exposed() -> None:
     assert costs[0].exposed_comm < 0.5 * costs[0].communication
     assert costs[1].exposed_comm == pytest.approx(costs[1].communication)
     assert costs[1].step_time > costs[0].step_time
+
+
+@pytest.mark.slow
+def test_a_table_of_all_recipes_shows_each_as_it_is_by_name() -> None:
+    """Messages are in chunks in it also where these cannot make a plan the best."""
+    with torch.device("meta"):
+        model, args = nn.Linear(8192, 8192, bias=False), (torch.empty(4096, 8192),)
+    mesh = Mesh("dp=2,tp=2", hardware="h100")
+    table, _ = plan_ahead(PlanRequest(model, args, {}, mesh, Options()), effort=EXHAUSTIVE)
+    assert table.search is not None
+    steps = {one.name: one.cost.step_time for one in table.search.candidates if one.cost is not None}
+    for recipe in ("fsdp", "ddp", "fsdp+megatron"):
+        alone = plan(model, mesh, args, options=Options(recipe=recipe))
+        assert alone.cost is not None and alone.cost.step_time == pytest.approx(steps[recipe], rel=1e-3), recipe
