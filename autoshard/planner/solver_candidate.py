@@ -29,10 +29,10 @@ SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulatin
 PROVEN = 0.01  # of the step: no further solution is simulated where none can be shorter by more
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
 OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
-OVERESTIMATED = 0.02  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
+OVERESTIMATED = 0.1  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
 CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
 NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
-AMPLE = 4.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
+AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 
 
