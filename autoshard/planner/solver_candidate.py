@@ -14,7 +14,7 @@ from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
 from autoshard.planner.recomputation import memory_budget_of
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
-from passes.cost.shrink import Tried, shrink
+from passes.cost.shrink import TRIES, Tried, shrink
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
@@ -301,14 +301,15 @@ def ask(
         missed = peak + answer.evaluation.freed - solution.memory
         return Tried(answer, min(limit - (peak - task.limit), task.limit - missed))
 
-    def shrunk(limit: float) -> Answer | None:
-        return shrink(limit, attempt, none=-sum(step.nbytes for step in curve), is_over=lambda: task.left <= 0)
+    def shrunk(limit: float, tries: int = TRIES) -> Answer | None:
+        infeasible = -sum(step.nbytes for step in curve)
+        return shrink(limit, attempt, none=infeasible, is_over=lambda: task.left <= 0, tries=tries)
 
     limit = float(task.limit)
     answer = shrunk(limit)
     if task.effort.takes_first or task.left <= 0:
         return answer
-    measured = shrunk(limit * AMPLE) if answer is None else answer
+    measured = shrunk(limit * AMPLE, tries=1) if answer is None else answer
     if measured is None or (answer is None and task.fits(measured.evaluation)):
         return measured
     if answer is not None and not (task.fits(answer.evaluation) and answer.solution.memory > NEAR * limit):
@@ -329,7 +330,7 @@ def _excess(answer: Answer) -> float:
 
 
 def _faster(task: SearchTask, answer: Answer | None, other: Answer | None) -> Answer | None:
-    """Return the better of an answer and another that was found in more memory; its bound is that of the other."""
+    """Return the better of an answer and another that was found in more memory, with the lower bound, which covers more plans."""
     if answer is None or other is None:
         return answer or other
     best = min(answer, other, key=lambda one: task.rank(one.evaluation))

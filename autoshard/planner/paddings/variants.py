@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.config.progress import Progress
@@ -15,8 +15,6 @@ from autoshard.planner.problem import Problem, padded_for
 from autoshard.planner.recipe_candidates import Experts, is_padded_alike
 from autoshard.planner.standings import SearchTask
 from passes.errors import MemoryLimitError
-
-MOST_AXES = 2  # of a mesh for which dims are padded for each of its axes
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,7 @@ def _step_time(found: Beside) -> float:
 
 def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
     """Yield the problem with padding and split products; if they change the graph, without them; with its batch padded for other
-    axes, if each rank has fewer samples by that; with dims padded for one axis; and as it is padded for each recipe where none
-    of these are.
+    axes, if each rank has fewer samples by that; and as it is padded for each recipe where none of these are.
     """
     what = "padded" if folded.is_padded else "split"
     is_plain = not (folded.is_padded or folded.is_split)
@@ -81,30 +78,12 @@ def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
         plain = replace(problem, pads=False)
         searched.append(Variant(f"not {what}", plain, folded_as(plain, folded)))
     searched += [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(problem)]
-    searched += _with_dims_padded_for_one_axis(searched)
     yield from searched
     for name, recipes in Experts(problem, folded):
         if not any(is_padded_alike(one.problem, one.folded, recipes) for one in searched):
             other = padded_for(problem, recipes)
             searched.append(Variant(f"padded for {name}", other, folded_as(other, folded), is_solved=False))
             yield searched[-1]
-
-
-def _with_dims_padded_for_one_axis(searched: Sequence[Variant]) -> Iterator[Variant]:
-    """Yield the first of the variants with dims padded for one axis, where that gives another graph than all of these.
-
-    A dim that is padded for several axes together, as the first may be, is cut on all of them or on none. On three axes and more,
-    where a search takes long, there are none.
-    """
-    first, graphs = searched[0], {variant.folded.text for variant in searched}
-    mesh = first.problem.mesh
-    axes = [axis for axis in range(mesh.ndim) if mesh.sizes[axis] > 1]
-    for axis in axes if len(axes) <= MOST_AXES else ():
-        problem = replace(first.problem, pads=True, compute_axes=(axis,))
-        folded = folded_as(problem, first.folded)
-        if folded.text not in graphs:
-            graphs.add(folded.text)
-            yield Variant(f"padded for {mesh.names[axis]}", problem, folded)
 
 
 def _name(problem: Problem) -> str:
