@@ -139,15 +139,22 @@ def _is_dict_restored(variable: Any) -> bool:
     if not all(key.is_python_constant() for key in (*items, *variable.original_items)):
         return False
     both = variable.original_items, items
-    before, after = ([(key.as_python_constant(), id(value.realize())) for key, value in one.items()] for one in both)
+    before, after = ([(key.as_python_constant(), _identity(value)) for key, value in one.items()] for one in both)
     return before == after
 
 
+def _identity(value: Any) -> int:
+    """Return the identity of an item. One that the call did not read is left as it is: to realize it adds an input."""
+    return id(value.realize() if value.is_realized() else value)
+
+
 def _dropped(stored: Any) -> Iterator[Any]:
-    """Yield dicts and lists for which a call puts others in the attributes that held them: nobody sees how it changed these."""
+    """Yield dicts and lists that a call leaves empty, by putting others in the attributes that held them: nobody sees how it
+    changed these."""
     for variable, values in stored.items():
-        held = _attributes(variable)
-        yield from (held[name] for name in values if isinstance(held.get(name), dict | list | set))
+        if _is_restored(variable, values):
+            held = _attributes(variable)
+            yield from (held[name] for name in values if isinstance(held[name], dict | list | set))
 
 
 def source_name(source: Any) -> str:
