@@ -182,6 +182,10 @@ HEURISTICS = {
         ((solver_candidate, "_improved", lambda _, __, answer, ___: answer),), (solver_candidate._improved,)
     ),
     "asked again for less memory": Heuristic(((solver_candidate, "shrink", _once),)),
+    "asked again for more memory": Heuristic(
+        ((solver_candidate, "_with_estimate_corrected", lambda _, answer, __: answer),),
+        (solver_candidate._with_estimate_corrected, solver_candidate._excess, solver_candidate._faster),
+    ),
     "recipes": Heuristic(((candidates, "try_recipes", lambda *_: None),), (recipe_candidates,)),
     "recipes pruned by bounds": Heuristic(
         ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()

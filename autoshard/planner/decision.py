@@ -14,7 +14,7 @@ from autoshard.planner.evaluation import Evaluation, Folded, folded_as
 from autoshard.planner.memory_limit import check_memory, plan_evaluation
 from autoshard.planner.paddings.variants import best_of_variants
 from autoshard.planner.prediction import timed
-from autoshard.planner.problem import Problem, Recipes, dims_padded_for
+from autoshard.planner.problem import Problem, Recipes, dims_padded_as, dims_padded_for
 from autoshard.planner.recipe_variants import fastest_variant
 from autoshard.planner.recomputation import fits_surely
 from autoshard.plans.collectives import Collective
@@ -46,12 +46,14 @@ class Decision:
     prepared: Prepared | None = None
     pads: bool = True
     padded_axes: tuple[int, ...] | None = None  # None: those of the problem
+    compute_axes: tuple[int, ...] | None = None  # the same
     folded: Folded | None = None  # that candidates were evaluated on, if another one than was given
 
     def variant(self, problem: Problem, folded: Folded) -> tuple[Problem, Folded]:
         """Return the problem and the folded graph that were decided on: with padded dims and split products, or without."""
         padded = problem.padded_axes if self.padded_axes is None else self.padded_axes
-        made = replace(problem, pads=self.pads, padded_axes=padded)
+        compute = problem.compute_axes if self.compute_axes is None else self.compute_axes
+        made = replace(problem, pads=self.pads, padded_axes=padded, compute_axes=compute)
         return made if self.solution is not None else dims_padded_for(made, self.recipes), self.folded or folded
 
 
@@ -82,21 +84,25 @@ def decide(problem: Problem, folded: Folded, effort: Effort, progress: Progress)
         prepared=choice.prepared,
         pads=problem.pads,
         padded_axes=problem.padded_axes,
+        compute_axes=problem.compute_axes,
         folded=folded,
     )
 
 
 def _taken_over(problem: Problem, folded: Folded) -> Decision | None:
     """Return what a search decided for an earlier call, if that holds for this one, too."""
-    for pads in (True, False) if problem.earlier else ():
-        variant = replace(problem, pads=pads)
+    for plan in problem.earlier:
+        variant = dims_padded_as(problem, plan)
         graph = folded_as(variant, folded)
-        if (replay := replayed(variant, graph)) is not None:
-            if replay.solution is None:
-                graph = folded_as(dims_padded_for(variant, replay.recipes), folded)
-            kept, remarks = replay.recomputation, (replay.remark,)
+        if (replay := replayed(variant, graph, plan)) is not None:
             return Decision(
-                replay.recipes, replay.solution, recomputation=kept, remarks=remarks, pads=pads, folded=graph
+                replay.recipes,
+                replay.solution,
+                recomputation=replay.recomputation,
+                remarks=(replay.remark,),
+                pads=variant.pads,
+                compute_axes=variant.compute_axes,
+                folded=graph,
             )
     return None
 

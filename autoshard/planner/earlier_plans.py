@@ -35,24 +35,21 @@ class Replay:
     remark: Remark
 
 
-def replayed(problem: Problem, folded: Folded) -> Replay | None:
-    """Return the decisions of an earlier search that hold for this problem too; None if there are none.
+def replayed(problem: Problem, folded: Folded, plan: PlanRecord) -> Replay | None:
+    """Return the decisions of an earlier search, which made `plan`, if they hold for this problem too; None if not.
 
     A recipe that was chosen holds for every call. Layouts hold for a graph with the same calls, if its sizes allow them
     and its step surely fits into memory.
     """
-    if problem.options.recipe != AUTO:
+    if problem.options.recipe != AUTO or plan.search is None:
         return None
-    for plan in problem.earlier:
-        if plan.search is None or plan.pads != problem.pads:
-            continue
-        if plan.solution is None:
-            return Replay(plan.recipes, None, None, _remark(folded, f"recipe of the first plan: {plan.search.chosen}"))
-        if _is_alike(plan, folded) and fits_surely(problem) and _is_valid(problem, folded, plan):
-            solution = replace(plan.solution, objective=0.0, bound=0.0, memory=0.0)  # predictions for other sizes
-            remark = _remark(folded, "layouts of the search for an earlier call, whose graph differs in sizes only")
-            return Replay(plan.recipes, solution, plan.recomputation, remark)
-    return None
+    if plan.solution is None:
+        return Replay(plan.recipes, None, None, _remark(folded, f"recipe of the first plan: {plan.search.chosen}"))
+    if not (_is_alike(plan, folded) and fits_surely(problem) and _is_valid(problem, folded, plan)):
+        return None
+    solution = replace(plan.solution, objective=0.0, bound=0.0, memory=0.0)  # predictions for other sizes
+    remark = _remark(folded, "layouts of the search for an earlier call, whose graph differs in sizes only")
+    return Replay(plan.recipes, solution, plan.recomputation, remark)
 
 
 def _is_alike(plan: PlanRecord, folded: Folded) -> bool:

@@ -38,7 +38,7 @@ from autoshard.planner.evaluation import (
 )
 from autoshard.planner.later_program import Lowered, lowered_by_layers, numbered_draws
 from autoshard.planner.prediction import timed_as
-from autoshard.planner.problem import Problem, captured_problem, dims_padded_for
+from autoshard.planner.problem import Problem, axes_named, captured_problem, dims_padded_as
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.planner.state import PlanningState
 from autoshard.plans.compatibility import check_model
@@ -193,7 +193,8 @@ def _of_few_layers(
 
 def _decided_as(made: Planned, plan: PlanRecord) -> Planned | None:
     """Return a program with what the first rank's `plan` says of its step; None if that is decided otherwise."""
-    own, names = made.plan, ("recipes", "solution", "recomputation", "pads", "padded_axes", "parameters", "inputs", "outputs")
+    decided = "recipes", "solution", "recomputation", "pads", "padded_axes", "compute_axes"
+    own, names = made.plan, (*decided, "parameters", "inputs", "outputs")
     if any(getattr(own, name) != getattr(plan, name) for name in names):
         return None
     sent = timed_as(own.collectives, plan.collectives)
@@ -243,10 +244,7 @@ def program_problem(
 
 def _as_planned(problem: Problem, plan: PlanRecord) -> Problem:
     """Return the problem with the batch and dims padded as in a plan."""
-    names = problem.mesh.names
-    padded = tuple(names.index(name) for name in plan.padded_axes if name in names)
-    same = replace(problem, pads=plan.pads, padded_axes=padded)
-    return same if plan.solution is not None else dims_padded_for(same, plan.recipes)
+    return replace(dims_padded_as(problem, plan), padded_axes=axes_named(problem.mesh, plan.padded_axes))
 
 
 def _programmed(problem: Problem, folded: Folded, decision: Decision, timer: Timer) -> Planned:
@@ -291,6 +289,7 @@ def _planned(problem: Problem, folded: Folded, decision: Decision, lowered: Lowe
         recomputation=decision.recomputation,
         pads=problem.pads,
         padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
+        compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
         **facts,
     )
     return Planned(plan, problem.captured, lowered.graph, timer.seconds)
@@ -333,6 +332,7 @@ def _assembled(problem: Problem, captured: str, evaluation: Evaluation, decision
         recomputation=evaluation.recomputation,
         pads=problem.pads,
         padded_axes=tuple(problem.mesh.names[axis] for axis in problem.padded_axes),
+        compute_axes=tuple(problem.mesh.names[axis] for axis in problem.compute_axes),
     )
 
 

@@ -313,6 +313,16 @@ def dims_padded_for(problem: Problem, recipes: Recipes) -> Problem:
     return replace(problem, compute_axes=compute_axes(recipes))
 
 
+def dims_padded_as(problem: Problem, plan: PlanRecord) -> Problem:
+    """Return the problem with dims padded as in a plan."""
+    return replace(problem, pads=plan.pads, compute_axes=axes_named(problem.mesh, plan.compute_axes))
+
+
+def axes_named(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:
+    """Return the axes of `mesh` that have these names."""
+    return tuple(mesh.names.index(name) for name in names if name in mesh.names)
+
+
 def undivided(problem: Problem, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the axes, if they do not divide the batch.
 

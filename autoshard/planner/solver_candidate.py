@@ -7,7 +7,7 @@ asked for less memory, until its plan fits; if its estimate is too high, it may 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.capture.garbage import uncollected
@@ -282,8 +282,7 @@ def ask(
 ) -> Answer | None:
     """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
-    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Where the estimate
-    is higher than the peak, and memory may be short, the solver is asked again, with as much more memory. Returns None if the
+    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Returns None if the
     solver finds no plan at all, and the last plan if none fits.
     """
 
@@ -305,10 +304,19 @@ def ask(
         infeasible = -sum(step.nbytes for step in curve)
         return shrink(limit, attempt, none=infeasible, is_over=lambda: task.left <= 0, tries=tries)
 
+    answer = shrunk(float(task.limit))
+    is_late = task.effort.takes_first or task.left <= 0
+    return answer if is_late else _with_estimate_corrected(task, answer, shrunk)
+
+
+def _with_estimate_corrected(task: SearchTask, answer: Answer | None, shrunk: Callable[..., Answer | None]) -> Answer | None:
+    """Ask `shrunk` again for more memory where the solver estimates more than the simulator finds, and memory may be short.
+
+    Returns the better answer.
+
+    Without an answer, a plan in more memory than there is shows by how much the estimate is off.
+    """
     limit = float(task.limit)
-    answer = shrunk(limit)
-    if task.effort.takes_first or task.left <= 0:
-        return answer
     measured = shrunk(limit * AMPLE, tries=1) if answer is None else answer
     if measured is None or (answer is None and task.fits(measured.evaluation)):
         return measured

@@ -1,6 +1,6 @@
 """Save a plan as a JSON file with a schema and a version, one line per decision, without pickle.
 
-    {"schema": "autoshard.plan", "version": 7, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
+    {"schema": "autoshard.plan", "version": 8, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
 
 The fingerprint identifies what the plan was made for: mesh, model, settings. Graphs and the simulated step are
 compressed: they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
@@ -23,7 +23,7 @@ from passes.errors import PlanError
 
 Plan = TypeVar("Plan", bound=PlanRecord)
 
-SCHEMA, VERSION = "autoshard.plan", 7
+SCHEMA, VERSION = "autoshard.plan", 8
 
 _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).save(path)"
 

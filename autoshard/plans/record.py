@@ -36,8 +36,8 @@ class PlanRecord:
     the names of the graph in which repeated layers are folded. With a cost comes the `timeline` that it was computed
     from: every kernel and message of the step, and every buffer. `repeats` are the equal layers that the graphs from
     "PLACED" on leave out. `recomputation` is what the backward recomputes, if anything. `pads` says that
-    dims may be padded, if axes do not divide them, and products with unequal parts split. `padded_axes` split the batch,
-    but do not divide that of this plan: the inputs are whole on them.
+    dims may be padded, if axes do not divide them, and products with unequal parts split: those that `compute_axes` together
+    do not divide. `padded_axes` split the batch, but do not divide that of this plan: the inputs are whole on them.
     """
 
     mesh: Mesh
@@ -59,6 +59,7 @@ class PlanRecord:
     recomputation: Recomputation | None = None
     pads: bool = True
     padded_axes: tuple[str, ...] = ()
+    compute_axes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

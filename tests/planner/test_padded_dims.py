@@ -69,6 +69,23 @@ def test_no_recipe_is_faster_and_no_plan_than_what_is_proven(case: Case) -> None
             assert cost.step_time == pytest.approx(step_time(expert), rel=CHUNKS), recipe
 
 
+@pytest.mark.parametrize("names", [("dp=2,tp=2", "x=2,y=2"), ("dp=4", "x=4"), ("dp=2,tp=3", "y=2,x=3")], ids=str)
+def test_widths_that_axes_do_not_divide_are_planned_alike_whatever_axes_are_named(names: tuple[str, str]) -> None:
+    one, other = (step_time(planned(((1000, 3001, 1500, 777), 1000, mesh, "h100"))) for mesh in names)
+    assert one == pytest.approx(other, rel=TIE)
+
+
+def test_a_plan_says_for_which_axes_dims_are_padded_and_is_followed_from_its_file(tmp_path: Path) -> None:
+    """By the names of the axes, nothing is padded: the layouts of this plan would not be valid."""
+    model, args = Mlp((1000, 3001, 1500, 777)).double(), (torch.randn(1000, 1000, dtype=torch.float64),)
+    found = plan(model, Mesh("dp=4", hardware="h100"), args)
+    assert found.compute_axes == ("dp",) and found.recipes == (None,)
+    found.save(tmp_path / "plan.json")
+    loaded = ShardingPlan.load(tmp_path / "plan.json")
+    assert loaded == found
+    assert autoshard.check(model, "dp=4", args, plan=loaded)
+
+
 def test_a_recipe_that_was_chosen_is_the_plan_of_that_name(tmp_path: Path) -> None:
     case = (512, 2048, 512), 7, "dp=3", "h100"
     found = planned(case)

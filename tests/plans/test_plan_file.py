@@ -134,7 +134,7 @@ def changed(*path: Any, to: Any = None) -> str:
     ("path", "to", "expected"),
     [
         (("schema",), "html", "it is JSON, but not a plan: its schema is not 'autoshard.plan'"),
-        (("version",), 8, "it has version 8 of the format, and this autoshard reads 7"),
+        (("version",), VERSION + 1, f"it has version {VERSION + 1} of the format, and this autoshard reads {VERSION}"),
         (("cost", "memory", "inputs"), None, "cost.memory.inputs is missing"),
         (("cost", "step_time"), "fast", "cost.step_time is 'fast', not a number"),
         (("collectives", 0, "axes"), "dp", "collectives[0].axes is 'dp', not a list"),

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Mesh, Options, ShardingPlan, autoshard, plan
 from tests.planner.test_padded_batches import CLASSES, Convolutions
+from tests.planner.test_padded_dims import Mlp
 from tests.spawn import run_on_ranks
 
 BATCHES = (6, 8, 5, 6, 1)  # that of the plan; one that all axes divide, odd ones
@@ -36,3 +37,33 @@ def test_a_padded_plan_from_a_file_runs_with_batches_of_any_size() -> None:
     found = plan(Convolutions(5).double(), Mesh("dp=2,tp=2", hardware="h100"), args)
     assert found.padded_axes == ("dp", "tp")
     assert max(run_on_ranks(_train, 4, found.to_json())) < 1e-10
+
+
+WIDTHS, ROWS = (1000, 3001, 1500, 777), (1000, 98, 97)
+
+
+def _train_padded_for_one_axis(rank: int, text: str | None) -> tuple[float, list[tuple[str, ...]]]:
+    """Return how far losses and gradients are from one device's, and the axes that each program has its dims padded for."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one, worst = Mlp(WIDTHS).double(), 0.0
+    given = None if text is None else ShardingPlan.from_json(text)
+    model = autoshard(one, mesh, plan=given, options=Options(compile="eager", hardware="h100"))
+    for rows in ROWS:
+        x = torch.randn(rows, WIDTHS[0], dtype=torch.float64)
+        losses = model(*model.shard(x)), one(x)
+        for loss in losses:
+            loss.backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)]
+        worst = max(worst, *(float((mine - want).detach().abs().max()) for mine, want in (losses, *pairs)))
+    return worst, [made.plan.compute_axes for made in model.programs]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_plan_with_dims_padded_for_an_axis_named_for_data_runs_with_batches_of_any_size(is_given: bool) -> None:
+    found = plan(Mlp(WIDTHS).double(), Mesh("dp=2", hardware="h100"), (torch.empty(ROWS[0], WIDTHS[0], dtype=torch.float64),))
+    assert found.compute_axes == ("dp",) and found.recipes == (None,)
+    for worst, axes in run_on_ranks(_train_padded_for_one_axis, 2, found.to_json() if is_given else None):
+        assert worst < 1e-10 and set(axes) == {("dp",)}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from autoshard.config.progress import Progress
 from autoshard.planner.candidates import Beside, Choice, compared, search, search_beside
 from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, folded_as
 from autoshard.planner.paddings.batch_padding import gaining_axes, padded_for_fewer_samples
-from autoshard.planner.problem import Problem, padded_for
+from autoshard.planner.problem import Problem, dims_padded_as, padded_for
 from autoshard.planner.recipe_candidates import Experts, is_padded_alike
 from autoshard.planner.standings import SearchTask
 from passes.errors import MemoryLimitError
+
+MOST_AXES = 2  # of a mesh, for which dims are padded for any of them
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,14 @@ def best_of_variants(
 ) -> tuple[Choice, Problem, Folded]:
     """Search each variant of the problem, and return the best plan with its variant.
 
-    For a later call, such as a last batch that is padded, one search is enough. The time limit is for all searches together.
+    For a later call, such as a last batch that is padded, one search is enough, with dims padded as in the first plan. The time
+    limit is for all searches together.
     """
     task = SearchTask(problem, folded, effort)
     if problem.earlier:
-        return search(task, progress), problem, folded
+        problem = replace(dims_padded_as(problem, problem.earlier[0]), pads=True)
+        folded = folded_as(problem, folded)
+        return search(replace(task, problem=problem, folded=folded), progress), problem, folded
     found, errors = list[tuple[Variant, Beside]](), list[MemoryLimitError]()
     for variant in _variants(problem, folded):
         best = min((_step_time(one) for _, one in found), default=float("inf"))
@@ -68,7 +74,8 @@ def _step_time(found: Beside) -> float:
 
 def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
     """Yield the problem with padding and split products; if they change the graph, without them; with its batch padded for other
-    axes, if each rank has fewer samples by that; and as it is padded for each recipe where none of these are.
+    axes, if each rank has fewer samples by that; with dims padded for other axes; and as it is padded for each recipe where none
+    of these are.
     """
     what = "padded" if folded.is_padded else "split"
     is_plain = not (folded.is_padded or folded.is_split)
@@ -78,12 +85,32 @@ def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
         plain = replace(problem, pads=False)
         searched.append(Variant(f"not {what}", plain, folded_as(plain, folded)))
     searched += [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(problem)]
+    searched += _with_dims_padded_for_other_axes(searched)
     yield from searched
     for name, recipes in Experts(problem, folded):
         if not any(is_padded_alike(one.problem, one.folded, recipes) for one in searched):
             other = padded_for(problem, recipes)
             searched.append(Variant(f"padded for {name}", other, folded_as(other, folded), is_solved=False))
             yield searched[-1]
+
+
+def _with_dims_padded_for_other_axes(searched: Sequence[Variant]) -> Iterator[Variant]:
+    """Yield the first of the variants with dims padded for each axis alone, and for both together, where that gives another graph
+    than all of these.
+
+    A dim that is padded for several axes together can be sharded on all of them or on none. On three axes and more, where a
+    search takes long, there are none.
+    """
+    first, graphs = searched[0], {variant.folded.text for variant in searched}
+    mesh = first.problem.mesh
+    axes = [axis for axis in range(mesh.ndim) if mesh.sizes[axis] > 1]
+    choices = [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]
+    for chosen in choices if len(axes) <= MOST_AXES else ():
+        problem = replace(first.problem, pads=True, compute_axes=chosen)
+        folded = folded_as(problem, first.folded)
+        if folded.text not in graphs:
+            graphs.add(folded.text)
+            yield Variant(f"padded for {' x '.join(mesh.names[axis] for axis in chosen)}", problem, folded)
 
 
 def _name(problem: Problem) -> str:
