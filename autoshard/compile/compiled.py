@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from passes.ir.graph import (
     has_input,
     input_of,
     made_again,
+    operands,
     outputs_of,
     placeholders,
     returned,
@@ -190,9 +192,11 @@ def partitioner_names(gm: GraphModule) -> dict[str, Node]:
 
 
 def _tag_gathers(graph: Graph) -> None:
+    """Tag what is gathered again in the backward, without the items of a call that is saved, as it cannot make them again."""
     again = made_again(graph)
     for node in graph.nodes:
-        if node in again:
+        is_saved_item = node.target is operator.getitem and saving_of(operands(node)[0]) == "saved"
+        if node in again and not is_saved_item:
             set_recompute(node, True)
             tag_recompute(node)
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.compile.compiled import split_program
 from passes._torch.partition import _minimum_cut, with_equal_calls_merged
+from passes.ir.text import parse_graph
 
 
 def sums(x: Tensor) -> tuple[Tensor, ...]:
@@ -73,3 +75,30 @@ sys.exit("torch._inductor.lowering" in sys.modules)
 @pytest.mark.slow
 def test_a_program_that_runs_op_by_op_is_made_without_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", EAGER], check=True)
+
+
+SAVED_AGAIN = """
+mesh tp=2
+stage LOCAL
+%w: f32[8, 8] = parameter("w")
+%x: f32[4, 8] = input("x")
+%tangent: f32[4, 8] = tangent("output")
+%mm: f32[4, 8] recompute = mm(%x, %w)
+%var_mean: (f32[4, 1], f32[4, 1]) recompute saved = var_mean.correction(%mm, [1], correction=0, keepdim=True)
+%getitem: f32[4, 1] recompute = getitem(%var_mean, 0)
+%getitem_1: f32[4, 1] recompute = getitem(%var_mean, 1)
+%sub: f32[4, 8] = sub.Tensor(%mm, %getitem_1)
+%mul: f32[4, 8] = mul.Tensor(%sub, %getitem)
+%mul_1: f32[4, 8] = mul.Tensor(%tangent, %getitem)
+%permute: f32[8, 4]<1, 8> = permute(%x, [1, 0])
+%mm_1: f32[8, 8] = mm(%permute, %mul_1)
+return output("output") %mul, gradient("w") %mm_1
+"""
+
+
+def test_items_of_a_call_that_is_saved_are_not_made_again() -> None:
+    gm, _ = parse_graph(SAVED_AGAIN.lstrip())
+    split = split_program(gm, mode="eager")
+    assert split.backward is not None
+    made = {str(node.target) for node in split.backward.graph.nodes}
+    assert "aten.var_mean.correction" not in made and "aten.mul.Tensor" in made
