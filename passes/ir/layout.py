@@ -193,11 +193,12 @@ def fits(placement: Placement, shape: Sequence[int], size: int) -> bool:
 
 def is_even(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """Return whether all axes split `shape` into equal parts, with digits that do not overlap."""
-    return _is_even(layout.placements, tuple(shape), mesh.sizes)
+    return is_even_over(layout.placements, tuple(shape), mesh.sizes)
 
 
 @lru_cache(maxsize=1 << 16)
-def _is_even(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+def is_even_over(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Return whether axes of these `sizes` split `shape` as `is_even` says."""
     dims = dict.fromkeys(p.dim for p in placements if isinstance(p, Shard))
     return all(dim < len(shape) and _dim_is_even(Layout(placements), dim, shape[dim], sizes) for dim in dims)
 

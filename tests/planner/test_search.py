@@ -562,3 +562,11 @@ def test_a_table_of_all_recipes_shows_each_as_it_is_by_name() -> None:
     for recipe in ("fsdp", "ddp", "fsdp+megatron"):
         alone = plan(model, mesh, args, options=Options(recipe=recipe))
         assert alone.cost is not None and alone.cost.step_time == pytest.approx(steps[recipe], rel=1e-3), recipe
+
+
+def test_thousands_of_ranks_are_planned() -> None:
+    """Sharding may move within an axis of 512, for which no mesh of 512 x 512 x 8 ranks is made."""
+    with torch.device("meta"):
+        model, args = Mlp(1024), (torch.empty(4096, 256),)
+    found = plan(model, Mesh("dp=512,tp=8", hardware="h100"), args)
+    assert found.cost is not None and found.search is not None and found.search.chosen == "solved"

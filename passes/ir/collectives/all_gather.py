@@ -26,7 +26,7 @@ def all_gather(value: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
 
 
 def _lower(call: StepCall) -> Node:
-    digits = digits_of(call.before, call.shape, call.mesh)
+    digits = digits_of(call.before, call.shape, call.mesh.sizes)
     local = [d for d in digits if d.axis is None]
     gathered = call.emit(c10d.all_gather_into_tensor.default, call.contiguous(call.value), call.ranks, call.group)
     have = [*(axis_digit(digits, axis) for axis in call.axes), *local]

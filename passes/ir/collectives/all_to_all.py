@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import sympy
@@ -14,7 +13,7 @@ from torch.fx import Node
 from passes.ir.collectives.formulas import N, Where, exchange_formula, k, p
 from passes.ir.collectives.kind import Kind, register
 from passes.ir.collectives.lowering import StepCall, axis_digit, digits_of, join, unmirrored
-from passes.ir.layout import Layout, Shard, is_even
+from passes.ir.layout import Layout, Shard, is_even_over
 from passes.ir.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
@@ -31,7 +30,7 @@ def _lower(call: StepCall) -> Node:
     size = call.mesh.sizes[axis]
     both = Layout((*call.before.placements, call.after.on(axis)))
     new = call.mesh.ndim
-    digits = digits_of(both, call.shape, _twice(call.mesh, axis))
+    digits = digits_of(both, call.shape, _with_new(axis, call.mesh))
     held = [d for d in digits if d.axis is None or d.axis == new]
     sent = [d for d in held if d.axis == new] + [d for d in held if d.axis is None]
     split = unmirrored(call, call.view(call.value, [d.length for d in held]), held)
@@ -45,13 +44,12 @@ def _lower(call: StepCall) -> Node:
 
 def _fits(layout: Layout, after: Layout, axis: int, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Return whether the axis's old and new digits are adjacent, so that one can be exchanged for the other."""
-    return is_even(Layout((*layout.placements, after.on(axis))), shape, _twice(mesh, axis))
+    return is_even_over((*layout.placements, after.on(axis)), tuple(shape), _with_new(axis, mesh))
 
 
-@cache
-def _twice(mesh: Mesh, axis: int) -> Mesh:
-    """Return `mesh` with a second axis of the size of `axis`."""
-    return Mesh((*mesh.names, f"{mesh.names[axis]}_new"), (*mesh.sizes, mesh.sizes[axis]))
+def _with_new(axis: int, mesh: Mesh) -> tuple[int, ...]:
+    """Return the sizes of the axes, and that of `axis` once more: for its new place."""
+    return (*mesh.sizes, mesh.sizes[axis])
 
 
 def _sent(where: Where) -> tuple[sympy.Expr, sympy.Expr]:

@@ -92,7 +92,7 @@ class Digit:
 
 def expose(call: StepCall) -> tuple[Node, list[Digit]]:
     """Return the value with the digits of the moving axes first, in mesh order, and the digits that follow them."""
-    digits = digits_of(call.after, call.shape, call.mesh)
+    digits = digits_of(call.after, call.shape, call.mesh.sizes)
     held = [d for d in digits if d.axis is None or d.axis in call.axes]
     rest = [d for d in held if d.axis is None]
     order = [*(axis_digit(held, axis) for axis in call.axes), *rest]
@@ -158,8 +158,8 @@ def _padding(call: StepCall, held: list[Digit]) -> dict[int, tuple[int, int, int
     return found
 
 
-def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]:
-    """Return all digits of all dims, outermost first: free ones between those of axes."""
+def digits_of(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Digit]:
+    """Return all digits of all dims, outermost first: free ones between those of axes, which have these `sizes`."""
     found = []
     for dim, size in enumerate(shape):
         end = 1
@@ -171,8 +171,8 @@ def digits_of(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> list[Digit]
                 found += [Digit(half // end, None, dim, end), Digit(2, None, dim, half)]
                 end = 2 * half
             found.append(Digit(placement.outer // end, None, dim, end))
-            found.append(Digit(mesh.sizes[axis], axis, dim, placement.outer, half))
-            end = placement.outer * mesh.sizes[axis]
+            found.append(Digit(sizes[axis], axis, dim, placement.outer, half))
+            end = placement.outer * sizes[axis]
         found.append(Digit(-(-size // end), None, dim, end))
     return [digit for digit in found if digit.axis is not None or digit.length != 1]
 
