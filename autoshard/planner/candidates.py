@@ -24,7 +24,7 @@ from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
-APART = "solved again with links in use at different times"
+REPRICED = "solved again with messages as dear as simulated"
 KEPT = "slower though nothing is computed again: not made to fit"
 SECONDS = 30.0  # at most of the search for the smallest limit: it is for a message, which may say a larger one
 STEP = 0.05  # part of a memory limit: step of the search for the smallest limit, coarse because each step is a solve
@@ -202,8 +202,8 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
     answer = solved.answer if name == SOLVED else None
     if answer is not None and (axes := format_axis_groups(answer.source.skeleton.axis_groups, task.problem.mesh)):
         yield f"{axes} used alike"
-    if answer is not None and answer.source.node_costs.unit_costs.hiding != task.problem.hiding:
-        yield APART
+    if answer is not None and answer.source.corrected is not None:
+        yield REPRICED
     is_auto = task.problem.options.recompute == "auto" and task.problem.training
     if one.recomputation is not None:
         yield AGAIN

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from autoshard.capture.garbage import uncollected
 from autoshard.planner.evaluation import Evaluation, seeded
@@ -34,6 +35,8 @@ CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
 NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
 AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
+REPRICINGS = 3  # at most, as each is solved and simulated
+RUNNERS_UP = 4  # at most that are simulated each time
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ def _found(task: SearchTask, standings: Standings) -> Solved:
     prepared = _in_time(task, whole)
     if prepared is None:
         return Solved()
-    found = _repriced(task, standings, _solve_whole(task, standings, prepared))
+    found = _solve_whole(task, standings, prepared)
+    found = replace(found, answer=_repriced(task, standings, found.answer, found.again))
     is_good = found.answer is not None and task.fits(found.answer.evaluation)
     step = found.answer.evaluation.cost.step_time if found.answer is not None and is_good else float("inf")
     if found.proven is None or step > (found.proven + found.again) * (1 + OFF):
@@ -159,24 +163,37 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
     return found
 
 
-def _repriced(task: SearchTask, standings: Standings, before: Solved) -> Solved:
-    """Solve again with two links in use at different times, if the simulator finds the answer slower than the solver does; keep
-    the answer that is better as simulated. The bound stays that of the first prices, which are no higher."""
-    answer, objective = before.answer, before.objective
-    if answer is None or objective is None or not answer.source.node_costs.unit_costs.has_two_links or task.left <= 0:
-        return before
-    if answer.evaluation.cost.step_time <= objective * (1 + MISPRICED):
-        return before
-    try:
-        prepared = answer.source.with_links_apart(deadline=time.perf_counter() + task.left)
-    except TimeoutError:
-        return before
-    counts_on_recomputation = answer.evaluation.recomputation is not None
-    curve = memory_budget_of(task.problem, prepared).recomputation if counts_on_recomputation else ()
-    other = ask(task, standings, prepared, curve)
-    if other is None or task.rank(answer.evaluation) <= task.rank(other.evaluation):
-        return before
-    return replace(before, answer=other)
+def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
+    """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
+    does, until the solver finds none that may be faster than the best as simulated. Return the best.
+
+    Every step takes `again` seconds more than the solver says.
+    """
+    best = last = answer
+    for _ in range(REPRICINGS):
+        if best is None or last is None or task.left <= 0:
+            break
+        overrun = last.evaluation.cost.step_time - last.solution.objective - again
+        if overrun <= MISPRICED * last.solution.objective:
+            break
+        best = min([best, *_runners_up(task, standings, last.source, best, again)], key=lambda one: task.rank(one.evaluation))
+        prepared = last.source.corrected_by(last.solution, overrun)
+        counts_on_recomputation = best.evaluation.recomputation is not None
+        curve = memory_budget_of(task.problem, prepared).recomputation if counts_on_recomputation else ()
+        last = ask(task, standings, prepared, curve, proves=False)
+        if last is None or last.solution.objective + again >= best.evaluation.cost.step_time * (1 - PROVEN):
+            break
+        best = min(best, last, key=lambda one: task.rank(one.evaluation))
+    return best
+
+
+def _runners_up(
+    task: SearchTask, standings: Standings, source: Prepared, best: Answer, again: float
+) -> Iterator[Answer]:
+    """Yield what the last search of a problem found besides its answer, if it may be faster than the best."""
+    for solution in islice(source.runners_up(), RUNNERS_UP):
+        if solution.objective + again < best.evaluation.cost.step_time * (1 - PROVEN):
+            yield _answer(task, standings, solution, source)
 
 
 def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways: Sequence[AxisGroups]) -> Solved:
@@ -189,6 +206,7 @@ def _solve_grouped(task: SearchTask, standings: Standings, before: Solved, ways:
         steps = {id(prepared): _first_step(task, prepared, gap) for prepared in problems}
         problems.sort(key=lambda prepared: steps[id(prepared)])
     answer = ask(task, standings, problems[0], memory_budget_of(task.problem, problems[0]).recomputation, gap=gap)
+    answer = answer if task.effort.takes_first else _repriced(task, standings, answer, before.again)
     return replace(_better(task, before, answer, problems[0]), prepared=last)
 
 
@@ -278,12 +296,18 @@ def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = Non
 
 
 def ask(
-    task: SearchTask, standings: Standings, prepared: Prepared, curve: RecomputationCurve, *, gap: float | None = None
+    task: SearchTask,
+    standings: Standings,
+    prepared: Prepared,
+    curve: RecomputationCurve,
+    *,
+    gap: float | None = None,
+    proves: bool = True,
 ) -> Answer | None:
     """Solve for less and less memory, while the simulated peak is higher than the solver's estimate.
 
-    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved. Returns None if the
-    solver finds no plan at all, and the last plan if none fits.
+    Each attempt reduces the limit by the error of the estimate. A plan that fits is then proven or improved, unless the first
+    is enough. Returns None if the solver finds no plan at all, and the last plan if none fits.
     """
 
     def attempt(limit: float) -> Tried[Answer] | None:
@@ -294,7 +318,7 @@ def ask(
             return None
         answer = _answer(task, standings, solution, prepared)
         if task.fits(answer.evaluation):
-            improves = _is_whole(prepared) and not task.effort.takes_first
+            improves = proves and _is_whole(prepared) and not task.effort.takes_first
             return Tried(_improved(task, standings, answer, found) if improves else answer, None)
         peak = answer.evaluation.cost.peak_memory
         missed = peak + answer.evaluation.freed - solution.memory

@@ -24,7 +24,7 @@ from passes.search.model.variables import make_skeleton
 from passes.search.optimize import optimize
 from passes.search.recomputation_savings import recomputation_savings
 from passes.search.search_state import SearchState
-from passes.search.solution import Solution, solution_of
+from passes.search.solution import Solution, solution_of, strategies_of
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.relaxation import Relaxation
 from passes.search.tune_multipliers import SMALL_MEMORY_STEPS, raise_price_of_bytes
@@ -38,6 +38,7 @@ class Prepared:
     skeleton: Skeleton
     node_costs: NodeCosts
     factor_graph: FactorGraph
+    corrected: Transitions | None = None  # with the prices of some corrected
     searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, which goes on for an equal goal
 
     @staticmethod
@@ -55,10 +56,10 @@ class Prepared:
         node_costs = self.node_costs.on(self.node_costs.unit_costs.on(mesh))
         return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
 
-    def with_links_apart(self, *, deadline: float = float("inf")) -> Prepared:
-        """Return the same with kernels slowed down by each link at other times."""
-        node_costs = self.node_costs.on(self.node_costs.unit_costs.with_links_apart())
-        return Prepared.of(self.structure, self.skeleton, node_costs, deadline)
+    def corrected_by(self, solution: Solution, seconds: float) -> Prepared:
+        """Return the same with the transitions of `solution` dearer by `seconds` in all, as its step was simulated."""
+        strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
+        return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={})
 
     def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
         """Return the same with other axis groups."""
@@ -68,7 +69,7 @@ class Prepared:
     @cached_property
     def transitions(self) -> Transitions:
         """Return the transitions of the factor graph with their terms."""
-        return Transitions(self.factor_graph, self.node_costs.unit_costs)
+        return self.corrected or Transitions(self.factor_graph, self.node_costs.unit_costs)
 
     @cached_property
     def kernels_bound(self) -> float:
@@ -89,6 +90,17 @@ class Prepared:
         started = time.perf_counter()
         for assignment, bound in self._search(goal).results():
             yield self._solution(assignment, bound, started)
+
+    def runners_up(self) -> Iterator[Solution]:
+        """Yield the other layouts that the last search found to fit the memory, the fastest first."""
+        for search in self.searches.values():
+            started, state = time.perf_counter(), search.state
+            fitting = sorted(filter(state.fits, state.seen), key=lambda assignment: assignment.objective)
+            known = {tuple(assignment.strategies) for assignment, _ in search.found}
+            for assignment in fitting:
+                if (strategies := tuple(assignment.strategies)) not in known:
+                    known.add(strategies)
+                    yield self._solution(assignment, 0.0, started)
 
     def explore(self, goal: Goal) -> Searched:
         """Return the last of `solutions`, with everything that the search found out.

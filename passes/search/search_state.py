@@ -69,7 +69,7 @@ class SearchState:
         for found in evaluations(self.transitions, strategies, self.relaxation.multipliers.saved, self.budget):
             assignment = self._keeping(found)
             self.seen.append(assignment)
-            if self._fits(assignment):
+            if self.fits(assignment):
                 self.bounds.offer(assignment)
 
     def reweigh(self, multipliers: Multipliers, tolerance: float = 1e-4) -> None:
@@ -81,7 +81,7 @@ class SearchState:
         """Offer the solution of a program, which may keep other values than the goal says."""
         if assignment is not None:
             kept = self._keeping(assignment)
-            if kept is assignment or self._fits(kept):
+            if kept is assignment or self.fits(kept):
                 self.bounds.offer(kept)
 
     def pruned(self, threshold: float) -> Dual:
@@ -94,7 +94,8 @@ class SearchState:
         """Return the program of a restriction within the memory budget."""
         return Formulation(self.transitions, restriction, self.budget)
 
-    def _fits(self, assignment: Assignment) -> bool:
+    def fits(self, assignment: Assignment) -> bool:
+        """Return whether the memory is enough for an assignment."""
         return self.budget is None or self.budget.fits(assignment.bytes)
 
     def _keeping(self, assignment: Assignment) -> Assignment:

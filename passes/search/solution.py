@@ -23,6 +23,7 @@ from passes.ir.graph import (
 from passes.ir.layout import Layout
 from passes.search.model.factor_graph import FactorGraph
 from passes.search.model.skeleton import Skeleton
+from passes.search.model.strategies import Strategy
 from passes.search.solvers.evaluate import Assignment
 
 T = TypeVar("T")
@@ -99,6 +100,28 @@ def solution_of(
     )
     figures = assignment.objective, bound, assignment.memory, seconds, len(graph.variables)
     return Solution(nodes, outputs, kept_keys, repeated_keys, *figures)
+
+
+def strategies_of(gm: GraphModule, skeleton: Skeleton, graph: FactorGraph, solution: Solution) -> list[int]:
+    """Return the strategy of each variable that gives the layouts of a solution: the inverse of `solution_of`."""
+    keys = keys_of(gm)
+    placed: list[dict[tuple[str, int], Layout]] = [{} for _ in graph.variables]  # by side and slot
+    for node, owner in skeleton.owners.items():
+        if (one := solution.nodes.get(keys[node])) is not None:
+            placed[owner.variable] |= {("needs", owner.needs + i): layout for i, layout in enumerate(one.needs)}
+            placed[owner.variable] |= {("results", owner.results + i): layout for i, layout in enumerate(one.results)}
+    for position, end in skeleton.ends.items():
+        output = outputs_of(gm.graph)[position]
+        if output.name in solution.outputs and output.role is OutputRole.OUTPUT:
+            placed[end.variable]["needs", end.slot] = solution.outputs[output.name]
+    return [
+        next(i for i, one in enumerate(variable.strategies) if _gives(one, layouts))
+        for variable, layouts in zip(graph.variables, placed, strict=True)
+    ]
+
+
+def _gives(strategy: Strategy, layouts: Mapping[tuple[str, int], Layout]) -> bool:
+    return all(getattr(strategy, side)[slot] == layout for (side, slot), layout in layouts.items())
 
 
 def _expanded(repeats: Repeats, kept: Mapping[str, T]) -> dict[str, T]:

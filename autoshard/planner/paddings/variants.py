@@ -44,7 +44,7 @@ def best_of_variants(
         folded = folded_as(problem, folded)
         return search(replace(task, problem=problem, folded=folded), progress), problem, folded
     found, errors = list[tuple[Variant, Beside]](), list[MemoryLimitError]()
-    for variant in _variants(problem, folded):
+    for variant in _variants(problem, folded, found):
         best = min((_step_time(one) for _, one in found), default=float("inf"))
         try:
             found.append((variant, _searched(variant, replace(task, best_elsewhere=best), progress)))
@@ -72,10 +72,10 @@ def _step_time(found: Beside) -> float:
     return float("inf") if found.choice is None else found.choice.evaluation.cost.step_time
 
 
-def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
-    """Yield the problem with padding and split products; if they change the graph, without them; with its batch padded for other
-    axes, if each rank has fewer samples by that; with dims padded for other axes; and as it is padded for each recipe where none
-    of these are.
+def _variants(problem: Problem, folded: Folded, found: Sequence[tuple[Variant, Beside]]) -> Iterator[Variant]:
+    """Yield the problem with padding and split products; if they change the graph, without them; with dims padded for other axes;
+    as the best of these with its batch padded for other axes, if each rank has fewer samples by that; and as it is padded for
+    each recipe where none of these are. `found` grows by what is found of each.
     """
     what = "padded" if folded.is_padded else "split"
     is_plain = not (folded.is_padded or folded.is_split)
@@ -84,9 +84,13 @@ def _variants(problem: Problem, folded: Folded) -> Iterator[Variant]:
     if not is_plain:
         plain = replace(problem, pads=False)
         searched.append(Variant(f"not {what}", plain, folded_as(plain, folded)))
-    searched += [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(problem)]
     searched += _with_dims_padded_for_other_axes(searched)
     yield from searched
+    best = min(found, key=lambda pair: _step_time(pair[1]))[0].problem if found else problem
+    best = best if best.pads else replace(best, pads=True, compute_axes=())
+    others = [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(best)]
+    searched += others
+    yield from others
     for name, recipes in Experts(problem, folded):
         if not any(is_padded_alike(one.problem, one.folded, recipes) for one in searched):
             other = padded_for(problem, recipes)

@@ -3,8 +3,9 @@ searches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +75,27 @@ class Transitions:
             transition_terms(factor_graph, value, self._layouts(sources), self._layouts(targets), unit_costs)
             for value, sources, targets in zip(factor_graph.values, self.sources, self.targets, strict=True)
         ]
+
+    def corrected(self, strategies: Sequence[int], seconds: float) -> Transitions:
+        """Return the same with the transitions between these `strategies`, one per variable, dearer by `seconds` in all: each by
+        its part of the seconds on links.
+        """
+        taken = [(number, arc, float(self.terms[number].link_seconds[arc])) for number, arc in self._taken(strategies)]
+        total, new = sum(sent for *_, sent in taken), copy(self)
+        new.terms = list(self.terms)
+        for number, (source, target), sent in taken if total else ():
+            terms = new.terms[number]
+            loads = np.array(terms.loads)
+            loads[:, source, target] += seconds * sent / total
+            new.terms[number] = replace(terms, loads=loads)
+        return new
+
+    def _taken(self, strategies: Sequence[int]) -> Iterator[tuple[int, Arc]]:
+        """Yield the transitions between these strategies: the number of the value, source and target."""
+        for number, (maker, users) in enumerate(zip(self.makers, self.users, strict=True)):
+            source = int(maker.at[strategies[maker.variable]])
+            targets = dict.fromkeys(int(user.at[strategies[user.variable]]) for user in users)
+            yield from ((number, (source, target)) for target in targets if not self.terms[number].same[source, target])
 
     def _layouts(self, numbers: Sequence[int]) -> list[Layout]:
         return [self.factor_graph.layout(number) for number in numbers]

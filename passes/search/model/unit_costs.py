@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from passes.search.model.local_sizes import LocalSizes, Shape
 from passes.search.model.reshard_routes import Leg, ReshardRoutes
 
 BUCKET = 25 << 20  # bytes: DDP's default `bucket_cap_mb`, and a sixteenth of that of `Overlap(bucket_bytes=...)`
+APART = 0.5  # of the time of the link that is in use less: for which the other is not in use, as often as not
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
 SECONDS = 8  # of a leg: so many entries has `_Seconds`
 T = TypeVar("T", float, Floats)
@@ -31,15 +32,13 @@ class Hiding:
     """Settings for messages: joined to `bucket` bytes at least and a layer's bytes, up to `most`; beside kernels or not; those
     next to matrix products `in_chunks` or whole.
 
-    Links inside a node and between nodes are in use at different times for the part `apart` of that of the one that is in use
-    less: by default as often as not. Only gathers of parameters and reductions of gradients are joined.
+    Only gathers of parameters and reductions of gradients are joined.
     """
 
     bucket: int = BUCKET
     most: int = 16 * BUCKET
     overlaps: bool = True
     in_chunks: bool = True
-    apart: float = 0.5
 
 
 USUAL = Hiding()
@@ -82,15 +81,6 @@ class UnitCosts:
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
         return UnitCosts(mesh, mesh.hardware, self.routes, self.hiding)
 
-    def with_links_apart(self) -> UnitCosts:
-        """Return the costs where links inside a node and between nodes are never in use at the same time."""
-        return replace(self, hiding=replace(self.hiding, apart=1.0))
-
-    @property
-    def has_two_links(self) -> bool:
-        """Return whether some axes are inside a node and others not."""
-        return len({link_of(self.mesh.group_shape((name,))) for name in self.mesh.names}) > 1
-
     @property
     def sizes(self) -> LocalSizes:
         """Return the sizes of one rank's parts."""
@@ -116,7 +106,7 @@ class UnitCosts:
 
         Kernels are slowed down while either link is in use.
         """
-        return waits + slowed + slowed[::-1] * self.hiding.apart
+        return waits + slowed + slowed[::-1] * APART
 
     def in_chunks(self, sent: Mapping[int, Floats], product: float, copied: Mapping[int, Floats]) -> Floats:
         """Return the seconds that messages add to those of kernels next to a `product`, at least: of the chunks, all but one are
