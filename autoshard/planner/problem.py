@@ -324,10 +324,11 @@ def axes_named(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:
 
 
 def undivided(problem: Problem, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axes, if they do not divide the batch.
+    """Return the axes of more than one rank, if they do not divide the batch.
 
     The user may constrain the first input on some of them; there are none if that splits the batch.
     """
+    axes = tuple(axis for axis in axes if problem.mesh.sizes[axis] > 1)
     name, batch = first_batch(problem.captured.shapes(InputRole.INPUT))
     if not problem.is_later:
         found = _placements_of(problem, name)

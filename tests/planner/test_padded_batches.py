@@ -119,3 +119,11 @@ def test_a_plan_whose_batch_is_padded_by_more_than_a_quarter_has_the_gradients_o
     assert found and found.tolerance <= 1e-9 and not found.not_compared, str(found)
     assert made.plan.padded_axes == on.names, str(made.plan)
     assert any(f"a batch of {batch} is padded to {padded}" in remark.text for remark in made.plan.remarks)
+
+
+@pytest.mark.parametrize("recipe", ["fsdp+megatron", "hsdp+megatron", "ddp"])
+def test_a_padded_batch_is_not_split_over_an_axis_of_one_rank(recipe: str) -> None:
+    model, args = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), (torch.empty(7, 16),)
+    found = plan(model, Mesh("dp=2,cp=1,tp=2", hardware="h100"), args, options=Options(recipe=recipe))
+    assert "dp" in found.padded_axes and "cp" not in found.padded_axes
+    assert not [one for one in found.collectives if "cp" in one.axes]
