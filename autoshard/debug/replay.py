@@ -6,12 +6,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.fx import GraphModule
+
 from autoshard.dumps.dump_header import PLACING, format_header, parse_header
 from passes.base import PassContext, Remark
-from passes.errors import UserError
+from passes.errors import GraphTextError, UserError, VerifyError
+from passes.ir.mesh import Mesh
 from passes.ir.text import format_graph, parse_graph
 from passes.manager import PassManager
 from passes.observers import Dumper, Verifier
+from passes.verify import verify
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,8 @@ def replay(
     each pass is written to `folder`, named as in the dump. A `recipe` places values, without constraints: needed for a
     dump from before the search, or without a header.
 
-    Raises UserError for an unknown pass, or if the passes to run need more than the file holds; GraphTextError for
-    text that is not a graph.
+    Raises UserError for an unknown pass, if the passes to run need more than the file holds, or for a `recipe` where none
+    of them places values; GraphTextError for text that is not a graph, or not a valid one.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -44,7 +48,14 @@ def replay(
     after = _named(path) if after is None else after
     start = _place([name for name, _ in header.passes], after) + 1
     gm, mesh = parse_graph(text)
+    _check_valid(gm, mesh, path)
     if recipe is not None:
+        left = [name for name, _ in header.passes[start:]]
+        if not any(name in ("seed", *PLACING) for name in left):
+            raise UserError(
+                f"recipe={recipe!r}: the graph after {after!r} is placed already, and no pass after it reads a recipe; leave it "
+                "out, or replay a dump from before the values were placed, such as 00_capture.txt"
+            )
         header = header.placed_by(recipe, mesh)
     unknown = [name for name, one in header.passes[start:] if one is None]
     if unknown:
@@ -58,6 +69,14 @@ def replay(
     dumper.dumped.extend([""] * (start + 1))  # number files as in the original dump
     PassManager(passes, (Verifier(), dumper)).run(gm, ctx)
     return Replayed(tuple(one.name for one in passes), format_graph(gm, mesh), tuple(ctx.remarks))
+
+
+def _check_valid(gm: GraphModule, mesh: Mesh, path: Path) -> None:
+    """Raise GraphTextError for a graph that is not valid at its stage: it is the user's, who may have edited the file."""
+    try:
+        verify(gm, mesh)
+    except VerifyError as error:
+        raise GraphTextError(f"{path} has no valid graph; correct it: {error}") from error
 
 
 def _named(path: Path) -> str:

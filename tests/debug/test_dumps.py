@@ -27,6 +27,8 @@ from autoshard.planner.make_plan import make_plan
 from autoshard.planner.request import PlanRequest
 from passes import observers
 from passes.base import Pass, PassContext
+from passes.cancel_reshards import CancelReshards
+from passes.errors import VerifyError
 from passes.ir.graph import Stage
 from passes.ir.mesh import Mesh
 from passes.seed import Seed
@@ -193,6 +195,35 @@ def test_what_cannot_be_replayed(dump: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         replay(dump / "06_insert_reshards.txt", folder=taken)
     assert str(caught.value) == f"the graph cannot be written to {taken}: File exists; give a folder"
+
+
+def test_an_edited_graph_that_is_not_valid_is_the_users_fault(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited, text = tmp_path / "06_insert_reshards.txt", (dump / "06_insert_reshards.txt").read_text()
+    edited.write_text(text.replace("tp:S(1)", "tp:S(7)"))
+    assert main(["replay", str(edited)]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"autoshard: {edited} has no valid graph; correct it: at stage EXPLICIT, %down_weight is not valid: ")
+    assert "tp:S(7)" in first and first.endswith(" does not split f32[4, 8]") and not any("Traceback" in line for line in rest)
+
+
+def test_a_graph_that_our_pass_breaks_is_not_the_users_fault(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(self: object, gm: GraphModule, ctx: PassContext) -> bool:
+        gm.graph.output_node().args = ((),)
+        return True
+
+    monkeypatch.setattr(CancelReshards, "run", spoil)
+    with pytest.raises(VerifyError, match="after pass 'cancel_reshards'"):
+        replay(dump / "06_insert_reshards.txt")
+
+
+def test_a_recipe_for_a_graph_that_is_placed(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(dump / "06_insert_reshards.txt"), "--recipe", "ddp"]) == 2
+    assert capsys.readouterr().err == (
+        "autoshard: --recipe ddp: the graph after 'insert_reshards' is placed already, and no pass after it reads a recipe; "
+        "leave it out, or replay a dump from before the values were placed, such as 00_capture.txt\n"
+    )
 
 
 def test_differences_and_a_folder_per_rank(one_rank: DeviceMesh, tmp_path: Path) -> None:
