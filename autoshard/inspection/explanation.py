@@ -67,6 +67,7 @@ class Explanation:
     touches: tuple[Touch, ...]
     remarks: tuple[Remark, ...]
     step: float | None  # simulated, of the plan
+    is_searched: bool  # the plan is, for the least cost of the whole step
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -90,6 +91,7 @@ def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> 
         tuple(_touches(plan, state, subject)),
         tuple(remark for remark in plan.remarks if remark.node in {node.name for node in subject.nodes}),
         plan.cost.step_time if plan.cost else None,
+        plan.search is not None or plan.solution is not None,
         tuple(_notes(plan, state)),
     )
 
@@ -232,9 +234,16 @@ def _choice_lines(choice: Choice, one: Explanation) -> Iterator[str]:
         if len(chain) > 1 or (chain and not choice.forced):
             yield f"  on {axis}: {_joined(chain)}"
     if not any(choice.chains) and not choice.forced and choice.alternatives:
-        yield "  no constraint; chosen by what the whole step costs"
+        yield f"  no constraint; {_unconstrained(choice, one)}"
     if choice.alternatives:
         yield from _alternative_lines(choice, one)
+
+
+def _unconstrained(choice: Choice, one: Explanation) -> str:
+    """Return why a value that no constraint or recipe reaches has its layout."""
+    if one.is_searched:
+        return "chosen by what the whole step costs"
+    return "nothing was searched" + (", and nothing shards it" if choice.layout.is_replicated else "")
 
 
 def _joined(chain: tuple[Edge, ...]) -> str:

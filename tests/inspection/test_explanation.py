@@ -97,6 +97,13 @@ passes
   lower_reshards added %all_gather: f32[2048, 1024] {tp:R} = all_gather(%mul_1, ["tp"])""")
 
 
+def test_what_no_recipe_reaches_was_not_searched() -> None:
+    lines = str(planned(recipe="ddp").explain("up.weight")).splitlines()
+    assert lines[1] == "up.weight: f32[4096, 1024] {tp:R}"
+    assert lines[2] == "  no constraint; nothing was searched, and nothing shards it"
+    assert "chosen by" not in str(planned(recipe=None).explain("y"))
+
+
 def test_a_module_is_its_values() -> None:
     assert_expected_inline(str(propagated().explain("down")), """\
 module down
