@@ -10,6 +10,7 @@ from autoshard.plans.collectives import Collective
 from autoshard.plans.names import fold_names
 from autoshard.plans.plan_values import Value
 from autoshard.plans.record import PlanRecord
+from passes.base import Remark
 from passes.ir.mesh import Mesh
 from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds
@@ -226,13 +227,18 @@ def _several(collectives: Iterable[Collective]) -> str:
 
 
 def _remarks(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
-    texts = [{f"{r.pass_name}: {r.text} [{r.origin}]": "" for r in one.remarks if not r.routine} for one in (before, after)]
+    texts = [dict.fromkeys(_remark(r) for r in one.remarks if not r.routine) for one in (before, after)]
     for text in texts[0]:
         if text not in texts[1]:
             yield Change("remarks", text, "said", NOTHING)
     for text in texts[1]:
         if text not in texts[0]:
             yield Change("remarks", text, NOTHING, "said")
+
+
+def _remark(one: Remark) -> str:
+    """Return a remark with its place: the source line, or for a value that has none its name, which may differ between plans."""
+    return f"{one.pass_name}: {one.text} [{str(one.origin) or f'%{one.node}'}]"
 
 
 def _aligned(changes: list[Change]) -> Iterator[str]:

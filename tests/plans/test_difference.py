@@ -192,3 +192,12 @@ def test_diff_reads_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     base().replan(recipe="fsdp").save(tmp_path / "b.json")
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert capsys.readouterr().out == f"{base().diff(base().replan(recipe='fsdp'))}\n"
+
+
+def test_a_remark_without_a_source_line_names_its_value() -> None:
+    def padded(batch: int) -> ShardingPlan:
+        return plan(nn.Linear(16, 16), Mesh("dp=2", hardware="h100"), (torch.empty(batch, 16),), options=Options(recipe="ddp"))
+
+    found = [change.what for change in padded(8).diff(padded(7)).changes if change.section == "remarks"]
+    assert found == ["pad: a batch of 7 is padded to 8, which 2 divides: 14.29% more [%input_1]"]
+    assert f"remark {found[0]}" in str(padded(7))
