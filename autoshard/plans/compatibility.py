@@ -18,6 +18,10 @@ from passes.errors import PlanError
 from passes.ir.mesh import Mesh
 
 SHOWN = 5  # differences that a message lists
+_TAKEN = (
+    ", give the plan's values, or leave options out: then all that a plan depends on is the plan's, and the others, such as "
+    "compile and progress, have their defaults"
+)
 
 
 def check_asked(plan: PlanRecord, mesh: Mesh, options: Options) -> None:
@@ -25,13 +29,14 @@ def check_asked(plan: PlanRecord, mesh: Mesh, options: Options) -> None:
     torch.
     """
     present = settings_of(options, training=plan.settings.training, device=plan.settings.device)
-    found = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
-    found += [
+    meshes = [f"the mesh is {mesh}, the plan's {plan.mesh}"] if str(mesh) != str(plan.mesh) else []
+    given = [
         f"Options({name}={_brief(value)}), the plan has {name}={_brief(plan.settings.options.get(name))}"
         for name, value in present.options.items()
         if value != plan.settings.options.get(name)
     ]
-    _refuse(found, "Make a plan for this mesh and these options, or leave options out to take the plan's")
+    both = " and these options" if given else ""
+    _refuse([*meshes, *given], f"Make a plan for this mesh{both}{_TAKEN if given else ''}")
     if present.torch != plan.settings.torch:
         warnings.warn(
             f"the plan was made with torch {plan.settings.torch} and runs with {present.torch}: what it says of time and "

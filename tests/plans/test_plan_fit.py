@@ -137,10 +137,12 @@ def test_another_device_has_other_kernels() -> None:
 def test_another_mesh_or_other_options(mesh: str, options: Options, expected: str) -> None:
     with pytest.raises(PlanError) as caught:
         check_asked(made(), Mesh(mesh), options)
-    assert str(caught.value) == (
-        f"the plan does not fit: {expected.format()}. Make a plan for this mesh and these "
-        "options, or leave options out to take the plan's"
+    taken = (
+        " and these options, give the plan's values, or leave options out: then all that a plan depends on is the plan's, and "
+        "the others, such as compile and progress, have their defaults"
     )
+    advice = f"Make a plan for this mesh{taken if 'Options' in expected else ''}"
+    assert str(caught.value) == f"the plan does not fit: {expected.format()}. {advice}"
 
 
 def test_other_ranks_and_hardware_are_no_difference() -> None:
