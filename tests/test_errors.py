@@ -82,6 +82,13 @@ def test_hardware_of_another_type() -> None:
     )
 
 
+def test_the_hardware_of_this_machine_is_no_hardware_of_a_mesh() -> None:
+    assert message(Mesh, "dp=2", hardware="auto") == (
+        "MeshError: hardware='auto' is no hardware of a mesh: leave it out for this machine's, which options take by default, or "
+        "give a preset such as 'h100'"
+    )
+
+
 @pytest.mark.parametrize("name", ["model", "ep", "x", "sp"])
 def test_an_axis_of_which_nothing_says_whether_it_carries_data(name: str) -> None:
     mesh = Mesh(f"dp=2,{name}=4")
@@ -172,8 +179,7 @@ def test_a_plan_for_another_model(one_rank: DeviceMesh) -> None:
 def test_a_plan_for_another_mesh(one_rank: DeviceMesh) -> None:
     made = plan(Tiny(), "dp=2", (torch.randn(4, 6),))
     assert message(autoshard, Tiny(), one_rank, plan=made) == (
-        "PlanError: the plan does not fit: the mesh is dp=1, the plan's dp=2. Make a plan for this mesh and these "
-        "options, or leave options out to take the plan's"
+        "PlanError: the plan does not fit: the mesh is dp=1, the plan's dp=2. Make a plan for this mesh"
     )
 
 
@@ -398,6 +404,8 @@ def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> No
     [
         ({"recipe": ["fsdp"]}, "RecipeError: Options(recipe=['fsdp']): give a name such as 'fsdp', or a recipe per axis: "
             "{'dp': 'fsdp'}"),
+        ({"recipe": {}}, "RecipeError: Options(recipe={}): name the recipe of an axis, such as {'dp': 'fsdp'}, or give "
+         "recipe=None to take only the placements of params=, inputs= and outputs="),
         ({"recipe": {"dp": 3}}, "RecipeError: Options(recipe={'dp': 3}): give each axis the name of a recipe or None: "
             "{'dp': 'fsdp'}"),
         ({"hardware": 3}, "UserError: Options(hardware=3): give a preset such as 'h100', a file that `python -m autoshard "

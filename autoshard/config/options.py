@@ -205,7 +205,7 @@ class Options:
     """
 
     max_programs: int = MAX_PROGRAMS
-    """Programs that one model may have. A call with other shapes, arguments that are no tensors, or another state of
+    """Programs that one model may have, at least 1. A call with other shapes, arguments that are no tensors, or another state of
     the model (training or evaluation, a flag that was changed) than any before needs a program of its own, which takes
     seconds; a call that would exceed the number is an error that says what varied.
     """
@@ -294,6 +294,11 @@ def _check(given: Options) -> None:
 
 
 def _check_recipe(given: Options) -> None:
+    if given.recipe == {}:
+        raise RecipeError(
+            "Options(recipe={}): name the recipe of an axis, such as {'dp': 'fsdp'}, or give recipe=None to take only the "
+            "placements of params=, inputs= and outputs="
+        )
     for axis, recipe in given.recipe.items() if isinstance(given.recipe, Mapping) else ():
         if not isinstance(axis, str) or not isinstance(recipe, str | NoneType):
             raise RecipeError(
@@ -319,7 +324,7 @@ def _check_passes(given: Options) -> None:
 
 
 def _check_programs(given: Options) -> None:
-    check_count("Options", "max_programs", given.max_programs, "programs")
+    check_count("Options", "max_programs", given.max_programs, "programs", least=1)
     buckets = {} if given.buckets is None else given.buckets
     if not is_mapping_by_name(buckets) or not all(isinstance(one, Bucket) for one in buckets.values()):
         raise UserError(

@@ -24,10 +24,10 @@ def check_choice(where: str, name: str, value: object, known: Iterable[object]) 
         raise UserError(f"{where}({name}={shown(value)}): choose {' or '.join(map(repr, known))}")
 
 
-def check_count(where: str, name: str, value: object, unit: str) -> None:
-    """Raise UserError for a value that is not a whole number, 0 or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UserError(f"{where}({name}={shown(value)}): give {unit}, a whole number of 0 or more")
+def check_count(where: str, name: str, value: object, unit: str, *, least: int = 0) -> None:
+    """Raise UserError for a value that is not a whole number, `least` or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{where}({name}={shown(value)}): give {unit}, a whole number of {least} or more")
 
 
 def check_kind(where: str, name: str, value: object, kinds: type | tuple[type, ...], advice: str) -> None:

@@ -164,6 +164,11 @@ def _check_types(names: object, sizes: object, hardware: object) -> None:
         raise MeshError(
             f"Mesh(..., hardware={hardware!r}): give a preset such as 'h100', the path of a calibrated .json, or None"
         )
+    if hardware == "auto":
+        raise MeshError(
+            f"{hardware=} is no hardware of a mesh: leave it out for this machine's, which options take by default, or give a "
+            "preset such as 'h100'"
+        )
 
 
 def _parse_axes(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

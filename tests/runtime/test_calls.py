@@ -162,7 +162,8 @@ def test_a_bucket_for_an_argument_that_is_not_there(one_rank: DeviceMesh, unknow
             "Options(buckets={'tokens': (64, 128)}): give autoshard.Bucket(dim, sizes, fill) by the input's path: "
             "{'tokens': Bucket(1, (128, 256), fill=0)}",
         ),
-        (lambda: Options(max_programs=-1), "Options(max_programs=-1): give programs, a whole number of 0 or more"),
+        (lambda: Options(max_programs=-1), "Options(max_programs=-1): give programs, a whole number of 1 or more"),
+        (lambda: Options(max_programs=0), "Options(max_programs=0): give programs, a whole number of 1 or more"),
     ],
 )
 def test_options_that_cannot_be(options: Any, message: str) -> None:
