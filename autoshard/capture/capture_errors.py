@@ -9,6 +9,7 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -361,8 +362,8 @@ def _first(found: re.Match[str]) -> str:
     return next((group for group in found.groups() if group), "")
 
 
-def side_effect_error(effect: SideEffect) -> CaptureError:
-    """Return the CaptureError for a Python object that the model changes."""
+def side_effect_error(effect: SideEffect, model: nn.Module) -> CaptureError:
+    """Return the CaptureError for a Python object that `model` changes."""
     if isinstance(effect.changed, torch.Tensor) and effect.names == ("grad",):
         return CaptureError(_BACKWARD + format_place(user_frame(effect.stack)))
     name = user_name(effect.source)
@@ -370,6 +371,13 @@ def side_effect_error(effect: SideEffect) -> CaptureError:
         return CaptureError(
             "the model gives a buffer another shape or dtype while it runs, but a graph has the same for all calls; register it "
             "with the shape and dtype that it gets" + format_place(user_frame(effect.stack))
+        )
+    outside = _OUTSIDE.fullmatch(effect.source)
+    if outside is not None:
+        who, thing = _changing(outside, effect, model)
+        return CaptureError(
+            f"{who} changes {thing}, which is outside of the model, but a graph computes tensors and changes nothing else; keep "
+            "the value on the module: module.kept = value" + format_place(user_frame(effect.stack))
         )
     if effect.source.startswith(("L['args']", "L['kwargs']")):
         what, change = "changes an argument", "make a new one and return it"
@@ -380,6 +388,30 @@ def side_effect_error(effect: SideEffect) -> CaptureError:
         f"the model {what} while it runs, but a graph computes tensors and changes nothing else; {change}"
         + format_place(user_frame(effect.stack))
     )
+
+
+# What a hook of a module, or a function that is an attribute of one, holds.
+_OUTSIDE = re.compile(
+    r"L\['self'\]\._modules\['autoshard_module'\](?P<path>(?:\._modules\['[^']*'\])*)"
+    r"(?:\._forward_(?P<pre>pre_)?hooks\[list\(dict\.keys\(.*?_hooks\)\)\[(?P<number>\d+)\]\]|\.(?P<name>\w+)(?=\.__closure__))"
+    r"(?P<held>.*)"
+)
+
+
+def _changing(outside: re.Match[str], effect: SideEffect, model: nn.Module) -> tuple[str, str]:
+    """Return the hook or function that changes an object, and the object, as the user names them."""
+    path = ".".join(re.findall(r"'([^']*)'", outside["path"]))
+    module = model.get_submodule(path)
+    if outside["name"]:
+        who, function = f"{path}.{outside['name']}".removeprefix("."), getattr(module, outside["name"])
+    else:
+        hooks = module._forward_pre_hooks if outside["pre"] else module._forward_hooks
+        who = f"the forward {'pre-' if outside['pre'] else ''}hook of {path or 'the model'}"
+        function = list(hooks.values())[int(outside["number"])]
+    variable = re.fullmatch(r"\.__closure__\[(\d+)\](?:\.cell_contents)?(.*)", outside["held"])
+    if variable is not None and isinstance(function, FunctionType):
+        return who, function.__code__.co_freevars[int(variable[1])] + variable[2]
+    return who, f"a {type(effect.changed).__name__}"
 
 
 def read_and_changed_error(path: str, effect: SideEffect) -> CaptureError:

@@ -99,24 +99,24 @@ def _with_changes(
     """Trace a call again that returns what it changed."""
     found = changes_of(model, first.side_effects)
     if isinstance(found, SideEffect):
-        raise side_effect_error(found)
+        raise side_effect_error(found, model)
     stand_in(model, found)
     try:
         traced = _traced(_Call(model, found), args, kwargs, mode)
     except RuntimeError as error:
         _log.info("torch cannot trace what the model changes", exc_info=error)
-        raise _changed_error(found, first.side_effects) from None
+        raise _changed_error(found, first.side_effects, model) from None
     return TracedCall(traced, found.changes)
 
 
-def _changed_error(found: Traced, effects: tuple[SideEffect, ...]) -> CaptureError:
+def _changed_error(found: Traced, effects: tuple[SideEffect, ...], model: nn.Module) -> CaptureError:
     """Return the error for changes that cannot be traced: something is read that is added to, if there is such a thing."""
     added = {name: path for change in found.changes for name, path in change.added_paths}
     for effect in effects:
         for name in (*effect.names, effect.source.rpartition(".")[2]):
             if name in added:
                 return read_and_changed_error(added[name], effect)
-    return side_effect_error(effects[0])
+    return side_effect_error(effects[0], model)
 
 
 def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> TracedModule:

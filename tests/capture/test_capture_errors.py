@@ -327,6 +327,77 @@ class LogsGlobally(Model):
         return self.layer(x)
 
 
+class HookKeepsItsOutput(Model):
+    """the forward hook of layer changes kept, which is outside of the model, but a graph computes tensors and changes nothing
+    else; keep the value on the module: module.kept = value <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept: dict[str, Tensor] = {}
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            kept["output"] = output  # <line>
+
+        self.layer.register_forward_hook(lambda module, args, output: None)
+        self.layer.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class HookBindsAVariable(Model):
+    """the forward pre-hook of the model changes last, which is outside of the model, but a graph computes tensors and changes
+    nothing else; keep the value on the module: module.kept = value <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last: Any = None
+
+        def hook(module: nn.Module, args: Any) -> None:
+            nonlocal last
+            last = args[0]  # <line>
+
+        self.register_forward_pre_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class HookIsAMethod(Model):
+    """the forward hook of layer changes a Keeper, which is outside of the model, but a graph computes tensors and changes nothing
+    else; keep the value on the module: module.kept = value <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Keeper:
+            def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+                self.output = output  # <line>
+
+        self.layer.register_forward_hook(Keeper().keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class ForwardKeepsItsOutput(Model):
+    """layer.forward changes kept, which is outside of the model, but a graph computes tensors and changes nothing else; keep the
+    value on the module: module.kept = value <line>"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forward, kept = self.layer.forward, list[Tensor]()
+
+        def keeping(x: Tensor) -> Tensor:
+            kept.append(x)  # <line>
+            return forward(x)
+
+        self.layer.forward = keeping  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
 class ChangesInput(Model):
     """the model changes its input x in place, which no other rank would see; work on a copy: x = x.clone() <line>"""
 

@@ -93,7 +93,8 @@ def _objects(tracked: Any) -> dict[int, Any]:
 
 def _is_default(changed: Any, name: str) -> bool:
     """Return whether an attribute has the value of its class so far: dynamo's guard on it, if any, is the class's."""
-    return name not in vars(changed) and name in dir(type(changed))
+    has_own = "__dict__" in dir(type(changed)) and name in vars(changed)
+    return not has_own and name in dir(type(changed))
 
 
 def _is_read(guards: Any, source: str, name: str) -> bool:
