@@ -94,7 +94,7 @@ def grouped(collectives: Iterable[Collective]) -> list[Group]:
 
 
 def cause_of(collective: Collective) -> str:
-    """Return the line and why it needs the collective: `"llama.py:66 gathered for use"`."""
+    """Return the line and why it needs the collective: `"model.py:42 gathered for use"`."""
     origin = collective.origin
     place = f"{origin.file.rsplit('/', 1)[-1]}:{origin.line} " if origin.file else ""
     return place + short_reason(collective.reason)
