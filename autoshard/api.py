@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture.capture_errors import check_module
+from autoshard.capture.fake_module import check_parameters
 from autoshard.config.options import Options, options_given
 from autoshard.config.progress import say
 from autoshard.config.progress import shown as shown_progress
@@ -132,6 +133,7 @@ def _distribute(
     if not isinstance(model, nn.Module):
         raise UserError(f"autoshard takes an nn.Module, not {type(model).__name__}")
     check_module(model)
+    check_parameters(model)
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(
             f"autoshard runs on a DeviceMesh, not on {device_mesh!r}: use init_device_mesh(...); "

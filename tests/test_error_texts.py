@@ -350,11 +350,12 @@ def test_what_a_module_on_a_mesh_is_asked_amiss(one_rank: DeviceMesh) -> None:
         "a profile compares with what is predicted, and the figures of this device are not known: give "
         "Options(hardware='h100') or another preset, or measure it with `python -m autoshard calibrate`"
     )
-    with pytest.raises(AutoshardError) as caught:
-        autoshard(model, one_rank, (torch.randn(6, 4),))
-    assert str(caught.value) == (
-        "parameter weight is a DTensor; give the module as it is on one device, with plain tensors as parameters"
-    )
+    for args in (None, (torch.randn(6, 4),)):
+        with pytest.raises(AutoshardError) as caught:
+            autoshard(model, one_rank, args)
+        assert str(caught.value) == (
+            "parameter weight is a DTensor; give the module as it is on one device, with plain tensors as parameters"
+        )
 
 
 def test_a_parameter_that_is_stored_otherwise(one_rank: DeviceMesh) -> None:

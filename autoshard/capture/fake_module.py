@@ -80,6 +80,12 @@ def _empty_like(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype |
     return torch.empty(tensor.shape, dtype=kept, device=device)
 
 
+def check_parameters(module: nn.Module) -> None:
+    """Raise CaptureError for a parameter without a shape, or one that is no plain tensor."""
+    for fqn, parameter in module.named_parameters():
+        _check_parameter(fqn, parameter)
+
+
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise CaptureError(

@@ -351,8 +351,9 @@ WAYS["`model.double()`"] = lambda model: model.double()(X.double(), Y.double())
 
 
 ALONE = (
-    "refused: block (Block) was called outside of the sharded model's forward, where it has a part of each parameter only; let "
-    "forward call it, chosen by an argument (model(x, only='encode')): each value of an argument gets a program of its own"
+    "refused: block (Block) was called outside of the sharded model's forward, where it has a part of each parameter only; call "
+    "the sharded model, also where a function such as merge_and_unload() returned this part of it, or let forward call the part, "
+    "chosen by an argument (model(x, only='encode')): each value of an argument gets a program of its own"
 )
 FUNC = (
     "refused: a sharded model cannot be transformed by torch.func (vmap, grad, vjp, jvp, jacrev): it runs a program compiled "
