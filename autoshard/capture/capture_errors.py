@@ -55,7 +55,8 @@ _READS = (
     "known; keep it a tensor"
 )
 
-_FAILS = "the model fails for these arguments, as it would on one device: "
+AS_ON_ONE_DEVICE = ", as it would on one device"  # so far as the parameters are those of one device
+_FAILS = f"the model fails for these arguments{AS_ON_ONE_DEVICE}: "
 
 _BACKWARD = (
     "the model calls backward() in its forward, but the backward is derived from the forward's graph; move it into the "

@@ -103,35 +103,6 @@ def global_call(
     return call.with_leaves({**call.leaves, **{p: splits.whole(p, t, batch) for p, t in tensors.items()}})
 
 
-def with_joined(
-    error: CaptureError, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], splits: Splits
-) -> CaptureError | None:
-    """Return the error of a model that fails for global inputs, with how they were made of this rank's; None if they are its
-    own, or as the user says."""
-    tensors = tensors_of(bind_call(inspect.signature(module.forward), args, dict(kwargs)).leaves)
-    batch = batch_of(tensors)
-    known = () if splits.is_planned else tuple(splits.inputs or {})
-    joined = [
-        path
-        for path, one in tensors.items()
-        if one.shape[:1] != splits.whole_shape(path, one, batch)[:1]
-        and not any(fnmatch.fnmatchcase(path, pattern) for pattern in known)
-    ]
-    if not error.for_arguments or not joined:
-        return None
-    wide = [path for path, one in tensors.items() if path != joined[0] and one.dim() > 1]
-    others = [path for path in wide if path not in joined and batch in tensors[path].shape] or wide[-1:] or joined[:1]
-    axis = splits.mesh.names[splits.data_axes[0]] if splits.data_axes else splits.mesh.names[0]
-    dims = {path: next((d for d, size in enumerate(tensors[path].shape) if d and size == batch), 1) for path in others}
-    given = {path: {axis: f"S({dim})"} for path, dim in dims.items()}
-    text, newline, place = str(error).rpartition("\n  ") if "\n  " in str(error) else (str(error), "", "")
-    return CaptureError(
-        f"{text.rstrip('.')}. Dim 0 of {', '.join(map(repr, joined))} was taken for the batch, and the ranks' parts were joined "
-        f"there; where the batch is another dim, give Options(inputs={given}){newline}{place}",
-        for_arguments=True,
-    )
-
-
 def tensors_of(leaves: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors among the leaves of a call, by path."""
     return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}

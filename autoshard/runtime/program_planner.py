@@ -21,9 +21,10 @@ from autoshard.planner.problem import data_axes
 from autoshard.planner.request import EarlierProgram, PlanRequest
 from autoshard.plans.compatibility import check_asked
 from autoshard.plans.record import PlanRecord
+from autoshard.runtime.call_errors import with_cause
 from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.execution import LocalProgram
-from autoshard.runtime.global_call import Splits, global_call, layouts_of_call, with_joined
+from autoshard.runtime.global_call import Splits, global_call, layouts_of_call
 from autoshard.runtime.output_gradients import OutputGradients
 from autoshard.runtime.shared_plan import Decided
 from passes.errors import CaptureError
@@ -69,10 +70,11 @@ class ProgramPlanner:
                 progress=call.progress,
             )
         except CaptureError as error:
-            joined = with_joined(error, call.module, call.args, call.kwargs, splits)
-            if joined is None:
+            known = {} if self.first is None else self.first.parameters
+            explained = with_cause(error, call, splits, known, device=self.device, options=self.options)
+            if explained is error:
                 raise
-            raise joined from error
+            raise explained from error
 
     def plan(
         self,

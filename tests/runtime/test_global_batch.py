@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autoshard import CaptureError, InputError, Options
+from autoshard.runtime.call_errors import with_joined
 from autoshard.runtime.calls.global_batch import _is_clear
-from autoshard.runtime.global_call import Splits, with_joined
+from autoshard.runtime.calls.programs import FirstCall
+from autoshard.runtime.global_call import Splits
 from autoshard.runtime.program_planner import ProgramPlanner
 from passes.ir.mesh import Mesh
 
@@ -36,6 +39,62 @@ def test_how_a_sequence_is_split_is_not_known_before_a_plan(options: Options) ->
     options = Options(recipe={"dp": "fsdp", "cp": "context"}, inputs={"tokens": {"cp": "S(1)"}})
     splits = ProgramPlanner("cpu", Mesh("dp=2,cp=2"), options, None).splits()
     assert splits.whole_shape("tokens", torch.zeros(4, 4), 4) == (8, 8)
+
+
+class Adds(nn.Module):
+    """Adds its inputs, and what an adapter makes of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6, bias=False)
+        self.adapter: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not isinstance(self.adapter, nn.Identity):
+            return self.layer(x) + y + self.adapter(x)
+        return self.layer(x) + y
+
+
+class Attends(nn.Module):
+    """Joins the positions of [positions, batch, features] by a mask of [positions, positions]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return mask @ self.layer(x).flatten(1)
+
+
+def failure(planner: ProgramPlanner, model: nn.Module, *args: Tensor) -> str:
+    with pytest.raises(CaptureError) as error:
+        planner(FirstCall(model, args, {}, True, None), None)
+    return str(error.value).partition("\n")[0]
+
+
+def test_joined_inputs_are_no_reason_where_a_model_fails_for_the_parts_too() -> None:
+    planner = ProgramPlanner("cpu", Mesh("dp=2"), Options(recipe="fsdp"), None)
+    assert failure(planner, Adds(), torch.zeros(3, 5), torch.zeros(3, 6)) == (
+        "the model fails for these arguments, as it would on one device: a and b must have same reduction dim, but got [6, 5] X "
+        "[4, 6]."
+    )
+    assert failure(planner, Attends(), torch.zeros(5, 3, 4), torch.zeros(5, 5)).endswith(
+        "Dim 0 of 'x', 'mask' was taken for the batch, and the ranks' parts were joined there; where the batch is another dim, "
+        "give Options(inputs={'mask': {'dp': 'S(1)'}})"
+    )
+
+
+def test_parameters_that_were_added_are_named_where_a_model_fails() -> None:
+    planner = ProgramPlanner("cpu", Mesh("dp=2"), Options(recipe="fsdp"), None)
+    model, args = Adds(), (torch.zeros(3, 4), torch.zeros(3, 6))
+    planner(FirstCall(model, args, {}, True, None), None)
+    model.adapter = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 3))  # the rank's part of 6
+    assert failure(planner, model, *args) == (
+        "the model fails for these arguments: Attempting to broadcast a dimension of length 3 at -1! Mismatching argument at "
+        "index 1 had torch.Size([6, 3]); but expected shape should be broadcastable to [6, 6]. Parameters were added after the "
+        "model was sharded: 'adapter.0.weight', 'adapter.0.bias' and 2 more; where their shapes are those of a rank's part of "
+        "another parameter, add them before autoshard(...)"
+    )
 
 
 def test_joined_inputs_are_named_where_a_model_fails_for_them() -> None:
