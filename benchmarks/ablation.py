@@ -42,9 +42,18 @@ from examples import llama
 from examples.gpt import gpt2
 from examples.vit import vit_huge
 from passes.cost.scheduling import best_schedule, bucketing
-from passes.search import optimize, prepared, recomputation_savings, search_state, tune_multipliers
+from passes.search import optimize, prepared, recomputation_savings, search_state, solution, tune_multipliers
 from passes.search.goal import Goal
-from passes.search.model import axis_groups, grouping, step_structure, strategies, tied_layers, value_edges, variables
+from passes.search.model import (
+    axis_groups,
+    grouping,
+    step_structure,
+    strategies,
+    tied_layers,
+    transitions,
+    value_edges,
+    variables,
+)
 from passes.search.model.axis_groups import single_axes
 from passes.search.solvers import mip, mip_columns
 from passes.search.solvers.transition_factors import TransitionFactor
@@ -186,6 +195,13 @@ HEURISTICS = {
         ((solver_candidate, "_with_estimate_corrected", lambda _, answer, __: answer),),
         (solver_candidate._with_estimate_corrected, solver_candidate._excess, solver_candidate._faster),
     ),
+    "prices corrected by simulation": Heuristic(
+        ((solver_candidate, "REPRICINGS", 0),),
+        (solver_candidate._repriced, prepared.Prepared.corrected_by, transitions.Transitions.corrected, solution.strategies_of),
+    ),
+    "runners-up simulated": Heuristic(
+        ((solver_candidate, "RUNNERS_UP", 0),), (solver_candidate._runners_up, prepared.Prepared.runners_up)
+    ),
     "recipes": Heuristic(((candidates, "try_recipes", lambda *_: None),), (recipe_candidates,)),
     "recipes pruned by bounds": Heuristic(
         ((SearchTask, "evaluate", lambda self, *args, **_: _evaluate(self, *args)),), ()
@@ -193,6 +209,9 @@ HEURISTICS = {
     "chunks of all that could win": Heuristic(((candidates, "_cut", _best_in_chunks),), (candidates._cut,)),
     "buckets that grow": Heuristic(((best_schedule, "Growing", lambda nbytes: nbytes),), (bucketing.Growing,)),
     "padded or not": Heuristic(((decision, "best_of_variants", _padded_only),), (batch_padding, variants, candidates.compared)),
+    "dims padded for other axes": Heuristic(
+        ((variants, "MOST_AXES", 0),), (variants._with_dims_padded_for_other_axes,)
+    ),
     "ties: the sturdier": Heuristic(((ties, "_slowed", lambda _: 0.0),), (ties._slowed,)),
     "ties: the smaller": Heuristic(((ties, "_bytes", lambda _: 0.0),), (ties._bytes,)),
     "ties: the simpler": Heuristic(((ties, "TIE", 0.0),)),
