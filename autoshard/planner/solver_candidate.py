@@ -169,22 +169,30 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
 
     Every step takes `again` seconds more than the solver says.
     """
+    if answer is None or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
+        return answer
     best = last = answer
     for _ in range(REPRICINGS):
-        if best is None or last is None or task.left <= 0:
-            break
-        overrun = last.evaluation.cost.step_time - last.solution.objective - again
-        if overrun <= MISPRICED * last.solution.objective:
+        overrun = _overrun(last, again)
+        if overrun <= 0.0 or task.left <= 0:
             break
         best = min([best, *_runners_up(task, standings, last.source, best, again)], key=lambda one: task.rank(one.evaluation))
         prepared = last.source.corrected_by(last.solution, overrun)
         counts_on_recomputation = best.evaluation.recomputation is not None
         curve = memory_budget_of(task.problem, prepared).recomputation if counts_on_recomputation else ()
-        last = ask(task, standings, prepared, curve, proves=False)
-        if last is None or last.solution.objective + again >= best.evaluation.cost.step_time * (1 - PROVEN):
+        found = ask(task, standings, prepared, curve, proves=False)
+        if found is None:
             break
+        last = found
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
+        if last.solution.objective + again >= best.evaluation.cost.step_time * (1 - PROVEN):
+            break
     return best
+
+
+def _overrun(answer: Answer, again: float) -> float:
+    """Return the seconds by which an answer is simulated slower than it is priced; negative where it is faster."""
+    return answer.evaluation.cost.step_time - answer.solution.objective - again
 
 
 def _runners_up(

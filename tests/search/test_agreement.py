@@ -130,6 +130,17 @@ def test_a_plan_whose_prices_were_corrected_costs_what_was_simulated() -> None:
     assert found.corrected is None, "the prices of the problem itself are as before"
 
 
+def test_runners_up_are_other_plans_that_fit_the_fastest_first() -> None:
+    _, found = wide()
+    assert not list(replace(found, searches={}).runners_up()), "nothing was searched"
+    limit = 1.01 * list(found.solutions(Goal(memory_limit=2.0**40)))[-1].memory
+    answers = list(found.solutions(Goal(memory_limit=limit)))
+    others = list(found.runners_up())
+    assert others and all(one.memory <= limit and one.objective >= answers[-1].objective for one in others)
+    assert [one.objective for one in others] == sorted(one.objective for one in others)
+    assert not any(one.nodes == answer.nodes for one in others for answer in answers)
+
+
 def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The better plan as simulated is kept, and the bound stays that of the first prices."""
     task, _ = wide()

@@ -138,7 +138,7 @@ def test_where_nothing_fits_yet_no_program_is_huge(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(optimize, "fit_memory", lambda *_: True)  # as where nothing that was rounded fits
     monkeypatch.setattr(optimize, "tune", lambda *_: None)
     monkeypatch.setattr(optimize, "PROVABLE", 0)
-    monkeypatch.setattr(SearchState, "_fits", lambda *_: False)
+    monkeypatch.setattr(SearchState, "fits", lambda *_: False)
     goal = Goal(memory_limit=1e12)
     solved: list[Formulation] = []
     proven = [math.inf]
