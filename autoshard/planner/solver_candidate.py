@@ -169,7 +169,7 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
 
     Every step takes `again` seconds more than the solver says.
     """
-    if answer is None or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
+    if answer is None or not task.fits(answer.evaluation) or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
         return answer
     best = last = answer
     for _ in range(REPRICINGS):
@@ -337,8 +337,8 @@ def ask(
         return shrink(limit, attempt, none=infeasible, is_over=lambda: task.left <= 0, tries=tries)
 
     answer = shrunk(float(task.limit))
-    is_late = task.effort.takes_first or task.left <= 0
-    return answer if is_late else _with_estimate_corrected(task, answer, shrunk)
+    is_enough = task.effort.takes_first or not proves or task.left <= 0
+    return answer if is_enough else _with_estimate_corrected(task, answer, shrunk)
 
 
 def _with_estimate_corrected(task: SearchTask, answer: Answer | None, shrunk: Callable[..., Answer | None]) -> Answer | None:
