@@ -49,7 +49,7 @@ class Beside:
     candidates: tuple[Candidate, ...]
     least: float | None
     choice: Choice | None = None
-    is_solved: bool = True  # False: only recipes were tried
+    is_solved: bool = True  # False: only recipes were tried, or could win
 
     @property
     def bounds(self) -> tuple[float | None, ...]:
@@ -105,7 +105,7 @@ def search_beside(task: SearchTask, progress: Progress, *, solves: bool) -> Besi
     if standings.best is None:
         return Beside(_candidates(task, standings, solved, float("inf")), least, is_solved=solves)
     choice = _choice(task, standings, solved, _cut(task, standings))
-    return Beside(choice.search.candidates, least, choice, is_solved=solves)
+    return Beside(choice.search.candidates, least, choice, is_solved=solves and not solved.is_beaten)
 
 
 def _entered(task: SearchTask, standings: Standings, progress: Progress) -> Solved:

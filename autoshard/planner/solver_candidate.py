@@ -29,11 +29,12 @@ from passes.seed import Seed
 SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulating solutions and recipes
 PROVEN = 0.01  # of the step: no further solution is simulated where none can be shorter by more
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
-OFF = 0.1  # part of a step: a good plan is simulated at most this much slower than the proven bound or the objective
+OFF = 0.1  # part of a step: by how much the solver's seconds and the simulator's may differ for a good plan
 OVERESTIMATED = 0.1  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
 CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
 NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
 AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
+BEATEN = "proven to be slower by the solver's model: not simulated"
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 REPRICINGS = 3  # at most, as each is solved and simulated
 RUNNERS_UP = 4  # at most that are simulated each time
@@ -54,13 +55,15 @@ class Solved:
 
     `proven` is the proven lower bound of a step in seconds, by the solver's model (None: not all plans were covered);
     `prepared` is the last problem that was stated (None: there was no time for it). Every plan takes `again` seconds more, for
-    what is computed again whatever fits.
+    what is computed again whatever fits. With `is_beaten`, there is no answer, as all plans are proven to be slower than the best
+    elsewhere, by the solver's model.
     """
 
     answer: Answer | None = None
     proven: float | None = None
     prepared: Prepared | None = None
     again: float = 0.0
+    is_beaten: bool = False
 
     @property
     def objective(self) -> float | None:
@@ -98,9 +101,18 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
     found = _found(task, standings)
     if found.prepared is None:
         standings.decline_late(SOLVED)
-    if found.answer is not None:
+    elif found.answer is not None:
         standings.enter(SOLVED, found.answer.evaluation)
+    elif _is_beaten(task, found.prepared):
+        standings.decline(SOLVED, BEATEN)
+        found = replace(found, is_beaten=True)
     return found
+
+
+def _is_beaten(task: SearchTask, prepared: Prepared) -> bool:
+    """Return whether the last search proved that all plans that fit, with what may be computed again, are of no use."""
+    goal = _goal(task, memory_budget_of(task.problem, prepared).recomputation)
+    return _is_whole(prepared) and prepared.proven.get(goal, 0.0) >= goal.cutoff
 
 
 def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> Solved:
@@ -300,6 +312,7 @@ def _goal(task: SearchTask, curve: RecomputationCurve, limit: float | None = Non
         None if left == float("inf") else left,
         task.problem.options.keeps_gathered,
         curve,
+        task.best_elsewhere * (1 + OFF),
     )
 
 

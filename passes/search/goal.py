@@ -12,7 +12,8 @@ class Goal:
     """The goal of a search. Bytes per device; seconds. The first plan may take longer than the time limit.
 
     `keep_gathered` says whether gathered parameters stay for the backward; None: the search decides for each. Bytes
-    over the limit can be recomputed at the cost of `recomputation`.
+    over the limit can be recomputed at the cost of `recomputation`. Where all plans are proven to take `cutoff` seconds or more,
+    the search ends without one, or with what it found so far.
     """
 
     memory_limit: float | None = None
@@ -20,6 +21,7 @@ class Goal:
     time_limit: float | None = None
     keep_gathered: bool | None = None
     recomputation: RecomputationCurve = ()
+    cutoff: float = float("inf")
 
     @property
     def budget(self) -> MemoryBudget | None:

@@ -33,7 +33,7 @@ LARGEST = 250_000
 def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
     """Yield a good assignment; then, where it is not proven to be the best, the best found: each with the bound, in seconds.
 
-    Raises MemoryLimitError where no assignment was found that fits the limit.
+    Raises MemoryLimitError where no assignment was found that fits the limit, or none before the cutoff was proven.
     """
     bounds = state.bounds
     state.ascend()
@@ -83,9 +83,10 @@ def _fit(state: SearchState) -> bool:
 
 
 def _solve_below(state: SearchState, threshold: float) -> bool:
-    """Search all assignments shorter than `threshold` and than the incumbent; return False if they are too many, or if HiGHS
-    neither found one nor ruled them out."""
+    """Search all assignments shorter than `threshold`, the cutoff and the incumbent; return False if they are too many, or if
+    HiGHS neither found one nor ruled them out."""
     bounds = state.bounds
+    threshold = min(threshold, state.goal.cutoff)
     if bounds.incumbent is not None:
         threshold = min(threshold, bounds.incumbent.objective)
     restriction = remaining(state.pruned(threshold))

@@ -40,6 +40,7 @@ class Prepared:
     factor_graph: FactorGraph
     corrected: Transitions | None = None  # with the prices of some corrected
     searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, which goes on for an equal goal
+    proven: dict[Goal, float] = field(default_factory=dict, repr=False)  # seconds that no plan is better than, by the last bound
 
     @staticmethod
     def of(structure: StepStructure, skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Prepared:
@@ -59,7 +60,7 @@ class Prepared:
     def corrected_by(self, solution: Solution, seconds: float) -> Prepared:
         """Return the same with the transitions of `solution` dearer by `seconds` in all, as its step was simulated."""
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
-        return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={})
+        return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={}, proven={})
 
     def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
         """Return the same with other axis groups."""
@@ -85,11 +86,14 @@ class Prepared:
         """Yield good layouts that fit the memory, then the result of a longer search, unless they are proven to be the
         best.
 
-        Raises MemoryLimitError if no plan was found that fits.
+        Raises MemoryLimitError if no plan was found that fits, or none before all were proven to take the goal's cutoff.
         """
-        started = time.perf_counter()
-        for assignment, bound in self._search(goal).results():
-            yield self._solution(assignment, bound, started)
+        started, search = time.perf_counter(), self._search(goal)
+        try:
+            for assignment, bound in search.results():
+                yield self._solution(assignment, bound, started)
+        finally:
+            self.proven[goal] = search.state.bounds.lower
 
     def runners_up(self) -> Iterator[Solution]:
         """Yield the other layouts that the last search found to fit the memory, the fastest first."""

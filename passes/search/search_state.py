@@ -53,7 +53,11 @@ class SearchState:
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether none that fits was seen, and all that fit are proven to be far slower than the fastest one."""
+        """Return whether all that fit are proven to be slower than the goal's cutoff or, if none of them was seen, far slower than
+        the fastest seen.
+        """
+        if self.bounds.lower >= self.goal.cutoff:
+            return True
         return self.bounds.incumbent is None and self.bounds.lower > TOO_SLOW * self.fastest
 
     @property
