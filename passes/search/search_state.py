@@ -53,8 +53,8 @@ class SearchState:
 
     @property
     def is_hopeless(self) -> bool:
-        """Return whether all that fit are proven to be slower than the goal's cutoff or, if none of them was seen, far slower than
-        the fastest seen.
+        """Return whether all that fit are proven to take the cutoff or, if none of them was seen, to be far slower than the
+        fastest seen.
         """
         if self.bounds.lower >= self.goal.cutoff:
             return True
