@@ -179,7 +179,8 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
     """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
     does, until the solver finds none that may be faster than the best as simulated. Return the best.
 
-    Every step takes `again` seconds more than the solver says.
+    Every step takes `again` seconds more than the solver says. Where values are computed again, it is not known that messages are
+    what takes longer: then only what the search found besides is simulated.
     """
     if answer is None or not task.fits(answer.evaluation) or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
         return answer
@@ -189,10 +190,10 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
         if overrun <= 0.0 or task.left <= 0:
             break
         best = min([best, *_runners_up(task, standings, last.source, best, again)], key=lambda one: task.rank(one.evaluation))
+        if best.evaluation.recomputation is not None:
+            break
         prepared = last.source.corrected_by(last.solution, overrun)
-        counts_on_recomputation = best.evaluation.recomputation is not None
-        curve = memory_budget_of(task.problem, prepared).recomputation if counts_on_recomputation else ()
-        found = ask(task, standings, prepared, curve, proves=False)
+        found = ask(task, standings, prepared, (), proves=False)
         if found is None:
             break
         last = found
