@@ -75,6 +75,27 @@ def test_widths_that_axes_do_not_divide_are_planned_alike_whatever_axes_are_name
     assert one == pytest.approx(other, rel=TIE)
 
 
+@pytest.mark.parametrize(
+    ("widths", "batch", "names"),
+    [
+        ((1000, 7777, 333, 4096, 10), 50, ("dp=6", "a=6")),
+        ((64, 64, 64, 64, 64, 64), 50000, ("dp=6", "a=6")),
+        ((1000, 7777, 333, 4096, 10), 50, ("dp=2,fsdp=3", "a=2,tp=3")),
+    ],
+    ids=str,
+)
+def test_batch_and_widths_are_padded_each_alone_and_together_whatever_axes_are_named(
+    widths: tuple[int, ...], batch: int, names: tuple[str, str]
+) -> None:
+    """An axis that is named for data has the batch padded by default, another one the widths: neither is best everywhere."""
+    found = [planned((widths, batch, mesh, "h100")) for mesh in names]
+    assert step_time(found[0]) == pytest.approx(step_time(found[1]), rel=TIE)
+    for one in found:
+        assert one.search is not None
+        solved = [other.cost.step_time for other in one.search.candidates if other.name.startswith("solved") and other.cost]
+        assert min(solved) <= step_time(one) * (1 + TIE)
+
+
 def test_a_plan_says_for_which_axes_dims_are_padded_and_is_followed_from_its_file(tmp_path: Path) -> None:
     """By the names of the axes, nothing is padded: the layouts of this plan would not be valid."""
     model, args = Mlp((1000, 3001, 1500, 777)).double(), (torch.randn(1000, 1000, dtype=torch.float64),)
@@ -84,6 +105,18 @@ def test_a_plan_says_for_which_axes_dims_are_padded_and_is_followed_from_its_fil
     loaded = ShardingPlan.load(tmp_path / "plan.json")
     assert loaded == found
     assert autoshard.check(model, "dp=4", args, plan=loaded)
+
+
+@pytest.mark.parametrize(("mesh", "batch", "dims"), [("dp=3", (), ("dp",)), ("a=3", ("a",), ())], ids=str)
+def test_a_plan_with_the_batch_or_dims_padded_against_the_names_of_its_axes_computes_what_one_device_does(
+    mesh: str, batch: tuple[str, ...], dims: tuple[str, ...], tmp_path: Path
+) -> None:
+    widths, samples = ((300, 2222, 100, 1100, 10), 50) if dims else ((16, 50, 5), 5000)
+    model, args = Mlp(widths).double(), (torch.randn(samples, widths[0], dtype=torch.float64),)
+    found = plan(model, Mesh(mesh, hardware="h100"), args)
+    assert (found.padded_axes, found.compute_axes) == (batch, dims)
+    found.save(tmp_path / "plan.json")
+    assert autoshard.check(model, mesh, args, plan=ShardingPlan.load(tmp_path / "plan.json"))
 
 
 def test_a_recipe_that_was_chosen_is_the_plan_of_that_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def padded_for_fewer_samples(problem: Problem) -> Iterator[Problem]:
 
     There are none where the caller or a constraint says how inputs are split.
     """
-    if problem.batch_axes is not None or problem.options.inputs:
+    if not may_pad_otherwise(problem):
         return
     held = problem.padded_axes
     least = [(1, _samples(problem, ())), (_ranks(problem, held), _samples(problem, held))]
@@ -32,6 +32,11 @@ def padded_for_fewer_samples(problem: Problem) -> Iterator[Problem]:
         if padded or set(axes) & set(held):  # a batch that is padded for no axes, or for others, is not cut on these
             found[padded] = None
     yield from (replace(problem, padded_axes=axes) for axes in reversed(found) if axes != held)
+
+
+def may_pad_otherwise(problem: Problem) -> bool:
+    """Return whether neither the caller nor a constraint says how inputs are split."""
+    return problem.batch_axes is None and not problem.options.inputs
 
 
 def gaining_axes(problem: Problem) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -11,11 +11,12 @@ from autoshard.config.progress import Progress
 from autoshard.planner.candidates import Beside, Choice, compared, search, search_beside
 from autoshard.planner.effort import Effort
 from autoshard.planner.evaluation import Folded, folded_as
-from autoshard.planner.paddings.batch_padding import gaining_axes, padded_for_fewer_samples
+from autoshard.planner.paddings.batch_padding import gaining_axes, may_pad_otherwise, padded_for_fewer_samples
 from autoshard.planner.problem import Problem, dims_padded_as, padded_for
 from autoshard.planner.recipe_candidates import Experts, is_padded_alike
 from autoshard.planner.standings import SearchTask
 from passes.errors import MemoryLimitError
+from passes.ir.mesh import Mesh
 
 MOST_AXES = 2  # of a mesh, for which dims are padded for any of them
 
@@ -73,9 +74,9 @@ def _step_time(found: Beside) -> float:
 
 
 def _variants(problem: Problem, folded: Folded, found: Sequence[tuple[Variant, Beside]]) -> Iterator[Variant]:
-    """Yield the problem with padding and split products; if they change the graph, without them; with dims padded for other axes;
-    as the best of these with its batch padded for other axes, if each rank has fewer samples by that; and as it is padded for
-    each recipe where none of these are. `found` grows by what is found of each.
+    """Yield the problem with padding and split products; if they change the graph, without them; with dims padded for other axes,
+    its batch padded and not; with its batch padded for other axes, dims padded as in the best of these and not; and as it is
+    padded for each recipe where none of these are. `found` grows by what is found of each.
     """
     what = "padded" if folded.is_padded else "split"
     is_plain = not (folded.is_padded or folded.is_split)
@@ -87,8 +88,7 @@ def _variants(problem: Problem, folded: Folded, found: Sequence[tuple[Variant, B
     searched += _with_dims_padded_for_other_axes(searched)
     yield from searched
     best = min(found, key=lambda pair: _step_time(pair[1]))[0].problem if found else problem
-    best = best if best.pads else replace(best, pads=True, compute_axes=())
-    others = [Variant(_name(other), other, folded_as(other, folded)) for other in padded_for_fewer_samples(best)]
+    others = list(_with_batch_padded_for_other_axes(best, searched))
     searched += others
     yield from others
     for name, recipes in Experts(problem, folded):
@@ -99,24 +99,52 @@ def _variants(problem: Problem, folded: Folded, found: Sequence[tuple[Variant, B
 
 
 def _with_dims_padded_for_other_axes(searched: Sequence[Variant]) -> Iterator[Variant]:
-    """Yield the first of the variants with dims padded for each axis alone, and for both together, where that gives another graph
-    than all of these.
+    """Yield the first of the variants with dims padded for each axis alone, and for both together: with its batch as it is there,
+    and not padded.
 
     A dim that is padded for several axes together can be sharded on all of them or on none. On three axes and more, where a
     search takes long, there are none.
     """
-    first, graphs = searched[0], {variant.folded.text for variant in searched}
-    mesh = first.problem.mesh
-    axes = [axis for axis in range(mesh.ndim) if mesh.sizes[axis] > 1]
-    choices = [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]
-    for chosen in choices if len(axes) <= MOST_AXES else ():
-        problem = replace(first.problem, pads=True, compute_axes=chosen)
-        folded = folded_as(problem, first.folded)
+    problem = replace(searched[0].problem, pads=True)
+    mesh, own = problem.mesh, problem.padded_axes
+    shared = [axis for axis in range(mesh.ndim) if mesh.sizes[axis] > 1]
+    choices = [some for count in range(1, len(shared) + 1) for some in combinations(shared, count)]
+    batches = {(): ", batch not padded", own: ""} if may_pad_otherwise(problem) else {own: ""}
+    others = [
+        (f"padded for {_named(mesh, dims)}{said}", replace(problem, compute_axes=dims, padded_axes=batch))
+        for batch, said in batches.items()
+        for dims in choices
+    ]
+    yield from _unlike(searched, others if len(shared) <= MOST_AXES else ())
+
+
+def _with_batch_padded_for_other_axes(best: Problem, searched: Sequence[Variant]) -> Iterator[Variant]:
+    """Yield the best problem with its batch padded for other axes, if each rank has fewer samples by that: with dims as they are
+    there, and not padded.
+    """
+    best = best if best.pads else replace(best, pads=True, compute_axes=())
+    others = [
+        (f"{_name(other)}{said}", replace(other, compute_axes=dims))
+        for dims, said in {best.compute_axes: "", (): ", dims not padded"}.items()
+        for other in padded_for_fewer_samples(best)
+    ]
+    yield from _unlike(searched, others)
+
+
+def _unlike(searched: Sequence[Variant], others: Iterable[tuple[str, Problem]]) -> Iterator[Variant]:
+    """Yield named problems as variants where padding gives another graph than all variants have."""
+    graphs = {variant.folded.text for variant in searched}
+    for name, problem in others:
+        folded = folded_as(problem, searched[0].folded)
         if folded.text not in graphs:
             graphs.add(folded.text)
-            yield Variant(f"padded for {' x '.join(mesh.names[axis] for axis in chosen)}", problem, folded)
+            yield Variant(name, problem, folded)
 
 
 def _name(problem: Problem) -> str:
-    names = " x ".join(problem.mesh.names[axis] for axis in gaining_axes(problem))
+    names = _named(problem.mesh, gaining_axes(problem))
     return f"batch padded for {names}" if names else "batch not padded"
+
+
+def _named(mesh: Mesh, axes: Sequence[int]) -> str:
+    return " x ".join(mesh.names[axis] for axis in axes)
