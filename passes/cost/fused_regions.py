@@ -285,13 +285,18 @@ class _Fusion:
 def _is_shared_place(node: Node) -> bool:
     """Return whether a node computes indices, or what follows from them alone, for several generated kernels.
 
-    Each of them computes these again. In a kernel with one of them they would make kernels of the others, which may belong to
-    distant layers.
+    In a kernel with one of them they would make kernels of the others, which may belong to distant layers.
     """
-    if not _is_place(node) or is_reduction(node.target) or is_random(node):
+    return is_inlined_place(node) and len(list(_readers(node))) > 1
+
+
+def is_inlined_place(node: Node) -> bool:
+    """Return whether a node computes indices, or what follows from them, that all kernels which read them compute again: they
+    are never in memory.
+    """
+    if not is_generated(node) or not _is_place(node) or is_reduction(node.target) or is_random(node):
         return False
-    readers = list(_readers(node))
-    return len(readers) > 1 and all(reader.op != "output" and is_generated(reader) for reader in readers)
+    return all(reader.op != "output" and is_generated(reader) for reader in _readers(node))
 
 
 def _is_place(node: Node) -> bool:

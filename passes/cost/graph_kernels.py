@@ -19,6 +19,7 @@ from passes.cost.fused_regions import (
     is_reduction,
     is_written_by_products,
     joins_products,
+    node_nbytes,
     regions,
 )
 from passes.cost.graph_buffers import Values, viewed_by
@@ -118,12 +119,14 @@ def _reads(nodes: tuple[Node, ...], values: Values, inlined: _Inlined) -> dict[s
     parts: dict[str, dict[object, int]] = {}  # by buffer, by what it is read through
     for node in nodes:
         for operand in operands(node):
+            part = bytes_read(node, operand) / max(1, node_nbytes(operand))  # a look-up reads few elements
             for name in values.names[operand]:
                 if name in made:
                     continue
                 if name in inlined:
                     for source, nbytes in inlined[name].items():
-                        parts.setdefault(source, {})[name] = nbytes
+                        read = parts.setdefault(source, {})
+                        read[name] = max(read.get(name, 0), math.ceil(part * nbytes))
                 else:
                     parts.setdefault(name, {})[operand] = bytes_read(node, operand)
     return {name: min(values.sizes[name], sum(read.values())) for name, read in parts.items()}

@@ -100,9 +100,14 @@ def _is_filled(node: Node) -> bool:
 
 
 def _shares(region: tuple[Node, ...], structure: StepStructure) -> dict[Node, Share]:
-    """Return the shares of a region's calls: the backward reads what is saved, not what it makes again from that."""
-    inside, seen = set(region), set[Node]()
+    """Return the shares of a region's calls.
+
+    The backward reads what is saved, not what it makes again from that. What each reader computes again is neither read nor
+    written.
+    """
+    inside, seen = set(region), set(structure.inlined)
     is_backward = _is_backward(region[0], structure)
+    is_kernel = not all(node in structure.inlined for node in region)
     found = {}
     for number, node in enumerate(region):
         reads = []
@@ -115,9 +120,9 @@ def _shares(region: tuple[Node, ...], structure: StepStructure) -> dict[Node, Sh
                 nbytes = bytes_read(node, operand)
             reads.append(nbytes)
             seen.add(source)
-        is_written = _is_written(node, inside, structure)
+        is_written = node not in structure.inlined and _is_written(node, inside, structure)
         writes = tuple(tensor_nbytes(t) if is_written else 0 for t in results_of(node))
-        found[node] = Share(tuple(reads), writes, number == 0)
+        found[node] = Share(tuple(reads), writes, is_kernel and number == 0)
     return found
 
 

@@ -55,7 +55,7 @@ def transition_terms(
     segment = graph.segments[value.segment]
     links, nothing = costs.on_links.sum(0), _nothing(*same.shape)
     copied = _copied(value, sources, targets, unit_costs)
-    local = costs.local + copied + _read_again(value, sources, same, unit_costs) + _cast_again(value, sources, same, unit_costs)
+    local = costs.local + copied + _read_again(value, sources, links, unit_costs) + _cast_again(value, sources, same, unit_costs)
     if value.hides:
         beside, awaited = unit_costs.beside(costs.exposed, costs.slowed), nothing
     else:
@@ -122,12 +122,12 @@ def _copied(value: Value, sources: Sequence[Layout], targets: Sequence[Layout], 
     return out + unit_costs.copied(value.is_for_kernels * receives * received)
 
 
-def _read_again(value: Value, sources: Sequence[Layout], same: Bools, unit_costs: UnitCosts) -> Floats:
+def _read_again(value: Value, sources: Sequence[Layout], links: Floats, unit_costs: UnitCosts) -> Floats:
     """Return the seconds in which the rest of a kernel that a message splits reads its rows again, each rank its part of them."""
     sizes = unit_costs.mesh.sizes
     parts = [math.prod(size for one, size in zip(layout.placements, sizes, strict=True) if one != R) for layout in sources]
     seconds = value.read_again / np.array(parts) / unit_costs.hardware.memory_bandwidth
-    return np.where(same, 0.0, seconds[:, None])
+    return np.where(links > 0.0, seconds[:, None], 0.0)
 
 
 def _cast_again(value: Value, sources: Sequence[Layout], same: Bools, unit_costs: UnitCosts) -> Floats:

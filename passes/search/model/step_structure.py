@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch.fx import GraphModule, Node
 
-from passes.cost.fused_regions import is_alias, is_fusible, is_generated, regions, source_of
+from passes.cost.fused_regions import is_alias, is_fusible, is_generated, is_inlined_place, regions, source_of
 from passes.ir.graph import OutputRole, is_reshard, operands, outputs_of, results_of, returned
 from passes.recipes.weights import weights_of
 from passes.search.model.grouping import SMALL
@@ -32,6 +32,7 @@ class StepStructure:
         self.forward = _forward(gm)
         self.gradients = _to_gradients(gm)
         saved, self.read, self.remade = _saved(self.nodes, self.forward)
+        self.inlined = {node for node in self.nodes if node.op == "call_function" and is_inlined_place(node)}
         self.fused = [region for region in regions(gm.graph, self.forward) if is_generated(region[0])]
         self.saved = {self.ties.leader[node] for node in saved}
         self.names: list[tuple[str, bool]] = []  # of segments; whether of the forward

@@ -54,7 +54,7 @@ def values_of(
             maker = Port(owner.variable, owner.results + position)
             grouped.setdefault((maker, users, is_forward), []).append(node)
     gathered: dict[object, int] = {}
-    read_again = {node: nbytes for region in structure.fused for node, nbytes in _read_again(region)}
+    read_again = {node: nbytes for region in structure.fused for node, nbytes in _read_again(region, structure)}
     for number, ((maker, users, is_forward), members) in enumerate(grouped.items()):
         node = members[0]
         hides = node in structure.weights or node in structure.gradients
@@ -172,10 +172,10 @@ def _products_of(value: Node) -> Iterator[Node]:
             yield user
 
 
-def _read_again(region: Sequence[Node]) -> Iterator[tuple[Node, int]]:
+def _read_again(region: Sequence[Node], structure: StepStructure) -> Iterator[tuple[Node, int]]:
     """Yield the reductions that a fused kernel uses itself, as a loss does its sums of exponentials, each with the bytes of what
     the kernel reads before it."""
-    inside, read = set(region), dict[Node, int]()
+    inside, read = {*region, *structure.inlined}, dict[Node, int]()
     for node in region:
         outside = (operand for operand in operands(node) if source_of(operand) not in inside)
         read |= {source_of(operand): bytes_read(node, operand) for operand in outside}
