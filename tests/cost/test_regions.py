@@ -213,6 +213,27 @@ def test_each_value_crosses_the_border_once_and_no_further_than_it_is_read() -> 
     assert [region_bytes(region) for region in regions(graph)] == [4 * (16 + 16), 4 * (8 + 32)]
 
 
+def test_a_look_up_reads_few_elements_of_what_it_computes_again() -> None:
+    """Labels come from a product of the other kernel's result, so that the look-up is a kernel by itself."""
+    text = """\
+        mesh tp=1
+        stage LOCAL
+        %x: f32[64, 1000] = input("x")
+        %w: f32[1000, 64] = input("w")
+        %neg: f32[64, 1000] = neg(%x)
+        %sum_1: f32[1, 1000] = sum.dim_IntList(%neg, [0], True)
+        %mm: f32[1, 64] = mm(%sum_1, %w)
+        %permute: f32[64, 1] = permute(%mm, [1, 0])
+        %label: i64[64, 1] = _to_copy(%permute, dtype=i64)
+        %gather: f32[64, 1] = gather(%neg, 1, %label)
+        return output("y") %gather
+    """
+    gm, mesh = parse_graph(dedent(text))
+    summed, _, looked_up = program_of_graph(gm, replace(mesh, hardware=hardware_named("h100"))).tasks
+    assert summed.nbytes == 4 * (64 * 1000 + 1000)
+    assert looked_up.nbytes == 4 * (64 + 64 + 64), "labels, as many elements of x, results"
+
+
 def test_forward_and_backward_share_no_kernel_even_through_a_node_that_does_not_say() -> None:
     graph = read("""\
         %x: f32[4, 8] = input("x")
