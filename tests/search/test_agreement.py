@@ -106,7 +106,7 @@ def test_the_model_prices_the_step_that_is_simulated(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "off"), [("fsdp", 0.04), ("ddp", 0.04), ("megatron", 0.04), ("fsdp+megatron", 0.1), ("zero2+megatron", 0.05)]
+    ("name", "off"), [("fsdp", 0.04), ("ddp", 0.05), ("megatron", 0.04), ("fsdp+megatron", 0.1), ("zero2+megatron", 0.05)]
 )
 def test_the_model_prices_the_step_where_a_slow_network_takes_most_of_it(name: str, off: float) -> None:
     """Links wait for the first gradient, padded weights are gathered again in the backward, and what kernels wait for in the
@@ -229,7 +229,7 @@ def test_the_model_prices_what_a_link_waits_for_where_layers_are_few(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "off"), [("fsdp", 0.07), ("zero2", 0.05), ("ddp", 0.05)])
+@pytest.mark.parametrize(("name", "off"), [("fsdp", 0.07), ("zero2", 0.06), ("ddp", 0.05)])
 def test_the_last_message_has_what_is_left(name: str, off: float) -> None:
     """Four messages of gradients on 256 ranks, the last of which is as short as one layer's: as long as the others, 1.05 to
     1.10 of the step. Parameters that the backward casts again make `fsdp` 1.06."""

@@ -7,7 +7,17 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch.fx import GraphModule, Node
 
-from passes.cost.fused_regions import is_alias, is_fusible, is_generated, is_inlined_place, regions, source_of
+from passes.cost.fused_regions import (
+    is_alias,
+    is_fusible,
+    is_generated,
+    is_inlined_place,
+    is_reduction,
+    joins_products,
+    node_nbytes,
+    regions,
+    source_of,
+)
 from passes.ir.graph import OutputRole, is_reshard, operands, outputs_of, results_of, returned
 from passes.recipes.weights import weights_of
 from passes.search.model.grouping import SMALL
@@ -33,7 +43,7 @@ class StepStructure:
         self.gradients = _to_gradients(gm)
         saved, self.read, self.remade = _saved(self.nodes, self.forward)
         self.inlined = {node for node in self.nodes if node.op == "call_function" and is_inlined_place(node)}
-        self.fused = [region for region in regions(gm.graph, self.forward) if is_generated(region[0])]
+        self.fused = _beside_each_other([one for one in regions(gm.graph, self.forward) if is_generated(one[0])], self.forward)
         self.saved = {self.ties.leader[node] for node in saved}
         self.names: list[tuple[str, bool]] = []  # of segments; whether of the forward
         self.segment = self._segments()
@@ -68,6 +78,27 @@ class StepStructure:
         if not self.names:
             self.names.append(("start", True))
         return found
+
+
+def _beside_each_other(fused: Sequence[tuple[Node, ...]], forward: Collection[Node]) -> list[tuple[Node, ...]]:
+    """Join neighbours that loop over the same elements and share their largest operand, as `graph_kernels` does."""
+    found: list[tuple[Node, ...]] = []
+    for region in fused:
+        if found and (found[-1][0] in forward) == (region[0] in forward) and _is_one_loop(found[-1], region):
+            found[-1] = (*found[-1], *region)
+        else:
+            found.append(region)
+    return found
+
+
+def _is_one_loop(one: Sequence[Node], other: Sequence[Node]) -> bool:
+    if any(is_reduction(node.target) or joins_products(node) for node in (*one, *other)):
+        return False
+    read = [{source_of(operand) for node in region for operand in operands(node)} for region in (one, other)]
+    shared = [node_nbytes(source) for source in read[0] & read[1]]
+    if read[1] & set(one) or one[-1].meta["val"].numel() != other[-1].meta["val"].numel():
+        return False
+    return max(shared, default=0) >= min(map(node_nbytes, one))
 
 
 def _forward(gm: GraphModule) -> set[Node]:
