@@ -1,7 +1,7 @@
-"""Find outputs that a model makes for each batch without reading it, such as noise: their dim 0 is as long as the batch.
+"""Tell outputs with a row for each sample from those that have as many rows as the batch by chance.
 
-Nothing in a graph of fixed shapes ties them to the batch, so the model's code is run once more, on tensors without data, with a
-batch of twice the size.
+Nothing in a graph of fixed shapes ties noise to the batch that it is drawn for, or says that a matrix of width x width has no row
+for each of as many samples. So the model's code is run once more, on tensors without data, with a batch of twice the size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _log = logging.getLogger("autoshard.capture")
 
 
 def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> dict[str, bool | None]:
-    """Return, of each output that no input is read for and that has as many rows as the first input, whether dim 0 grows with it.
+    """Return, of each output that no input is read for and that has as many rows as the first input, whether dim 0 grows with it;
+    and False of each other output with as many rows whose dim 0 does not.
 
     None: the model takes no batch of twice the size. The run may change `fake`.
     """
@@ -37,14 +38,14 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
             args, kwargs = call.with_leaves(larger)
             output = describe_output(fake.module(*args, **kwargs))
     except Exception as error:  # of the user's code, which may not take such a batch
-        _log.debug("outputs %s are taken to be no batch: %s", sorted(possible), error)
-        return dict.fromkeys(possible)
+        _log.debug("outputs are not known to grow with the batch: %s: %s", sorted(possible), error)
+        return {path: None for path, reads in possible.items() if not reads}
     grown = {path for path, tensor in output.tensors if tensor.shape[:1] == (2 * batch,)}
-    return {path: path in grown for path in possible}
+    return {path: path in grown for path, reads in possible.items() if not (reads and path in grown)}
 
 
-def _possible(flat: FlatCall, batch: int) -> list[str]:
-    """Return the outputs that have as many rows as the batch, and that the values of no input lead to."""
+def _possible(flat: FlatCall, batch: int) -> dict[str, bool]:
+    """Return the outputs that have as many rows as the batch, and whether the values of an input lead to them."""
     graph = flat.graph_module.graph
     read: dict[Node, bool] = {}
     keys = iter(flat.tensors)
@@ -52,8 +53,7 @@ def _possible(flat: FlatCall, batch: int) -> list[str]:
         is_input = node.op == "placeholder" and next(keys).role is InputRole.INPUT
         read[node] = is_input or (not _takes_shapes(node) and any(read[one] for one in node.all_input_nodes))
     ends = zip(flat.signature.outputs, returned(graph), strict=False)  # further results are stored in the model's objects
-    found = {path: node for path, node in ends if isinstance(node, Node) and not read[node]}
-    return [path for path, node in found.items() if _rows(node) == batch]
+    return {path: read[node] for path, node in ends if isinstance(node, Node) and _rows(node) == batch}
 
 
 def _takes_shapes(node: Node) -> bool:
