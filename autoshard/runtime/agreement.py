@@ -30,6 +30,8 @@ T = TypeVar("T")
 # a block of the sum, in 8-byte words.
 HASHED_BYTES_MAX = 1 << 20
 
+FEW = 16  # integers that ranks may give alike by chance, as labels of a few samples
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -184,12 +186,34 @@ class Compared:
         """
         return tuple(name for axis, name in enumerate(self.mesh.names) if self.mesh.sizes[axis] > 1 and self._repeats(axis))
 
+    def shared(self) -> tuple[tuple[str, Given], ...]:
+        """Return tensors that are split along an axis, but equal on all of its ranks while others are not, each with the axis.
+
+        Rows that are all alike, such as positions, or that are few numbers, such as labels, tell nothing.
+        """
+        found = list[tuple[str, Given]]()
+        for axis, name in enumerate(self.mesh.names):
+            split = self._split(axis)
+            equal = [number for number in split if self._is_equal(number, axis)]
+            for item in (self.given[number] for number in equal if len(equal) < len(split)):
+                placement = item.layout.on(axis)
+                assert isinstance(placement, Shard)
+                if _has_unlike_rows(item.value, placement.dim):
+                    found.append((name, item))
+        return tuple(found)
+
     def _repeats(self, axis: int) -> bool:
-        split = [number for number, item in enumerate(self.given) if isinstance(item.layout.on(axis), Shard)]
-        groups = self.mesh.groups((self.mesh.names[axis],))
-        return all(len({self.digests[number][place] for place in group}) == 1 for number in split for group in groups) and any(
+        split = self._split(axis)
+        return all(self._is_equal(number, axis) for number in split) and any(
             _is_varied(self.given[number].value) for number in split
         )
+
+    def _split(self, axis: int) -> list[int]:
+        return [number for number, item in enumerate(self.given) if isinstance(item.layout.on(axis), Shard)]
+
+    def _is_equal(self, number: int, axis: int) -> bool:
+        groups = self.mesh.groups((self.mesh.names[axis],))
+        return all(len({self.digests[number][place] for place in group}) == 1 for group in groups)
 
 
 def compare(groups: MeshGroups, given: Sequence[Given]) -> Compared:
@@ -221,6 +245,13 @@ def _difference(mesh: Mesh, axis: str, item: Given, digests: Sequence[str]) -> s
 
 def _is_varied(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not bool((tensor == tensor.reshape(-1)[0]).all())
+
+
+def _has_unlike_rows(tensor: torch.Tensor, dim: int) -> bool:
+    """Return whether indices of a dim have unlike values, of which enough that ranks do not have the same by chance."""
+    if tensor.shape[dim] < 2 or (not tensor.is_floating_point() and tensor.numel() < FEW):
+        return False
+    return not bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -59,7 +59,7 @@ def with_joined(
     text, place = _parted(error)
     return CaptureError(
         f"{text}. Dim 0 of {', '.join(map(repr, joined))} was taken for the batch, and the ranks' parts were joined "
-        f"there; where the batch is another dim, give Options(inputs={given}){place}",
+        f"there; where the batch is another dim, give Options(inputs={given}), or 'R' for one that has no batch{place}",
         for_arguments=True,
     )
 

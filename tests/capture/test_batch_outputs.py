@@ -82,6 +82,27 @@ def test_they_are_whole_beside_a_batch_that_the_axes_do_not_divide() -> None:
     assert not any(value.layout.axes_on(0) for value in found.values())
 
 
+class Correlation(nn.Module):
+    """Returns statistics of a batch, which have as many rows as it by chance, and rows of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, BATCH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.lin(x)
+        return {"rows": y, "mean": y.mean(0), "products": y.T @ y, "first": y.argmax(0)}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "fsdp", "megatron"])
+def test_statistics_of_a_batch_are_whole_also_if_they_have_as_many_rows(recipe: Any) -> None:
+    args = (torch.ones(BATCH, 6),)
+    assert capture(Correlation(), args, training=True).batch_outputs == {"mean": False, "products": False, "first": False}
+    options = Options(recipe=recipe, inputs=None if recipe == "auto" else {"x": {"dp": "S(0)"}})
+    made = planned_for_ranks(Correlation(), options)
+    assert {name for name, value in made.outputs.items() if not value.layout.is_replicated} == {"rows"}
+
+
 class Large(nn.Module):
     """A product that is faster on parts of the batch, and noise."""
 

@@ -100,6 +100,41 @@ def test_a_whole_batch_that_every_rank_gives_as_its_part_is_told_once() -> None:
     assert not any(second.values())
 
 
+class ReadsTable(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((self.layer(x) @ table.T).logsumexp(-1) + positions.sum(-1) + label).mean()
+
+
+def _give_a_table(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autoshard.programs").addHandler(handler)
+    x, table = torch.randn(4, 6) + rank, torch.arange(24.0).reshape(4, 6)
+    positions, label = torch.arange(6).expand(4, 6), torch.tensor([0, 1, 1, 0])  # equal by design, and by chance
+    for inputs in (None, {"table": {"dp": "R"}}):
+        options = Options(recipe="ddp", compile="eager", inputs=inputs)
+        model: Any = autoshard(ReadsTable(), mesh, options=options)
+        model(x, table, positions, label)
+        model(x[:2], table[:2], positions[:2], label[:2])  # another program, of which the same would be said
+    return told
+
+
+def test_a_table_that_is_taken_for_a_part_of_the_batch_is_told_once() -> None:
+    first, second = run_on_ranks(_give_a_table, 2)
+    assert first == [
+        "the ranks of axis 'dp' gave equal values of input 'table', but other inputs differ: it has as many rows as a rank's "
+        "part of the batch, so it is taken for a part, and all parts are joined. If each rank is to read all of it, say so with "
+        "Options(inputs={'table': {'dp': 'R'}})"
+    ]
+    assert second == []
+
+
 class Generator(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +407,8 @@ def test_a_batch_that_is_not_dim_0_is_explained() -> None:
         assert "Expected hidden[0] size (2, 4, 10), got [4, 2, 10]" in unnamed
         assert (
             "call it with arguments that it accepts. Dim 0 of 'x', 'hidden', 'cell' was taken for the batch, and the ranks' "
-            "parts were joined there; where the batch is another dim, give Options(inputs={'cell': {'dp': 'S(1)'}})\n  "
+            "parts were joined there; where the batch is another dim, give Options(inputs={'cell': {'dp': 'S(1)'}}), or 'R' for "
+            "one that has no batch\n  "
         ) in unnamed
         assert named == ""
         assert refused.endswith(
@@ -418,7 +454,7 @@ class Stateful(torch.nn.Module):
 def test_a_constraint_may_name_an_input_that_the_first_call_lacks() -> None:
     for worst, said in run_on_ranks(_stateful, 2):
         assert worst < 1e-12
-        assert said.endswith("give Options(inputs={'state.0': {'dp': 'S(1)'}, 'state.1': {'dp': 'S(1)'}})"), said
+        assert said.endswith("give Options(inputs={'state.0': {'dp': 'S(1)'}, 'state.1': {'dp': 'S(1)'}}), or 'R' for one that has no batch"), said
 
 
 def _stateful(rank: int) -> tuple[float, str]:

@@ -80,7 +80,7 @@ def test_joined_inputs_are_no_reason_where_a_model_fails_for_the_parts_too() -> 
     )
     assert failure(planner, Attends(), torch.zeros(5, 3, 4), torch.zeros(5, 5)).endswith(
         "Dim 0 of 'x', 'mask' was taken for the batch, and the ranks' parts were joined there; where the batch is another dim, "
-        "give Options(inputs={'mask': {'dp': 'S(1)'}})"
+        "give Options(inputs={'mask': {'dp': 'S(1)'}}), or 'R' for one that has no batch"
     )
 
 
@@ -102,7 +102,7 @@ def test_joined_inputs_are_named_where_a_model_fails_for_them() -> None:
     error = CaptureError("the model fails.\n  model.py:3: a @ b", for_arguments=True)
     assert str(with_joined(error, model, args, {}, splits)) == (
         "the model fails. Dim 0 of 'input' was taken for the batch, and the ranks' parts were joined there; where the batch is "
-        "another dim, give Options(inputs={'input': {'dp': 'S(1)'}})\n  model.py:3: a @ b"
+        "another dim, give Options(inputs={'input': {'dp': 'S(1)'}}), or 'R' for one that has no batch\n  model.py:3: a @ b"
     )
     assert with_joined(CaptureError("it branches"), model, args, {}, splits) is None
     assert with_joined(error, model, args, {}, Splits(Mesh("dp=2"), (), None)) is None  # no axis splits the batch

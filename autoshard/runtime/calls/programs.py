@@ -133,7 +133,7 @@ class RuntimeState:
     by_key: dict[tuple[Mode, Key], Program] = field(default_factory=dict)
     suspects: tuple[Suspect, ...] = ()
     unseen: set[str] = field(default_factory=set)  # attributes that hold too many objects, as was said once
-    repeated: set[str] = field(default_factory=set)  # axes whose ranks gave equal batches, as was said once
+    repeated: set[str] = field(default_factory=set)  # axes whose ranks gave equal batches, and such inputs, as was said once
 
     def mode(self, model: nn.Module, *, gradients: bool) -> Mode:
         """Return what a program depends on besides its arguments; parameters that are new are taken over."""
@@ -482,3 +482,15 @@ def _agree_on_inputs(state: RuntimeState, execution: Execution, call: Call) -> N
             "model.sampler(...)",
             ", ".join(map(repr, axes)),
         )
+    for axis, item in compared.shared() if is_plain else ():
+        if item.what not in state.repeated and state.groups.rank == state.groups.mesh.ranks[0]:
+            _log.warning(
+                "the ranks of axis %r gave equal values of %s, but other inputs differ: it has as many rows as a rank's part of "
+                "the batch, so it is taken for a part, and all parts are joined. If each rank is to read all of it, say so with "
+                "Options(inputs={%s: {%r: 'R'}})",
+                axis,
+                item.what,
+                item.what.removeprefix("input "),
+                axis,
+            )
+        state.repeated.add(item.what)
