@@ -454,7 +454,8 @@ class Stateful(torch.nn.Module):
 def test_a_constraint_may_name_an_input_that_the_first_call_lacks() -> None:
     for worst, said in run_on_ranks(_stateful, 2):
         assert worst < 1e-12
-        assert said.endswith("give Options(inputs={'state.0': {'dp': 'S(1)'}, 'state.1': {'dp': 'S(1)'}}), or 'R' for one that has no batch"), said
+        given = "Options(inputs={'state.0': {'dp': 'S(1)'}, 'state.1': {'dp': 'S(1)'}}), or 'R' for one that has no batch"
+        assert said.endswith(f"give {given}"), said
 
 
 def _stateful(rank: int) -> tuple[float, str]:
