@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,25 +74,29 @@ class Pad(Pass):
     sequence_parts: int = 1
 
     def run(self, gm: GraphModule, ctx: PassContext) -> bool:
+        positions = padded_positions(gm, self.sequence_parts) if self.sequence_parts > 1 else ()
+        if positions:
+            ctx.remark(self, positions[0].value, _inputs_text("a sequence of", positions[0], self._multiple(positions[0])))
+            self._extend(gm, ctx, positions)
         found = padded_parameters(gm, self.parts) if self.parts > 1 else ()
         batch = padded_inputs(gm, self.batch_parts)
-        positions = padded_positions(gm, self.sequence_parts) if self.sequence_parts > 1 else ()
-        if not found and not batch and not positions:
-            return False
         for one in found:
             ctx.remark(self, one.user, _text(one, self.parts))
         if batch:
             ctx.remark(self, batch[0].value, _inputs_text("a batch of", batch[0], self.batch_parts))
-        if positions:
-            ctx.remark(self, positions[0].value, _inputs_text("a sequence of", positions[0], self._multiple(positions[0])))
+        if found or batch:
+            self._extend(gm, ctx, (*found, *batch))
+        return bool(positions or found or batch)
+
+    def _extend(self, gm: GraphModule, ctx: PassContext, padded: Sequence[Padded]) -> None:
+        """Pad values, and all that is made from them. An input has one padding at a time."""
         calls = PaddedCalls(gm, ctx.mesh)
-        calls.run([(one.value, one.padding, one.user) for one in (*found, *batch, *positions)])
+        calls.run([(one.value, one.padding, one.user) for one in padded])
         forward = set(forward_nodes(gm))
         for cut in calls.values.cuts:
             users = (user for user in cut.value.users if user in forward and not note_of(user).startswith(NOTE))
             if (user := next(users, None)) is not None:
                 ctx.remark(self, user, _cut_text(cut, user))
-        return True
 
     def _multiple(self, one: Padded) -> int:
         """Return what divides padded positions: twice the ranks, if that is why they are so many."""

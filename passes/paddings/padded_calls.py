@@ -37,7 +37,7 @@ from passes.ir.graph import (
 )
 from passes.ir.layout import Layout, replicated
 from passes.ir.mesh import Mesh
-from passes.ir.padding import Padding, in_factor
+from passes.ir.padding import PADS, Padding, in_factor
 from passes.normal_forms import At
 from passes.paddings.generated import is_generated
 from passes.paddings.padded_attention import opened, set_lengths
@@ -217,7 +217,7 @@ def _make(calls: PaddedCalls, node: Node, shapes: list[tuple[int, ...]]) -> Node
     if node.target in _SIZES:
         position, dim = _SIZES[node.target]
         node.update_arg(position, shapes[0][dim])
-    rule = rule_of(node.target)
+    rule = None if node.target in PADS else rule_of(node.target)  # padding of other dims does not change what these do
     if rule is not None and rule.local is not None and node.target not in _SIZES:
         made = rule.local(_LongerCall(calls, node, shapes)) or node
         if not isinstance(made, Node):

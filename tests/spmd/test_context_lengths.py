@@ -74,7 +74,25 @@ def translator() -> Case:
     return Case(Translator().double(), tuple(values), {})
 
 
+class Embedded(nn.Module):
+    """Attends to tokens, of which neither the number of samples nor the length is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.out = nn.Embedding(17, 12), nn.Linear(12, 36), nn.Linear(12, 17)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.tokens(x)).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.out(seen).flatten(0, 1), labels.flatten())
+
+
+def embedded() -> Case:
+    return Case(Embedded().double(), (torch.randint(17, (3, 9)), torch.randint(17, (3, 9))), {})
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "embedded": embedded,
     "causal": lambda: decoder(layers=1, seq=7),
     "full": lambda: attend((2, 9, 12)),
     "cross": lambda: attend((2, 9, 12), (2, 8, 12)),
@@ -111,6 +129,7 @@ def reference(name: str) -> Reference:
         ("full", "cp=4", GATHER),
         ("full", "cp=2", RING),
         ("ignoring", "cp=2", "context"),
+        ("embedded", "dp=2,cp=2", {"dp": "fsdp", "cp": GATHER}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -140,6 +159,8 @@ def reference(name: str) -> Reference:
                 ("translator", "cp=2", RING),
                 ("dropout", "cp=2", GATHER),
                 ("ignoring", "cp=4", RING),
+                ("embedded", "dp=2,cp=2", {"dp": "ddp", "cp": "fsdp_context"}),
+                ("embedded", "dp=2,cp=2", {"dp": "fsdp", "cp": RING}),
             )
         ),
     ],
