@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Node
 
 from passes._torch import OpOverload
 from passes.cost.collective_time import collective_seconds, link_of
-from passes.cost.fused_regions import is_reduction, node_nbytes, tensor_nbytes
+from passes.cost.fused_regions import is_reduction, node_nbytes, source_of, tensor_nbytes
 from passes.cost.graph_kernels import Kernel
 from passes.cost.kernel_time import kernel_flops, kernel_seconds, region_seconds
 from passes.cost.pipelined_matmul_time import pipelined
@@ -111,8 +112,30 @@ def _generated(kernel: Kernel, task: Task, pricing: Pricing) -> Task:
 def _operator(node: Node, task: Task, pricing: Pricing) -> Task:
     """Price an operator with a kernel of its own: a matrix product, an attention, a convolution."""
     call = call_of(node)
+    if pricing.fused and _is_written_in_place(node):
+        _, *others = operands(node)
+        nbytes = sum(map(node_nbytes, others)) + 2 * node_nbytes(others[-1])  # it reads and writes as much as it adds
+        return replace(task, seconds=region_seconds(0.0, nbytes, pricing.hardware), nbytes=nbytes, in_place=True)
     seconds = kernel_seconds(call, pricing.hardware)
     return replace(task, seconds=seconds, flops=kernel_flops(call), workspace=_workspace(node, fused=pricing.fused))
+
+
+def _is_written_in_place(node: Node) -> bool:
+    """Return whether a call puts values into a tensor that it alone reads, as an embedding's gradient into zeros: Inductor
+    lets it write into that."""
+    if node.target not in _PUTS:
+        return False
+    base = source_of(operands(node)[0])
+    return base.op == "call_function" and len(base.users) == 1
+
+
+_PUTS = frozenset(
+    {
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+    }
+)
 
 
 def _workspace(node: Node, *, fused: bool) -> int:

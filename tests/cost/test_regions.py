@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from textwrap import dedent
@@ -232,6 +233,25 @@ def test_a_look_up_reads_few_elements_of_what_it_computes_again() -> None:
     summed, _, looked_up = program_of_graph(gm, replace(mesh, hardware=hardware_named("h100"))).tasks
     assert summed.nbytes == 4 * (64 * 1000 + 1000)
     assert looked_up.nbytes == 4 * (64 + 64 + 64), "labels, as many elements of x, results"
+
+
+def test_what_puts_few_rows_into_zeros_writes_these_alone() -> None:
+    """Compare the gradient of an embedding with the code that Inductor generates: one loop writes zeros, one adds rows."""
+    text = """\
+        mesh tp=1
+        stage LOCAL
+        %row: i64[8] = input("row")
+        %value: f32[8, 64] = input("value")
+        %full: f32[1000, 64] = full([1000, 64], 0.0)
+        %index_put: f32[1000, 64] = index_put(%full, [%row], %value, True)
+        return output("y") %index_put
+    """
+    gm, mesh = parse_graph(dedent(text))
+    filled, put = program_of_graph(gm, replace(mesh, hardware=hardware_named("h100"))).tasks
+    assert filled.nbytes == 4 * 64000 and put.in_place
+    assert put.nbytes == 8 * 8 + 3 * 4 * 8 * 64, "rows' numbers, and values that are read, and added to what is read and written"
+    _, (code,) = run_and_get_code(torch.compile(gm), torch.arange(8), torch.randn(8, 64))
+    assert re.findall(r"for\(.*x\d<static_cast<int64_t>\((\d+)L\)", code) == ["64000", "8", "64"]
 
 
 def test_forward_and_backward_share_no_kernel_even_through_a_node_that_does_not_say() -> None:
