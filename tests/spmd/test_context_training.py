@@ -91,7 +91,7 @@ def test_a_ring_hides_its_messages_where_a_step_computes_for_longer(ranks: int, 
     assert {one.backward for one in sends} == {False, True}
     steps = ranks - 1
     assert [one.way.partition(" of ")[0] for one in sends] == [f"in {steps} messages", f"in {2 * steps} messages"]
-    assert f", {3 * steps} messages\n" in str(found)
+    assert f", {3 * steps} messages\n" in f"{found}\n"
     exposed, total = sum(one.exposed or 0.0 for one in sends), sum(one.seconds or 0.0 for one in sends)
     assert exposed <= 0.05 * total if is_hidden else exposed > 0.05 * total
     assert [one.behind[0].partition("_for_")[0] for one in sends] == ["_scaled_dot_product_flash_attention"] * 2
