@@ -34,7 +34,7 @@ OVERESTIMATED = 0.1  # part of the limit: a plan whose memory is estimated this 
 CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
 NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
 AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
-BEATEN = "proven to be slower by the solver's model: not simulated"
+BEATEN = "no plan that fits is as fast, as the solver's model proves: not simulated"
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 REPRICINGS = 3  # at most, as each is solved and simulated
 RUNNERS_UP = 4  # at most that are simulated each time
@@ -112,7 +112,8 @@ def solve(task: SearchTask, standings: Standings) -> Solved:
 def _is_beaten(task: SearchTask, prepared: Prepared) -> bool:
     """Return whether the last search proved that all plans that fit, with what may be computed again, are of no use."""
     goal = _goal(task, memory_budget_of(task.problem, prepared).recomputation)
-    return _is_whole(prepared) and prepared.proven.get(goal, 0.0) >= goal.cutoff
+    is_cut = task.best_elsewhere < float("inf") and _is_whole(prepared)
+    return is_cut and prepared.proven.get(goal, 0.0) >= goal.cutoff
 
 
 def solve_for_least(task: SearchTask, standings: Standings, before: Solved) -> Solved:
