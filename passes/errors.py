@@ -10,8 +10,8 @@
     │   ├── InputError             a call does not fit what was captured
     │   ├── UnknownOpError         an op without a rule, where Options(unknown_ops="error")
     │   ├── PlanError              a plan file that is damaged, or a plan for another model, mesh or options
-    │   ├── GraphTextError         a dump that does not read back
-    │   └── DistributedError       another rank failed, or the ranks disagree
+    │   └── GraphTextError         a dump that does not read back
+    ├── DistributedError           another rank failed, or the ranks disagree
     └── CompilerError              autoshard is wrong; the message names pass, node and stage
         ├── VerifyError            a graph is not valid at its stage
         ├── PassError              a pass failed; lists the passes that ran before it
@@ -77,8 +77,11 @@ class GraphTextError(UserError):
     """Graph text that does not read back."""
 
 
-class DistributedError(UserError):
-    """A failure of another rank, or a disagreement of the ranks of a group."""
+class DistributedError(AutoshardError, RuntimeError):
+    """A failure of another rank, or a disagreement of the ranks of a group.
+
+    It is no ValueError, so that a loop that skips bad samples by `except ValueError` does not go on without the others.
+    """
 
 
 class CompilerError(AutoshardError):

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard import Options, ShardedModule, UserError, autoshard
+from autoshard import DistributedError, Options, ShardedModule, UserError, autoshard
 from autoshard.runtime.execution import Execution
+from autoshard.runtime.watch.connection_errors import is_connection_error
 from autoshard.runtime.watch.rank_status import Status, describe, describe_ranks, late_ranks, ranks_text, stopped_ranks
 from autoshard.runtime.watch.user_line import user_line
 from tests.spawn import Failure, reports_of_ranks, run_on_ranks
@@ -264,6 +265,12 @@ def test_a_message_names_a_few_of_many_ranks() -> None:
 def test_the_line_of_a_thread_is_the_users() -> None:
     assert re.fullmatch(r"\w+\.py:\d+ in .+", user_line(threading.get_ident()))
     assert user_line(0) == ""
+
+
+def test_a_distributed_error_is_no_bad_input_and_is_told_once() -> None:
+    error = DistributedError("saving failed on rank 1: Broken pipe")
+    assert isinstance(error, RuntimeError) and not isinstance(error, ValueError)  # nor is it caught with bad samples
+    assert not is_connection_error(error) and is_connection_error(RuntimeError("Broken pipe"))
 
 
 def test_a_timeout_is_more_than_nothing() -> None:

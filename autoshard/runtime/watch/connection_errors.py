@@ -19,6 +19,8 @@ def peer_error(error: RuntimeError) -> DistributedError:
 
 def is_connection_error(error: RuntimeError) -> bool:
     """Return whether a collective failed because of another rank."""
+    if isinstance(error, DistributedError):
+        return False  # it says itself what went wrong
     if isinstance(error, dist.DistError):
         return True
     return has_timed_out(error) or any(word in str(error) for word in _CONNECTION_WORDS)
