@@ -23,10 +23,10 @@ _log = logging.getLogger("autoshard.capture")
 
 
 def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> dict[str, bool | None]:
-    """Return, of each output that no input is read for and that has as many rows as the first input, whether dim 0 grows with it;
-    and False of each other output with as many rows whose dim 0 does not.
+    """Return, of each output that has as many rows as the first input, whether dim 0 grows with it.
 
-    None: the model takes no batch of twice the size. The run may change `fake`.
+    If the model takes no batch of twice the size, return None of those that no input is read for, and nothing of others. The run
+    may change `fake`.
     """
     batch = next((leaf.shape[0] for leaf in leaves.values() if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     possible = _possible(flat, batch)
@@ -41,7 +41,7 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
         _log.debug("outputs are not known to grow with the batch: %s: %s", sorted(possible), error)
         return {path: None for path, reads in possible.items() if not reads}
     grown = {path for path, tensor in output.tensors if tensor.shape[:1] == (2 * batch,)}
-    return {path: path in grown for path, reads in possible.items() if not (reads and path in grown)}
+    return {path: path in grown for path in possible}
 
 
 def _possible(flat: FlatCall, batch: int) -> dict[str, bool]:

@@ -71,11 +71,10 @@ class Captured:
     `call` is dynamo's graph of the forward alone; the joint graph is traced from it on first use. `modules` maps the
     id of each traced module to its name. `tied` maps every other name of a tied parameter to the one in the graph. `names`
     are those that the traced code reads (None: not known), `outside` what it reads from outside of the model.
-    `batch_outputs` says of outputs that read no input, but have as many rows as the batch, whether they are made for it (None:
-    not known), and False of others that have as many by chance. `known` is the joint graph, or
-    that of a few of many equal layers, if it need not be traced. `is_comparable`
-    says that the call was not unlike all earlier ones, so that it is worth while to compare later ones. `few_layers` are joint
-    graphs traced from a few of the layers that a pass says to be equal, with what it left out.
+    `batch_outputs` says of outputs that have as many rows as the batch whether these are its rows, or as many by chance; None
+    if that is not known of one that reads no input. `known` is the joint graph, or that of a few of many equal layers, if it
+    need not be traced. `is_comparable` says that the call was not unlike all earlier ones, so that it is worth while to compare
+    later ones. `few_layers` are joint graphs traced from a few of the layers that a pass says to be equal, with what it left out.
     """
 
     call: FlatCall

@@ -223,7 +223,7 @@ def _constraints_on_outputs(
         found = _in_a_search(problem, outputs)
     else:
         of = problem, inputs, outputs, recipes, placed
-        found = (*_made_for_the_batch(*of), *_as_the_input(*of))
+        found = (*_rows_of_the_batch(*of), *_as_the_input(*of))
     yield from (one for one in found if (one.name, one.axis) not in constrained)
 
 
@@ -246,18 +246,21 @@ def _unknown_rows(problem: Problem) -> Iterator[Remark]:
             yield Remark(Seed.name, text, Origin(), name.replace(".", "_"))
 
 
-def _made_for_the_batch(
+def _rows_of_the_batch(
     problem: Problem, inputs: Mapping[str, torch.Size], outputs: Mapping[str, torch.Size], recipes: Recipes, placed: _Placed
 ) -> Iterator[Constraint]:
-    """Yield that outputs that read no input, such as noise, are split over the axes that split the batch."""
+    """Yield that outputs with the rows of the batch are split by rows over the axes that split it.
+
+    Noise follows from no input that says so. A matrix of all pairs of two batches, transposed, would be split by columns.
+    """
     _, batch = first_batch(inputs)
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
     axes = () if problem.split_when_padded else _dividing(axes, problem.mesh, batch)
-    made = [name for name, grows in problem.captured.batch_outputs.items() if grows and name in outputs]
+    rows = [name for name, grows in problem.captured.batch_outputs.items() if grows and name in outputs]
     for axis in map(problem.mesh.names.__getitem__, axes):
         placement = placed.get(axis, Shard(0))
         if isinstance(placement, Shard) and placement.dim == 0:
-            yield from (Constraint(name, axis, placement) for name in made)
+            yield from (Constraint(name, axis, placement) for name in rows)
 
 
 def _as_the_input(
@@ -275,8 +278,8 @@ def _as_the_input(
             continue
         dim = placement.dim
         for name, shape in outputs.items():
-            if shape and not problem.captured.batch_outputs.get(name):
-                agrees = dim < len(shape) and shape[dim] == inputs[first][dim] and name not in problem.captured.batch_outputs
+            if shape:
+                agrees = dim < len(shape) and shape[dim] == inputs[first][dim] and problem.captured.batch_outputs.get(name, True)
                 yield Constraint(name, axis, placement if agrees else R)
 
 

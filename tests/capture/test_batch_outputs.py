@@ -1,4 +1,4 @@
-"""Outputs that a model makes for each batch are this rank's part, as those that it computes from the batch."""
+"""Outputs with the rows of the batch are this rank's rows, those with as many rows by chance are whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OneSize(nn.Module):
 
 def test_outputs_whose_rows_grow_with_the_batch_are_told_from_others(capsys: pytest.CaptureFixture[str]) -> None:
     made = capture(Noisy(), (torch.ones(BATCH, 6),), training=True).batch_outputs
-    assert {name for name, grows in made.items() if grows} == {"noise", "time", "rows", "weights"}
+    assert {name for name, grows in made.items() if grows} == {"predicted", "noise", "time", "rows", "weights"}
     assert {name for name, grows in made.items() if grows is False} == {"table", "classes"}
     assert capsys.readouterr().out == ""
 
@@ -97,10 +97,30 @@ class Correlation(nn.Module):
 @pytest.mark.parametrize("recipe", ["auto", "fsdp", "megatron"])
 def test_statistics_of_a_batch_are_whole_also_if_they_have_as_many_rows(recipe: Any) -> None:
     args = (torch.ones(BATCH, 6),)
-    assert capture(Correlation(), args, training=True).batch_outputs == {"mean": False, "products": False, "first": False}
+    known = {"rows": True, "mean": False, "products": False, "first": False}
+    assert capture(Correlation(), args, training=True).batch_outputs == known
     options = Options(recipe=recipe, inputs=None if recipe == "auto" else {"x": {"dp": "S(0)"}})
     made = planned_for_ranks(Correlation(), options)
     assert {name for name, value in made.outputs.items() if not value.layout.is_replicated} == {"rows"}
+
+
+class Pairs(nn.Module):
+    """Scores all pairs of two batches, as CLIP does: a row for each sample of one, and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.one(x) @ self.other(2 - x).T
+        return {"by_one": scores, "by_other": scores.T, "pairs": torch.stack([scores.T, scores], -1)}
+
+
+@pytest.mark.parametrize("recipe", ["auto", "ddp", "fsdp", "megatron"])
+def test_scores_of_all_pairs_are_split_by_rows(recipe: Any) -> None:
+    options = Options(recipe=recipe, inputs=None if recipe == "auto" else {"x": {"dp": "S(0)"}})
+    made = planned_for_ranks(Pairs(), options)
+    assert {value.layout.axes_on(0) for value in made.outputs.values()} == {(0,)}
 
 
 class Large(nn.Module):
