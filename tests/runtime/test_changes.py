@@ -353,7 +353,8 @@ WAYS["`model.double()`"] = lambda model: model.double()(X.double(), Y.double())
 ALONE = (
     "refused: block (Block) was called outside of the sharded model's forward, where it has a part of each parameter only; call "
     "the sharded model, also where a function such as merge_and_unload() returned this part of it, or let forward call the part, "
-    "chosen by an argument (model(x, only='encode')): each value of an argument gets a program of its own"
+    "chosen by an argument (model(x, only='encode')): each value of an argument gets a program of its own; to "
+    "generate() with an encoder-decoder model, load the full state dict into a plain one"
 )
 FUNC = (
     "refused: a sharded model cannot be transformed by torch.func (vmap, grad, vjp, jvp, jacrev): it runs a program compiled "

@@ -27,7 +27,7 @@ class Alone:
             f"{self.name} ({type(module).__name__}) was called outside of the sharded model's forward, where it has a part of "
             "each parameter only; call the sharded model, also where a function such as merge_and_unload() returned this part of "
             "it, or let forward call the part, chosen by an argument (model(x, only='encode')): each value of an argument gets a "
-            "program of its own"
+            "program of its own; to generate() with an encoder-decoder model, load the full state dict into a plain one"
         )
 
 
