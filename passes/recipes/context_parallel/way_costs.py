@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from passes.cost.collective_time import collective_seconds
+from passes.cost.contention import Contention
 from passes.cost.kernel_time import kernel_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.call import Call, Tensor
@@ -104,24 +105,13 @@ def _gathered_calls(one: Attending, call: Call) -> float:
 
 def ring_seconds(one: Attending) -> float:
     """Return the seconds where keys and values, and then their gradients, go around a ring."""
-    total = sum(_ring_calls(one, call) + _slowed(one, call) for call in one.calls)
+    total = sum(_ring_calls(one, call) for call in one.calls)
     if one.is_causal and one.is_paired:
         held, _ = _messages(one)
         for call in one.calls:  # chunks are joined in the first step, and chosen in each of the others
             chosen = one.sides(call) * one.queries + 2 * held
             total += one.copied(2 * one.sides(call) * one.queries + (one.ranks - 1) * chosen)
     return total
-
-
-def _slowed(one: Attending, call: Call) -> float:
-    """Return the seconds by which messages slow down the kernels that hide them."""
-    message, wide = _messages(one)
-    steps = one.ranks - 1
-    sent = steps * one.sent("send", message)
-    if is_attention_backward(call.op):
-        sent += (steps - 1) * one.sent("send", wide)
-    rate = one.hardware.contention
-    return sent * rate / (1 + rate)
 
 
 def _messages(one: Attending) -> tuple[float, float]:
@@ -143,11 +133,19 @@ def _ring_calls(one: Attending, call: Call) -> float:
     home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
     first, step = _step_calls(one, call, is_causal=one.is_causal), _step_calls(one, call, is_causal=False) + merged
     sent = one.sent("send", message)
-    exposed = max(0.0, sent - first)
+    total = _beside(one, first, sent)
     if one.ranks > 2:  # gradients are sent from the second step on, and hide behind the third
-        both = max(0.0, sent + home - step)
-        exposed += max(0.0, sent - step) + (one.ranks - 3) * both + max(0.0, home - step)
-    return first + (one.ranks - 1) * step + exposed + home
+        total += _beside(one, step, sent) + (one.ranks - 3) * _beside(one, step, sent + home) + _beside(one, step, home)
+    else:
+        total += step
+    return total + home
+
+
+def _beside(one: Attending, kernels: float, sent: float) -> float:
+    """Return the seconds of kernels and of messages beside them, which slow each other down."""
+    contention = Contention(one.hardware.contention, one.hardware.link_contention)
+    end = contention.kernel_end(0.0, kernels, sent)
+    return max(end, contention.link_time(sent, 0.0, end))
 
 
 def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardware: Hardware) -> float:
