@@ -53,9 +53,9 @@ class BucketCollectives(Pass):
     2. Reduce-scatters and all-reduces whose results are only returned can end at any time: a bucket takes the place of
        its last member.
 
-    Members have the same kind, group and dtype, are neighbours in the program, and are the same number of collectives
-    away from the parameter or the result, so that a bucket never waits for itself. Bytes are of a collective's larger
-    side.
+    Members have the same kind, reduction, group and dtype, are neighbours in the program, and are the same number of
+    collectives away from the parameter or the result, so that a bucket never waits for itself. Bytes are of a collective's
+    larger side.
 
     If the hardware is known, only members that are faster together are joined. The size of buckets is chosen per mesh axes
     and dtype: the one for which the graph, scheduled within `memory_limit` (bytes at its peak), is predicted to be fastest.
@@ -237,6 +237,7 @@ class _Bucket:
         first = self.members[0]
         transfer = transfer_of(first)
         assert transfer is not None and isinstance(first.target, OpOverload)
+        assert len({(member.target, *member.args[1:]) for member in self.members}) == 1, "members are sent, and reduced, alike"
         new = self.call(first.target, value, *first.args[1:])
         steps = tuple(step for member in self.members for step in _steps(member))
         set_transfer(new, replace(transfer, steps=steps))

@@ -65,6 +65,7 @@ def _collective(node: Node, kind: Kind, task: Task, pricing: Pricing, *, prefetc
     axes = pricing.mesh.axes_of_group(str(node.args[-1]))
     nbytes = max(sum(map(node_nbytes, operands(node))), node_nbytes(node))
     group = pricing.mesh.group_shape(axes)
+    reductions = [one for one in node.args[1:-1] if isinstance(one, str)]  # the last is the group
     return replace(
         task,
         kind=kind.name,
@@ -73,6 +74,7 @@ def _collective(node: Node, kind: Kind, task: Task, pricing: Pricing, *, prefetc
         in_place=kind.in_place,
         axes=axes,
         dtype=DTYPE_NAMES[results_of(node)[0].dtype],
+        reduction=reductions[0] if reductions else "",
         nbytes=nbytes,
         steps=() if transfer is None else transfer.steps,
         prefetchable=prefetchable,

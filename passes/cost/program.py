@@ -63,6 +63,7 @@ class Task:
     in_place: bool = False  # an output takes the memory of an input of its size that no later task reads
     axes: tuple[str, ...] = ()  # of a collective
     dtype: str = ""  # of a collective: "f32"
+    reduction: str = ""  # of a collective that reduces: "sum", "max"
     nbytes: int = 0  # of a collective: of its larger side, per rank; else bytes read and written
     flops: float = 0.0
     fqn: str = ""  # the module that it comes from

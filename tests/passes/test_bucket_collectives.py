@@ -1,11 +1,14 @@
-"""Buckets that would have to wait for each other."""
+"""Collectives that are not joined: those that would have to wait for each other, and those that reduce otherwise."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
+from torch import nn
 
+from autoshard import Mesh, Options, check
 from autoshard.debug.rank_interpreter import run_ranks
 from passes.base import PassContext
 from passes.bucket_collectives import BucketCollectives
@@ -45,3 +48,48 @@ def test_reductions_in_opposite_order_are_not_joined() -> None:
     assert kinds == {"all_reduce": 2, "reduce_scatter": 2}
     for one, other in zip(run_ranks(gm, mesh, given), want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+SUMS_AND_MAXIMA = """
+mesh dp=2
+stage LOCAL
+%x: f64[3] {dp:R} = input("x")
+%y: f64[2] {dp:R} = input("y")
+%z: f64[4] {dp:R} = input("z")
+%all_reduce: f64[3] = _c10d_functional.all_reduce(%x, "sum", "autoshard:dp=2:dp")
+%wait_tensor: f64[3] {dp:R} = _c10d_functional.wait_tensor(%all_reduce)
+%all_reduce_1: f64[2] = _c10d_functional.all_reduce(%y, "max", "autoshard:dp=2:dp")
+%wait_tensor_1: f64[2] {dp:R} = _c10d_functional.wait_tensor(%all_reduce_1)
+%all_reduce_2: f64[4] = _c10d_functional.all_reduce(%z, "sum", "autoshard:dp=2:dp")
+%wait_tensor_2: f64[4] {dp:R} = _c10d_functional.wait_tensor(%all_reduce_2)
+return output("0") %wait_tensor, output("1") %wait_tensor_1, output("2") %wait_tensor_2
+"""
+
+
+@pytest.mark.parametrize(("hardware", "sums"), [(None, 1), ("h100", 2)])  # a copy takes longer than such a small message
+def test_sums_are_joined_with_sums_alone(hardware: str | None, sums: int) -> None:
+    gm, _ = parse_graph(SUMS_AND_MAXIMA)
+    mesh = Mesh("dp=2", hardware=hardware)
+    given = [[torch.full(tensor_of(n).shape, float(rank + 1)).double() for n in placeholders(gm.graph)] for rank in range(2)]
+    PassManager((BucketCollectives(),), (Verifier(),)).run(gm, PassContext(mesh))
+    sent = [node.args[1] for node in gm.graph.nodes if transfer_of(node) is not None]
+    assert (sent.count("sum"), sent.count("max")) == (sums, 1)
+    for results in run_ranks(gm, mesh, given):
+        assert [set(one.tolist()) for one in results] == [{3.0}, {2.0}, {3.0}]
+
+
+class Measured(nn.Module):
+    """Returns a loss, with the largest value and the product of values, which are reduced otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.layer(x)
+        return y.square().mean(), y.abs().max().detach(), x.prod(0), x.mean(0), x.amin(0)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "fsdp"])
+def test_metrics_are_reduced_as_each_is_defined(recipe: str) -> None:
+    assert check(Measured(), "dp=2", (torch.rand(6, 6) + 0.5,), options=Options(recipe=recipe, progress=False))

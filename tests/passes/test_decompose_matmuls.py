@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
 from torch.fx import GraphModule
 
+from autoshard import check
 from autoshard.compile.compiled import split_program
 from autoshard.config.options import Options
 from autoshard.debug.rank_interpreter import run_ranks
@@ -132,3 +134,20 @@ def test_chunks_are_never_predicted_to_be_slower_and_say_who_made_them() -> None
             assert [note_of(node) for node in collectives] == [
                 f"decompose_matmuls: part {n} of {len(collectives)}, solve: gathered" for n in range(1, len(collectives) + 1)
             ]
+
+
+class Dots(nn.Module):
+    """Sums a product of two matrices, which is one of 1 x 1, and another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = self.layer(x)
+        return torch.einsum("bi,bi->", z, y) + z.square().mean()
+
+
+def test_a_number_has_no_rows_to_split() -> None:
+    given = torch.ones(4, 6), torch.ones(4, 6)
+    assert check(Dots(), "dp=2", given, options=Options(recipe="fsdp", progress=False))

@@ -111,8 +111,8 @@ def _sort(task: Task) -> Sort:
 def neighbours(program: Program, nbytes: Size | Sizes) -> list[tuple[int, ...]]:
     """Return groups of two or more collectives, by number, that can share a message of at most `nbytes` (larger side).
 
-    Members have the same kind, group, dtype and direction, are neighbours in the program, and are the same number of
-    collectives away from the parameter or the gradient, so that a bucket never waits for itself.
+    Members have the same kind, reduction, group, dtype and direction, are neighbours in the program, and are the same number
+    of collectives away from the parameter or the gradient, so that a bucket never waits for itself.
     """
     return _neighbours(program, _levels(program), nbytes)
 
@@ -124,7 +124,7 @@ def _neighbours(program: Program, levels: list[int], nbytes: Size | Sizes) -> li
     for number, task in enumerate(program.tasks):
         if not is_movable(task):
             continue
-        key = (task.kind, task.axes, task.dtype, task.backward, levels[number])
+        key = (task.kind, task.reduction, task.axes, task.dtype, task.backward, levels[number])
         if not (size := nbytes[_sort(task)] if isinstance(nbytes, Mapping) else nbytes):
             continue
         members, filled = open_.get(key, ([], 0))

@@ -43,7 +43,9 @@ def is_move(node: Node) -> bool:
 
 
 def width_of(node: Node) -> int:
-    return tensor_of(node).shape[-1]
+    """Return the elements of a row; one of a number, as which a 1 x 1 matrix is viewed."""
+    shape = tensor_of(node).shape
+    return shape[-1] if shape else 1
 
 
 def rows_gathered(wait: Node, moves: Sequence[Node], ranks: int) -> Rows | None:
