@@ -64,6 +64,12 @@ _BACKWARD = (
 )
 
 
+DENSE_ONLY = (
+    "but a program computes on dense tensors; make it dense with .to_dense(), or keep its indices and values, and multiply by "
+    "index_select and index_add"
+)
+
+
 def _sends(call: str) -> str:
     """Return the message for a model that calls a collective itself."""
     return (
@@ -228,6 +234,8 @@ def not_directly(error: Exception, direct: Exception) -> CaptureError:
         if isinstance(direct, TypeError) and trace_failure(error).kind.startswith("TypeError"):
             return CaptureError(_FAILS + str(direct) + place, for_arguments=True)
         reason = _message(trace_failure(direct)) + place
+    if DENSE_ONLY in reason:  # which dynamo says in its own words
+        return CaptureError(reason)
     return CaptureError(f"{capture_error(error)}\nwithout dynamo, torch's tracer, it cannot be captured either: {reason}")
 
 
@@ -303,8 +311,16 @@ def check_function(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], st
 
     One is a recurrent layer that drops values between its layers: torch's decomposition of `gru`, `lstm` and `rnn_*` forgets
     this dropout (2.13: `_rnn_helper` in `torch/_decomp/decompositions.py`), so that the model would train without it.
-    Another is an embedding that asks for a sparse gradient: that of a DTensor is dense.
+    Another is an embedding that asks for a sparse gradient: that of a DTensor is dense. So is a loss whose decomposition in torch
+    2.13 (`multilabel_margin_loss_forward`) takes the targets after the first -1 for labels, too.
     """
+    if name.startswith(("sparse_", "to_sparse")):
+        raise CaptureError(f"{name} makes a sparse tensor, {DENSE_ONLY}{format_place(user_frame(stack))}")
+    if name == "multilabel_margin_loss":
+        raise CaptureError(
+            "torch computes another loss when it traces multilabel_margin_loss with targets that -1 ends; write it with "
+            f"gather and a mask, or use multilabel_soft_margin_loss{format_place(user_frame(stack))}"
+        )
     if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):
         weights = max(i for i, given in enumerate(args) if isinstance(given, list | tuple))
         _, layers, dropout, training = args[weights + 1 : weights + 5]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from autoshard.capture.capture_errors import DENSE_ONLY
 from autoshard.capture.held_objects import held_tensors, reachable_tensors
 from passes._torch import is_fake
 from passes.errors import CaptureError
@@ -54,10 +55,12 @@ def fake_module(module: nn.Module, mode: Any, device: torch.device, dtype: torch
         memo[id(parameter)], first_name[id(parameter)] = fake, fqn
         tensors[Input(InputRole.PARAMETER, fqn)] = fake
     for fqn, buffer in module.named_buffers():
+        _check_dense("buffer", fqn, buffer)
         tensors[Input(InputRole.BUFFER, fqn)] = memo[id(buffer)] = fake_tensor(buffer, mode, device)
     attributes: dict[str, torch.Tensor] = {}
     for fqn, tensor in held_tensors(module):
         if id(tensor) not in memo:
+            _check_dense("attribute", fqn, tensor)
             tensors[Input(InputRole.BUFFER, fqn)] = memo[id(tensor)] = fake_tensor(tensor, mode, device)
             attributes[fqn] = tensor
     for tensor in reachable_tensors(module):
@@ -96,6 +99,12 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
             f"parameter {fqn} is a {type(parameter.data).__name__}; give the module as it is on one device, "
             f"with plain tensors as parameters"
         )
+    _check_dense("parameter", fqn, parameter)
+
+
+def _check_dense(what: str, fqn: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"{what} {fqn} is {tensor.layout}, {DENSE_ONLY}")
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -318,6 +318,32 @@ class LooksUpSparsely(Model):
         return self.table(x.long().clamp(0, 2))  # <line>
 
 
+class MakesSparse(Model):
+    """sparse_coo_tensor makes a sparse tensor, but a program computes on dense tensors; make it dense with .to_dense(), or keep
+    its indices and values, and multiply by index_select and index_add <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(3).expand(2, 3)
+        return torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(3), (3, 3)), self.layer(x))  # <line>
+
+
+class TurnsSparse(Model):
+    """to_sparse makes a sparse tensor, but a program computes on dense tensors; make it dense with .to_dense(), or keep its
+    indices and values, and multiply by index_select and index_add <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).to_sparse()  # <line>
+
+
+class MarginOfLabels(Model):
+    """torch computes another loss when it traces multilabel_margin_loss with targets that -1 ends; write it with gather and a
+    mask, or use multilabel_soft_margin_loss <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = torch.zeros_like(x, dtype=torch.long) - 1
+        return nn.functional.multilabel_margin_loss(x, labels)  # <line>
+
+
 class LogsGlobally(Model):
     """the model changes SEEN while it runs, but a graph computes tensors and changes nothing else; return the value, or
     keep it in a buffer that is updated in place <line>"""
@@ -660,6 +686,29 @@ class Drops(torch.nn.Linear):
 class Correlated(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return MultivariateNormal(super().forward(x), torch.eye(4)).log_prob(x)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "parameter"])
+def test_a_sparse_tensor_that_the_model_holds_is_refused(kind: str) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.edges: Tensor
+            edges = torch.eye(3).to_sparse()
+            if kind == "buffer":
+                self.register_buffer("edges", edges)
+            else:
+                self.edges = nn.Parameter(edges) if kind == "parameter" else edges
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.edges, x)
+
+    with pytest.raises(CaptureError) as caught:
+        capture(Graph(), (torch.ones(3, 2),), training=False)
+    assert str(caught.value) == (
+        f"{kind} edges is torch.sparse_coo, but a program computes on dense tensors; make it dense with .to_dense(), or keep its "
+        "indices and values, and multiply by index_select and index_add"
+    )
 
 
 def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
