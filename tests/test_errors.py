@@ -246,7 +246,14 @@ def test_an_unknown_recipe(recipe: Any) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "meant"),
-    [("FSDP", "'fsdp'"), ("Megatron", "'megatron'"), ("AUTO", "'auto'"), ("none", "None"), ({"dp": "DDP"}, "'ddp'")],
+    [
+        ("FSDP", "'fsdp'"),
+        ("Megatron", "'megatron'"),
+        ("AUTO", "'auto'"),
+        ("none", "None"),
+        ({"dp": "DDP"}, "'ddp'"),
+        ("ZeRO-3", "'fsdp'"),
+    ],
     ids=str,
 )
 def test_a_recipe_in_other_letters(recipe: Any, meant: str) -> None:
@@ -411,6 +418,8 @@ def test_an_option_of_another_value(option: dict[str, Any], expected: str) -> No
         ({"hardware": 3}, "UserError: Options(hardware=3): give a preset such as 'h100', a file that `python -m autoshard "
             "calibrate` wrote, an autoshard.Hardware, 'auto', or None for unknown figures"),
         ({"memory_limit": 1.5}, "UserError: Options(memory_limit=1.5): give bytes above 0, or text such as '60GB' or '60GiB'"),
+        ({"recipe": "auto+megatron"}, "RecipeError: Options(recipe='auto+megatron'): 'auto' is for all axes at once; give "
+         "Options(recipe='auto'), and fix single placements with params=, inputs= and outputs="),
         ({"recipe": {"dp": "auto"}}, "RecipeError: Options(recipe={'dp': 'auto'}): 'auto' is for all axes at once; give "
          "Options(recipe='auto'), and fix single placements with params=, inputs= and outputs="),
         ({"recipe": "fsdp+"}, "RecipeError: recipe 'fsdp+' lacks a name before or after '+'; join two, such as 'fsdp+megatron'"),
@@ -462,6 +471,11 @@ CALLS = [
     (((), [("x", 1)]), {}, "kwargs=[('x', 1)]: give arguments by name, such as kwargs={'labels': labels}"),
     (((), {1: 2}), {}, "kwargs={1: 2}: give arguments by name, such as kwargs={'labels': labels}"),
     (
+        ((), Options()),
+        {},
+        "kwargs=Options: give arguments by name, such as kwargs={'labels': labels}; give options by name: options=Options(...)",
+    ),
+    (
         (),
         {"options": {"recipe": "fsdp"}},
         "options={'recipe': 'fsdp'}: give autoshard.Options(...), such as Options(recipe='fsdp')",
@@ -469,7 +483,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "named", "expected"), CALLS, ids=("args", "kwargs", "names", "options"))
+@pytest.mark.parametrize(("given", "named", "expected"), CALLS, ids=("args", "kwargs", "names", "options as kwargs", "options"))
 def test_arguments_of_another_type(
     one_rank: DeviceMesh, given: tuple[Any, ...], named: dict[str, Any], expected: str
 ) -> None:

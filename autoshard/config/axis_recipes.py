@@ -56,12 +56,16 @@ def _given(recipe: str | Mapping[str, str | None], mesh: Mesh) -> tuple[Recipe |
     chosen: list[Recipe | None] = [None] * mesh.ndim
     for axis, name in recipe.items():
         if name == AUTO:
-            raise RecipeError(
-                f"Options(recipe={recipe!r}): {AUTO!r} is for all axes at once; give Options(recipe={AUTO!r}), and fix single "
-                "placements with params=, inputs= and outputs="
-            )
+            raise _for_all_axes(recipe)
         chosen[mesh.index(axis)] = None if name is None else recipe_named(name)
     return tuple(chosen)
+
+
+def _for_all_axes(recipe: object) -> RecipeError:
+    return RecipeError(
+        f"Options(recipe={recipe!r}): {AUTO!r} is for all axes at once; give Options(recipe={AUTO!r}), and fix single "
+        "placements with params=, inputs= and outputs="
+    )
 
 
 def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
@@ -69,6 +73,8 @@ def _joined(recipe: str, mesh: Mesh) -> tuple[Recipe, ...]:
     names = [name.strip() for name in recipe.split("+")]
     if not all(names):
         raise RecipeError(f"recipe {recipe!r} lacks a name before or after '+'; join two, such as 'fsdp+megatron'")
+    if AUTO in names:
+        raise _for_all_axes(recipe)
     recipes = [recipe_named(name) for name in names]
     if len(recipes) > mesh.ndim:
         raise RecipeError(

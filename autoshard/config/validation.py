@@ -51,4 +51,5 @@ def check_call(args: object, kwargs: object) -> None:
     if args is not None and not isinstance(args, tuple | list):
         raise UserError(f"args={shown(args)}: give the arguments of one call as a tuple, such as args=(tokens, labels)")
     if kwargs is not None and not is_mapping_by_name(kwargs):
-        raise UserError(f"kwargs={shown(kwargs)}: give arguments by name, such as kwargs={{'labels': labels}}")
+        options = "; give options by name: options=Options(...)" if type(kwargs).__name__ == "Options" else ""
+        raise UserError(f"kwargs={shown(kwargs)}: give arguments by name, such as kwargs={{'labels': labels}}{options}")

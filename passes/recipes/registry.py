@@ -29,10 +29,14 @@ def registered_recipes() -> tuple[Recipe, ...]:
     return tuple(_RECIPES.values())
 
 
+# What users write, and what they mean; ZeRO-3 is `fsdp` by another name (Rajbhandari et al. 2020).
+_OTHER_NAMES = {"auto": "'auto'", "none": "None", "zero3": "'fsdp'", "zero-3": "'fsdp'", "fsdp2": "'fsdp'"}
+
+
 def recipe_named(name: str) -> Recipe:
     """Return the recipe of that name. Raises RecipeError if there is none."""
     if name not in _RECIPES:
-        meant = {**{one: repr(one) for one in _RECIPES}, "auto": "'auto'", "none": "None"}
+        meant = {**{one: repr(one) for one in _RECIPES}, **_OTHER_NAMES}
         close = difflib.get_close_matches(name.lower(), meant, n=1)
         hint = f" Did you mean {meant[close[0]]}?" if close else ""
         known = f"recipes are {', '.join(_RECIPES)}, or two of them joined, such as 'fsdp+megatron'"
