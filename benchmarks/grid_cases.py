@@ -103,4 +103,6 @@ CASES = (
     Case(wide_mlp, "tp=8", "a100", {"batch": 64}),
     Case(wide_mlp, "dp=4,tp=8", "h100", {"batch": 1024}),
     Case(wide_mlp, "dp=2,tp=8", "b200", {"batch": 65536}),
+    Case(gpt2, "cp=4,tp=8", "h100", {"batch": 2, "seq": 16384}),
+    Case(llama3_8b, "cp=4,tp=8", with_network("h100", 0.25), {"batch": 1, "seq": 65536}),
 )

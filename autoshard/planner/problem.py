@@ -257,7 +257,7 @@ def _rows_of_the_batch(
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
     axes = () if problem.split_when_padded else _dividing(axes, problem.mesh, batch)
     rows = [name for name, grows in problem.captured.batch_outputs.items() if grows and name in outputs]
-    for axis in map(problem.mesh.names.__getitem__, axes):
+    for axis in (problem.mesh.names[axis] for axis in axes if problem.mesh.sizes[axis] > 1):
         placement = placed.get(axis, Shard(0))
         if isinstance(placement, Shard) and placement.dim == 0:
             yield from (Constraint(name, axis, placement) for name in rows)

@@ -178,7 +178,8 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
     """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
-    does, until the solver finds none that may be faster than the best as simulated. Return the best.
+    does, until the solver finds none that may be faster than the best as simulated, here or with another padding. Return the
+    best.
 
     Every step takes `again` seconds more than the solver says. Where values are computed again, it is not known that messages are
     what takes longer: then only what the search found besides is simulated.
@@ -186,6 +187,8 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
     if answer is None or not task.fits(answer.evaluation) or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
         return answer
     best = last = answer
+    if not _may_be_faster(task, last.solution, best, again):
+        return answer
     for _ in range(REPRICINGS):
         overrun = _overrun(last, again)
         if overrun <= 0.0 or task.left <= 0:
@@ -199,9 +202,15 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
             break
         last = found
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
-        if last.solution.objective + again >= best.evaluation.cost.step_time * (1 - PROVEN):
+        if not _may_be_faster(task, last.solution, best, again):
             break
     return best
+
+
+def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float) -> bool:
+    """Return whether a solution is priced below the best as simulated, here or with another padding."""
+    simulated = min(best.evaluation.cost.step_time, task.best_elsewhere)
+    return solution.objective + again < simulated * (1 - PROVEN)
 
 
 def _overrun(answer: Answer, again: float) -> float:
@@ -214,7 +223,7 @@ def _runners_up(
 ) -> Iterator[Answer]:
     """Yield what the last search of a problem found besides its answer, if it may be faster than the best."""
     for solution in islice(source.runners_up(), RUNNERS_UP):
-        if solution.objective + again < best.evaluation.cost.step_time * (1 - PROVEN):
+        if _may_be_faster(task, solution, best, again):
             yield _answer(task, standings, solution, source)
 
 
