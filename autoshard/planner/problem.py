@@ -256,7 +256,8 @@ def _rows_of_the_batch(
     _, batch = first_batch(inputs)
     axes = data_axes(recipes) if problem.batch_axes is None else problem.batch_axes
     axes = () if problem.split_when_padded else _dividing(axes, problem.mesh, batch)
-    rows = [name for name, grows in problem.captured.batch_outputs.items() if grows and name in outputs]
+    known = problem.captured.batch_outputs  # of a call that was traced; in one of other sizes, rows may be those of another input
+    rows = [name for name, shape in outputs.items() if known.get(name) and shape[:1] == (batch,)]
     for axis in (problem.mesh.names[axis] for axis in axes if problem.mesh.sizes[axis] > 1):
         placement = placed.get(axis, Shard(0))
         if isinstance(placement, Shard) and placement.dim == 0:
