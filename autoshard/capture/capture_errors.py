@@ -312,13 +312,13 @@ def check_function(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], st
     One is a recurrent layer that drops values between its layers: torch's decomposition of `gru`, `lstm` and `rnn_*` forgets
     this dropout (2.13: `_rnn_helper` in `torch/_decomp/decompositions.py`), so that the model would train without it.
     Another is an embedding that asks for a sparse gradient: that of a DTensor is dense. So is a loss whose decomposition in torch
-    2.13 (`multilabel_margin_loss_forward`) takes the targets after the first -1 for labels, too.
+    2.13 (`multilabel_margin_loss_forward`) gives other values for targets that end at -1. A sparse tensor has no layout.
     """
     if name.startswith(("sparse_", "to_sparse")):
         raise CaptureError(f"{name} makes a sparse tensor, {DENSE_ONLY}{format_place(user_frame(stack))}")
     if name == "multilabel_margin_loss":
         raise CaptureError(
-            "torch computes another loss when it traces multilabel_margin_loss with targets that -1 ends; write it with "
+            "torch computes another loss when it traces multilabel_margin_loss with targets that end at -1; write it with "
             f"gather and a mask, or use multilabel_soft_margin_loss{format_place(user_frame(stack))}"
         )
     if name in ("gru", "lstm", "rnn_tanh", "rnn_relu"):

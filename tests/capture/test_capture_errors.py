@@ -336,7 +336,7 @@ class TurnsSparse(Model):
 
 
 class MarginOfLabels(Model):
-    """torch computes another loss when it traces multilabel_margin_loss with targets that -1 ends; write it with gather and a
+    """torch computes another loss when it traces multilabel_margin_loss with targets that end at -1; write it with gather and a
     mask, or use multilabel_soft_margin_loss <line>"""
 
     def forward(self, x: Tensor) -> Tensor:

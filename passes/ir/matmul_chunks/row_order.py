@@ -43,7 +43,7 @@ def is_move(node: Node) -> bool:
 
 
 def width_of(node: Node) -> int:
-    """Return the elements of a row; one of a number, as which a 1 x 1 matrix is viewed."""
+    """Return the elements of a row; 1 for a number, which may be a view of a 1 x 1 matrix."""
     shape = tensor_of(node).shape
     return shape[-1] if shape else 1
 
