@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import Options, UserError, autoshard
+from autoshard import InputError, Options, UserError, autoshard
 from autoshard.runtime.calls.drawing import Resets
 from examples.gpt import GPT, Config
 from tests.spawn import Failure, reports_of_ranks, run_on_ranks
@@ -65,6 +65,23 @@ def test_ranks_that_make_different_calls_are_named() -> None:
         "ranks make different calls: rank 0 (training, input: float32[2, 3]), rank 1 (training, input: float32[3, 3]); every "
         "rank makes the same call: with parts of the same size, as model.shard(...) gives, or without the last batch, and with "
         "the same dtypes, arguments and settings of the model"
+    }
+
+
+def _cut_twice(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model: Any = autoshard(torch.nn.Linear(3, 3), mesh, options=Options(recipe="fsdp+megatron", compile="eager"))
+    parts = model.shard(torch.ones(8, 3))
+    model.shard(parts[0].clone())  # nothing says that this is a part
+    with pytest.raises(InputError) as error:
+        model.shard(*parts)
+    return str(error.value)
+
+
+def test_a_part_of_the_batch_is_not_cut_again() -> None:
+    assert set(run_on_ranks(_cut_twice, 2)) == {
+        "input 'input' is float32[4, 3], this rank's part of float32[8, 3], which model.shard(...) returned before; give it to "
+        "the model as it is, or give model.shard the whole batch"
     }
 
 
