@@ -17,6 +17,7 @@ from autoshard.planner.recomputation import SlowerError, memory_budget_of
 from autoshard.planner.solver_candidate import ANY, Solved, ask, least_of_kernels, solve, solve_for_least
 from autoshard.planner.standings import SOLVED, SearchTask, Standings
 from autoshard.plans.outcome import Candidate, Cost, Search
+from passes.cost.scheduling.best_schedule import MOST_SAVED_APART
 from passes.errors import CompilerError, MemoryLimitError
 from passes.ir.units import format_bytes
 from passes.search.model.axis_groups import format_axis_groups
@@ -26,6 +27,7 @@ from passes.search.solution import Solution
 AGAIN = "layers computed again in the backward"
 REPRICED = "solved again with messages as dear as simulated"
 KEPT = "slower though nothing is computed again: not made to fit"
+UNTUNED = "not fully tuned"  # in buckets and chunks, as it is too slow to win
 SECONDS = 30.0  # at most of the search for the smallest limit: it is for a message, which may say a larger one
 STEP = 0.05  # part of a memory limit: step of the search for the smallest limit, coarse because each step is a solve
 
@@ -209,6 +211,14 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
         yield AGAIN
     elif is_auto and not task.fits(one) and one.cost.step_time >= best_time:
         yield KEPT
+    if task.fits(one) and _is_untuned(task, name, one, best_time):
+        yield UNTUNED
+
+
+def _is_untuned(task: SearchTask, name: str, one: Evaluation, best_time: float) -> bool:
+    """Return whether a candidate may be faster where it is planned by its name, but not as fast as the best."""
+    is_left = name != SOLVED and one.cost.step_time > best_time * (1 + MOST_SAVED_APART)
+    return one.chunking is not None or (is_left and task.effort.recipes != "all")
 
 
 def _too_small(task: SearchTask, least: Evaluation, solved: Solved) -> MemoryLimitError:

@@ -18,7 +18,7 @@ def recomputation_savings(gm: GraphModule, skeleton: Skeleton, node_costs: NodeC
     ranks."""
     members = [member for variable in skeleton.variables for member in variable.members]
     costs = {one.node: node_costs.costs(one.node, one.strategies) for one in members}
-    seconds = {node.name: float(costs[leader][0][0]) for node, leader in skeleton.leader.items() if leader in costs}
+    seconds = {node.name: float(costs[leader][0][0, 0]) for node, leader in skeleton.leader.items() if leader in costs}
     saved = SelectiveRecomputation.of(gm.graph, repeats_of(gm), seconds)
     nbytes = sum(float(costs[one.node][2][0]) * one.count for one in members if one.is_saved and one.node.name in saved.names)
     if not nbytes or not saved.seconds:

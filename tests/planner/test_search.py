@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from autoshard import MemoryLimitError, Mesh, Options, Overlap, ShardingPlan, plan
 from autoshard.config.axis_recipes import recipes_of
 from autoshard.phases import default_passes, inserted
-from autoshard.planner import standings
+from autoshard.planner import candidates, standings
 from autoshard.planner.effort import EXHAUSTIVE, FULL
 from autoshard.planner.evaluation import evaluate, fold, in_chunks, seeded
 from autoshard.planner.make_plan import make_plan, plan_ahead
@@ -27,7 +27,7 @@ from autoshard.planner.recomputation import SlowerError
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.ties import TIE
 from benchmarks.recipe_costs import recipe_assignment
-from examples.llama import TINY, Llama
+from examples.llama import TINY, Config, Llama, step_of
 from passes.base import Pass, PassContext
 from passes.errors import CompilerError, UnknownOpError
 from passes.insert_reshards import InsertReshards
@@ -441,6 +441,23 @@ def test_a_candidate_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: py
     assert notes["solved"] == notes["fsdp"] == "failed: ZeroDivisionError: a defect"
     texts = [str(one.message) for one in told if "left out" in str(one.message)]
     assert [text.split("'")[1] for text in texts] == ["solved", "fsdp"]
+
+
+@pytest.mark.slow
+def test_a_candidate_that_may_be_faster_by_name_says_so() -> None:
+    with torch.device("meta"):
+        model, args = step_of(Config(layers=2, dim=512, heads=8, kv_heads=2, hidden=1408, vocab=16_000, seq=512), 8, 512)
+    options = Options(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16))
+    mesh = Mesh("dp=2,tp=2", hardware="h100")
+    found = plan(model, mesh, args, options=options)
+    assert found.search is not None and found.cost is not None
+    notes = {one.name: one.note for one in found.search.candidates}
+    assert candidates.UNTUNED in notes["hsdp"] and not notes["fsdp"] and not notes[found.search.chosen]
+    steps = {one.name: one.cost.step_time for one in found.search.candidates if one.cost}
+    for name, exactly in (("hsdp", False), ("fsdp", True)):
+        alone = plan(model, mesh, args, options=replace(options, recipe=name)).cost
+        assert alone is not None and (alone.step_time == pytest.approx(steps[name])) == exactly
+        assert found.cost.step_time < alone.step_time <= steps[name] * (1 + 1e-9)
 
 
 def test_candidates_that_all_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

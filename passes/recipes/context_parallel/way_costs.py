@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from passes.cost.collective_time import collective_seconds
+from passes.cost.collective_time import collective_seconds, link_of
 from passes.cost.contention import Contention
 from passes.cost.kernel_time import kernel_seconds, region_seconds, tensor_bytes
 from passes.hardware.hardware import Group, Hardware
 from passes.ir.call import Call, Tensor
+from passes.ir.collectives import Where
 from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
 from passes.rules.attention import is_attention_backward
@@ -154,13 +155,25 @@ def sharded_seconds(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardw
 
     `call` has whole positions, and the part of batch and heads that other axes leave.
     """
+    one = _attending(call, queries, keys, mesh, hardware)
+    return _ring_calls(one, call) if keys.axes_on(POSITIONS) else _gathered_calls(one, call)
+
+
+def ring_messages(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardware: Hardware) -> tuple[Where, float]:
+    """Return the link of the ring of such a call, whose keys are sharded by position, and the seconds that it is busy."""
+    one = _attending(call, queries, keys, mesh, hardware)
+    message, wide = _messages(one)
+    sent = one.sent("send", message) + (one.sent("send", wide) if is_attention_backward(call.op) else 0.0)
+    return link_of(one.group), (one.ranks - 1) * sent
+
+
+def _attending(call: Call, queries: Layout, keys: Layout, mesh: Mesh, hardware: Hardware) -> Attending:
     axes, ring = queries.axes_on(POSITIONS), keys.axes_on(POSITIONS)
     outermost = queries.on(axes[0])
     assert isinstance(outermost, Shard)
     group = mesh.group_shape(tuple(mesh.names[axis] for axis in ring or axes))
     parts = math.prod(mesh.sizes[axis] for axis in axes) // group.ranks
-    one = Attending((call,), group.ranks, outermost.mirror > 0, group, hardware, parts)
-    return _ring_calls(one, call) if ring else _gathered_calls(one, call)
+    return Attending((call,), group.ranks, outermost.mirror > 0, group, hardware, parts)
 
 
 def _step_calls(one: Attending, call: Call, *, is_causal: bool) -> float:

@@ -100,13 +100,14 @@ class Segment:
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
     is_backward: bool = False
 
-    def loads_of_kernels(self, seconds: Floats, awaited: Floats) -> Floats:
-        """Return the load [resource, strategy] of kernels that take `seconds`, of which those on the critical path `awaited`.
+    def loads_of_calls(self, seconds: Floats, awaited: Floats) -> Floats:
+        """Return the load [resource, strategy] of calls that take `seconds` [of kernels, of each link, strategy], of which those
+        of kernels on the critical path are `awaited`.
 
         A link sends no gradient before the first is there, and nothing while the last layer uses what was gathered last.
         """
-        idle, nothing = self.exposed * seconds, np.zeros_like(seconds)
-        return np.stack([seconds, seconds, nothing, nothing, idle, idle, awaited])
+        kernels, *sent = seconds
+        return np.stack([kernels, kernels, *sent, *(self.exposed * kernels + seconds[1:]), awaited])
 
 
 @dataclass(frozen=True)

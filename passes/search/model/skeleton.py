@@ -80,24 +80,26 @@ def with_costs(skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Fa
             raise TimeoutError
         name = one.nodes[0].name if one.nodes else "outputs"
         seconds, awaited, state, working = _costs(one, node_costs)
-        loads = skeleton.segments[one.segment].loads_of_kernels(seconds, awaited)
+        loads = skeleton.segments[one.segment].loads_of_calls(seconds, awaited)
         variables.append(Variable(name, one.nodes, one.strategies, one.segment, loads, state, working))
     return FactorGraph(tuple(variables), skeleton.values, skeleton.segments)
 
 
 def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return, per strategy, seconds, those of them that others wait for, bytes that stay and bytes of one node while it runs."""
+    """Return, per strategy, seconds [of calls, of each link, strategy], those of calls that others wait for, bytes that stay and
+    bytes of one node while it runs."""
     if not variable.members:
-        nothing = np.zeros((len(MOMENTS), len(variable.strategies)))
-        return nothing[0], nothing[0], nothing, nothing[0]
+        nothing = np.zeros(len(variable.strategies))
+        return np.stack([nothing] * 3), nothing, np.stack([nothing] * len(MOMENTS)), nothing
     costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
     awaited = np.array([[member.is_awaited] for member in variable.members])
-    return seconds.sum(0), (seconds * awaited).sum(0), state.sum(0), working.max(0)
+    return seconds.sum(0), (seconds[:, 0] * awaited).sum(0), state.sum(0), working.max(0)
 
 
 def member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:
-    """Return, per strategy of its variable, seconds, bytes that stay [moment, strategy] and bytes while it runs."""
+    """Return, per strategy of its variable, seconds [of calls, of each link, strategy], bytes that stay [moment, strategy] and
+    bytes while it runs."""
     seconds, state, results, working = node_costs.costs(member.node, member.strategies)
     if member.is_saved:
         state = state.copy()
