@@ -27,7 +27,7 @@ from autoshard.capture.flat_call import FlatCall, flatten_call
 from autoshard.capture.garbage import uncollected
 from autoshard.capture.joint_graph import finish_graph
 from autoshard.capture.resized_call import resized_call
-from autoshard.capture.signature import Call, Signature, bind_call, format_leaf, is_constant
+from autoshard.capture.signature import Call, Signature, bind_call, check_leaves, format_leaf, is_constant
 from autoshard.capture.tracing import trace
 from passes._torch import (
     OutsideRead,
@@ -226,20 +226,8 @@ def _bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     except TypeError as error:
         given = ", ".join([*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())])
         raise CaptureError(f"{type(module).__name__}.forward{signature} cannot take ({given}): {error}") from error
-    for path, leaf in call.leaves.items():
-        if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
-            raise CaptureError(_refused_argument(path, type(leaf).__name__))
+    check_leaves(call)
     return call
-
-
-def _refused_argument(path: str, name: str) -> str:
-    text = f"argument {path} is a {name}, which is neither a tensor nor a constant; "
-    if name.endswith("Cache"):  # a cache grows with each call of `generate`, and so would the programs
-        return text + "call the model, or its generate(), with use_cache=False"
-    return (
-        text + "pass tensors in tuples, lists, dicts or dataclasses, or register the class with "
-        "torch.utils._pytree.register_pytree_node"
-    )
 
 
 def _brief(value: object) -> str:

@@ -111,6 +111,25 @@ def bind_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
     return Call(bound, leaves, spec)
 
 
+def check_leaves(call: Call) -> None:
+    """Raise CaptureError for an argument that is neither a tensor nor a constant, nor made of them."""
+    for path, leaf in call.leaves.items():
+        if not isinstance(leaf, torch.Tensor) and not is_constant(leaf):
+            raise CaptureError(_refused_argument(path, type(leaf).__name__))
+
+
+def _refused_argument(path: str, name: str) -> str:
+    text = f"argument {path} is a {name}, which is neither a tensor nor a constant; "
+    if name == "ndarray":
+        return text + "give torch.from_numpy(...) of it"
+    if name.endswith("Cache"):  # a cache grows with each call of `generate`, and so would the programs
+        return text + "call the model, or its generate(), with use_cache=False"
+    return (
+        text + "pass tensors in tuples, lists, dicts or dataclasses, or register the class with "
+        "torch.utils._pytree.register_pytree_node"
+    )
+
+
 def is_constant(value: object) -> bool:
     """Return whether a leaf can be a constant of a capture."""
     return isinstance(value, _CONSTANT_TYPES)

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -834,6 +835,11 @@ class Takes(nn.Module):
             {},
             "argument x is a Result, which is neither a tensor nor a constant; pass tensors in tuples, lists, dicts or "
             "dataclasses, or register the class with torch.utils._pytree.register_pytree_node",
+        ),
+        (
+            (np.ones(2),),
+            {},
+            "argument x is a ndarray, which is neither a tensor nor a constant; give torch.from_numpy(...) of it",
         ),
         (
             (torch.ones(2), KeysCache(torch.ones(2))),

@@ -68,6 +68,37 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     }
 
 
+class Weighs(torch.nn.Module):
+    """Weighs its input by Python numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, weights: Any) -> torch.Tensor:
+        return self.layer(x) * sum(weights)
+
+
+def _give_lists(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autoshard(Weighs(), mesh, options=Options(recipe="ddp", compile="eager"))
+    model(torch.ones(2, 3), [float(rank), *range(20), *(100 + rank + 2 * number for number in range(15))])
+
+
+def test_of_many_arguments_those_that_differ_are_named() -> None:
+    reports = reports_of_ranks(_give_lists, 2)
+    assert all(isinstance(report, Failure) for report in reports)
+
+    def numbers(rank: int) -> str:
+        return ", ".join(f"weights.{21 + number}: {100 + rank + 2 * number}" for number in range(11))
+
+    assert {report.message for report in reports} == {
+        f"ranks make different calls: rank 0 (weights.0: 0.0, {numbers(0)}, and 4 more), rank 1 (weights.0: 1.0, {numbers(1)}, "
+        "and 4 more); every rank makes the same call: with parts of the same size, as model.shard(...) gives, or without the "
+        "last batch, and with the same dtypes, arguments and settings of the model; give many numbers as a tensor"
+    }
+
+
 def _cut_twice(rank: int) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     model: Any = autoshard(torch.nn.Linear(3, 3), mesh, options=Options(recipe="fsdp+megatron", compile="eager"))
@@ -323,7 +354,7 @@ def _rescale(rank: int) -> list[float]:
     """Change the scale of one layer between calls; return how far this rank's outputs are from one device's."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
-    one: Any = torch.nn.Sequential(*(_Adapted() for _ in range(20)), torch.nn.Linear(8, 3)).double()
+    one: Any = torch.nn.Sequential(*(_Adapted() for _ in range(12)), torch.nn.Linear(8, 3)).double()
     x = torch.randn(8, 8, dtype=torch.float64)
     model: Any = autoshard(one, mesh, (x,), options=Options(recipe="fsdp", compile="eager"))
     found = []

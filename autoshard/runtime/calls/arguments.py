@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.capture.signature import Call, Signature, format_leaf, is_constant, same_constant
 
 Key = frozenset[tuple[str, Hashable]]
+SHOWN = 12  # arguments of a call that a message shows
 
 
 def key_of(call: Call, *, gradients: bool) -> Key:
@@ -34,10 +35,21 @@ def signature_key(signature: Signature, *, gradients: bool) -> Key:
 
 
 def format_call(call: Call) -> str:
-    """Return a call as messages show it: `tokens: int64[4, 16], scale: 2.0`; arguments that are the defaults are left out."""
+    """Return a call as messages show it: `tokens: int64[4, 16], scale: 2.0`."""
+    return joined(format_arguments(call))
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return texts as one, the first of them if they are many."""
+    more = (f"and {len(texts) - SHOWN} more",) if len(texts) > SHOWN else ()
+    return ", ".join((*texts[:SHOWN], *more))
+
+
+def format_arguments(call: Call) -> tuple[str, ...]:
+    """Return the arguments of a call as messages show them; those that are the defaults are left out."""
     parameters = call.bound.signature.parameters
     shown = (item for item in call.leaves.items() if item[0] not in parameters or not _is_default(item[1], parameters[item[0]]))
-    return ", ".join(f"{path}: {_format(leaf)}" for path, leaf in shown) or "no arguments"
+    return tuple(f"{path}: {_format(leaf)}" for path, leaf in shown) or ("no arguments",)
 
 
 def _is_default(leaf: Any, parameter: inspect.Parameter) -> bool:

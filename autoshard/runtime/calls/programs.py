@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.signature import Call, Signature, bind_call
+from autoshard.capture.signature import Call, Signature, bind_call, check_leaves
 from autoshard.compile.compiled import Mode as Compile
 from autoshard.config.options import Bucket
 from autoshard.config.progress import Progress, shown, silent
@@ -26,7 +26,7 @@ from autoshard.inspection.sharding_plan import ShardingPlan
 from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
 from autoshard.runtime.build import Partitioned, build_program
 from autoshard.runtime.calls import model_state
-from autoshard.runtime.calls.arguments import Key, format_call, key_of, signature_key
+from autoshard.runtime.calls.arguments import SHOWN, Key, format_arguments, format_call, joined, key_of, signature_key
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
@@ -252,8 +252,9 @@ def _met(
 ) -> Program:
     """Return the program of a call that was not made before; all ranks meet here."""
     changes = state.states.changes(_state_of(state.programs[-1].mode)) if state.programs else ()
-    described = ", ".join([_format_mode(model, mode), format_call(call), *changes[:_SHOWN]])
-    _check_same_call(state.groups, described)
+    said = (_format_mode(model, mode), *format_arguments(call), *changes[:_SHOWN])
+    _check_same_call(state.groups, said)
+    described = joined(said)
     if changes and state.states.current not in (_state_of(program.mode) for program in state.programs):
         _tell(state, changes)
     program = _known(state, mode, call) or _made(model, state, mode, call, described, as_written)
@@ -292,13 +293,17 @@ def _tell_unseen(state: RuntimeState) -> None:
 
 
 def bound_call(state: RuntimeState, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> Call:
-    """Return the call of the model's forward with these arguments. Raises InputError, with advice, if it does not take them.
+    """Return the call of the model's forward with these arguments.
+
+    Raises InputError, with advice, if it does not take them, and CaptureError for what is neither a tensor nor a constant.
     """
     signature = state.states.signature
     try:
-        return bind_call(signature, args, kwargs)
+        call = bind_call(signature, args, kwargs)
     except TypeError as error:
         raise InputError(f"{state.kind.__name__}.forward{signature} cannot be called like this: {error}{advice}") from error
+    check_leaves(call)
+    return call
 
 
 def _known(state: RuntimeState, mode: Mode, call: Call) -> Program | None:
@@ -375,16 +380,26 @@ def install(
     return program
 
 
-def _check_same_call(groups: MeshGroups, described: str) -> None:
-    """Raise DistributedError if ranks are about to make programs for different calls."""
-    calls = exchange(groups, described)
+def _check_same_call(groups: MeshGroups, said: tuple[str, ...]) -> None:
+    """Raise DistributedError if ranks are about to make programs for different calls; `said` is what is known of this one."""
+    calls = exchange(groups, said)
     other = next((number for number, one in enumerate(calls) if one != calls[0]), None)
     if other is not None:
+        first, second = _shown(calls[0], calls[other]), _shown(calls[other], calls[0])
+        advice = "; give many numbers as a tensor" if max(len(calls[0]), len(calls[other])) > SHOWN else ""
         raise DistributedError(
-            f"ranks make different calls: rank {groups.mesh.ranks[0]} ({calls[0]}), rank {groups.mesh.ranks[other]} "
-            f"({calls[other]}); every rank makes the same call: with parts of the same size, as model.shard(...) "
-            "gives, or without the last batch, and with the same dtypes, arguments and settings of the model"
+            f"ranks make different calls: rank {groups.mesh.ranks[0]} ({first}), rank {groups.mesh.ranks[other]} "
+            f"({second}); every rank makes the same call: with parts of the same size, as model.shard(...) "
+            f"gives, or without the last batch, and with the same dtypes, arguments and settings of the model{advice}"
         )
+
+
+def _shown(said: tuple[str, ...], other: tuple[str, ...]) -> str:
+    """Return what is said of a call, or if that is much, what is not said of another."""
+    if len(said) > SHOWN:
+        known = set(other)
+        said = tuple(one for one in said if one not in known)
+    return joined(said) or "fewer arguments"
 
 
 def _check_number(state: RuntimeState, described: str) -> None:
