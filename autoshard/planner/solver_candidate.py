@@ -30,9 +30,9 @@ SHARE = 0.5  # part of the remaining time for a solve; the rest is for simulatin
 PROVEN = 0.01  # of the step: no further solution is simulated where none can be shorter by more
 ANY = 1.0  # optimality gap as part of a step: accept any plan that fits
 OFF = 0.1  # part of a step: by how much the solver's seconds and the simulator's may differ for a good plan
-OVERESTIMATED = 0.1  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
+OVERESTIMATED = 0.02  # part of the limit: a plan whose memory is estimated this much over its peak may hide a faster one
 CORRECTIONS = 2  # of the estimate at most, as each is solved and simulated
-NEAR = 0.5  # part of the limit: plans that are estimated to take less are far from it, whatever the error
+NEAR = 5.0  # errors of the estimate: a plan that is estimated to leave more of the limit is far from it
 AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the estimate where none seems to fit
 BEATEN = "no plan that fits is as fast, as the solver's model proves: not simulated"
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
@@ -376,7 +376,7 @@ def _with_estimate_corrected(task: SearchTask, answer: Answer | None, shrunk: Ca
     measured = shrunk(limit * AMPLE, tries=1) if answer is None else answer
     if measured is None or (answer is None and task.fits(measured.evaluation)):
         return measured
-    if answer is not None and not (task.fits(answer.evaluation) and answer.solution.memory > NEAR * limit):
+    if answer is not None and not (task.fits(answer.evaluation) and limit - answer.solution.memory < NEAR * _excess(answer)):
         return answer
     allowed = limit
     for _ in range(CORRECTIONS):

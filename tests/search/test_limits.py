@@ -49,6 +49,40 @@ class Mixture(nn.Module):
         return nn.functional.mse_loss(self.out(mixed), target)
 
 
+class MixtureLayer(nn.Module):
+    """Attention, and experts that all see all tokens, each with a residual."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, positions, width = x.shape
+        query, key, value = self.qkv(self.norm(x)).view(batch, positions, 3, 8, width // 8).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(x.shape))
+        rows = x.reshape(-1, width)
+        hidden = nn.functional.gelu(torch.einsum("td,edf->etf", rows, self.up))
+        each = torch.einsum("etf,efd->etd", hidden, self.down)
+        return x + torch.einsum("etd,te->td", each, self.gate(rows).softmax(-1)).view(x.shape)
+
+
+class MixtureDecoder(nn.Module):
+    """Two layers of dense mixtures; forward(tokens, labels), each [batch, positions]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(8000, 512), nn.Linear(512, 8000)
+        self.layers = nn.Sequential(*(MixtureLayer(512, 1024, 8) for _ in range(2)))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.layers(self.tok(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 SMALL: dict[str, tuple[Callable[[], Made], str]] = {
     "wide mlp": (lambda: mlp(64, 4096), "dp=2"),
     "mlp, large batch": (lambda: mlp(4096, 1024), "dp=2,tp=2"),
@@ -159,6 +193,16 @@ def test_a_long_time_gives_the_plan_of_no_limit() -> None:
 def test_a_time_limit_that_is_no_time_is_refused(limit: Any) -> None:
     with pytest.raises(UserError, match="give seconds, 0 or more, or leave it out for no limit"):
         Options(time_limit=limit)
+
+
+def test_a_plan_is_as_fast_in_its_own_peak_where_the_estimate_is_off_by_little() -> None:
+    """The solver estimates 8 % more than the simulator finds, and took a plan that is 4 % slower."""
+    model, args = on_meta(lambda: (MixtureDecoder(), (torch.empty(8, 256, dtype=torch.long),) * 2))
+    mesh = Mesh("dp=4", hardware="h100")
+    free = plan(model, mesh, args).cost
+    assert free is not None
+    held = plan(model, mesh, args, options=Options(memory_limit=int(free.peak_memory))).cost
+    assert held is not None and held.step_time <= free.step_time * (1 + TIE)
 
 
 @pytest.mark.parametrize(("mesh", "hardware", "experts"), [("dp=2,tp=2", "h100", 6), ("dp=4", "a100", 8)])
