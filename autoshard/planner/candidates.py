@@ -217,6 +217,7 @@ def _notes(task: SearchTask, solved: Solved, name: str, one: Evaluation, best_ti
 
 def _is_untuned(task: SearchTask, name: str, one: Evaluation, best_time: float) -> bool:
     """Return whether a candidate may be faster where it is planned by its name, but not as fast as the best."""
+    best_time = min(best_time, task.best_elsewhere)
     is_left = name != SOLVED and one.cost.step_time > best_time * (1 + MOST_SAVED_APART)
     return one.chunking is not None or (is_left and task.effort.recipes != "all")
 
