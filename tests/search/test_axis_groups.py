@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
+from autoshard.planner import candidates
 from autoshard.planner.ties import TIE
 from passes.ir.layout import Layout, Shard
 from passes.ir.text import parse_graph
@@ -109,7 +110,8 @@ def test_four_axes_are_as_good_as_two() -> None:
 
 
 @pytest.mark.slow
-def test_four_axes_that_do_not_fit_name_what_is_needed() -> None:
+def test_four_axes_that_do_not_fit_name_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "SECONDS", 2.0)
     model, args = on_meta(8192, 1 << 17)
     with pytest.raises(MemoryLimitError, match=r"no plan fits in 1.0 MiB.*takes least"):
         plan(model, Mesh("pod=2,dp=2,cp=2,tp=2", hardware="h100"), args, options=Options(memory_limit=1 << 20))

@@ -104,10 +104,12 @@ class Segment:
         """Return the load [resource, strategy] of calls that take `seconds` [of kernels, of each link, strategy], of which those
         of kernels on the critical path are `awaited`.
 
-        A link sends no gradient before the first is there, and nothing while the last layer uses what was gathered last.
+        A link sends no gradient before the first is there, and nothing while the last layer uses what was gathered last, but for
+        what that layer's calls send.
         """
-        kernels, *sent = seconds
-        return np.stack([kernels, kernels, *sent, *(self.exposed * kernels + seconds[1:]), awaited])
+        kernels, sent = seconds[0], seconds[1:]
+        late = self.exposed * kernels + (1 - self.exposed) * sent
+        return np.stack([kernels, kernels, *sent, *late, awaited])
 
 
 @dataclass(frozen=True)
