@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from autoshard.runtime.calls.arguments import SHOWN, joined
 from autoshard.runtime.process_groups import MeshGroups
 from passes._torch import OpOverload
 from passes.errors import AutoshardError, DistributedError, InputError
@@ -63,6 +64,28 @@ def of_first(groups: MeshGroups, value: T) -> T:
     except RuntimeError as error:
         raise groups.watch.stopped(error) from error
     return values[0]
+
+
+def check_same_call(groups: MeshGroups, said: tuple[str, ...]) -> None:
+    """Raise DistributedError if ranks are about to make programs for different calls; `said` is what is known of this one."""
+    calls = exchange(groups, said)
+    other = next((number for number, one in enumerate(calls) if one != calls[0]), None)
+    if other is not None:
+        first, second = _shown(calls[0], calls[other]), _shown(calls[other], calls[0])
+        advice = "; give many numbers as a tensor" if max(len(calls[0]), len(calls[other])) > SHOWN else ""
+        raise DistributedError(
+            f"ranks make different calls: rank {groups.mesh.ranks[0]} ({first}), rank {groups.mesh.ranks[other]} "
+            f"({second}); every rank makes the same call: with parts of the same size, as model.shard(...) "
+            f"gives, or without the last batch, and with the same dtypes, arguments and settings of the model{advice}"
+        )
+
+
+def _shown(said: tuple[str, ...], other: tuple[str, ...]) -> str:
+    """Return what is said of a call, or if that is much, what is not said of another."""
+    if len(said) > SHOWN:
+        known = set(other)
+        said = tuple(one for one in said if one not in known)
+    return joined(said) or "fewer arguments"
 
 
 def together(groups: MeshGroups, stage: str, attempt: Callable[[], T]) -> T:

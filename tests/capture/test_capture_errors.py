@@ -753,22 +753,24 @@ def test_torch_does_not_log_the_traceback_of_a_wrong_shape(caplog: pytest.LogCap
         ("drops_layers", "skip_the_layer", "layerdrop=0 (encoder_layerdrop=0, decoder_layerdrop=0)"),
         ("cache_utils", "is_full_to_here", "use_cache=False"),
         ("masks", "flex_attention_mask_is_full", 'attn_implementation="sdpa"'),
+        ("integrations.moe", "expert_hit", 'experts_implementation="grouped_mm"'),
+        ("modeling", "expert_hit", ""),  # no class that takes the setting
     ],
 )
 def test_the_setting_of_a_library_that_avoids_it_is_named(
     file: str, condition: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "transformers" / f"{file}.py"
-    path.parent.mkdir()
+    path = tmp_path / "transformers" / f"{file.replace('.', '/')}.py"
+    path.parent.mkdir(parents=True)
     path.write_text(DROPS_LAYERS.replace("skip_the_layer", condition))
-    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.syspath_prepend(tmp_path / "transformers")
     module = import_module(file)
     with pytest.raises(CaptureError) as raised:
         capture(module.Drops(4, 4), (torch.ones(2, 4),), training=True)
+    here = f"; here, set {setting} in the model's config" if setting else ""
     assert str(raised.value) == (
         "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides and "
-        f"choose with torch.where(condition, a, b); here, set {setting} in the model's config"
-        f"\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
+        f"choose with torch.where(condition, a, b){here}\n  {path}:7: {path.read_text().splitlines()[6].strip()}"
     )
 
 

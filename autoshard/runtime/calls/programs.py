@@ -23,10 +23,10 @@ from autoshard.compile.compiled import Mode as Compile
 from autoshard.config.options import Bucket
 from autoshard.config.progress import Progress, shown, silent
 from autoshard.inspection.sharding_plan import ShardingPlan
-from autoshard.runtime.agreement import Given, check_equal_values, exchange, together
+from autoshard.runtime.agreement import Given, check_equal_values, check_same_call, together
 from autoshard.runtime.build import Partitioned, build_program
 from autoshard.runtime.calls import model_state
-from autoshard.runtime.calls.arguments import SHOWN, Key, format_arguments, format_call, joined, key_of, signature_key
+from autoshard.runtime.calls.arguments import Key, format_arguments, format_call, joined, key_of, signature_key
 from autoshard.runtime.calls.buckets import padded
 from autoshard.runtime.calls.model_state import ModelStates
 from autoshard.runtime.calls.new_parameters import take_over
@@ -39,7 +39,7 @@ from autoshard.runtime.shared_plan import Decided, plan_together
 from autoshard.runtime.watch.call_watch import SharedCall
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
 from passes._torch import local_of_dtensor
-from passes.errors import DistributedError, InputError, UserError
+from passes.errors import InputError, UserError
 from passes.ir.layout import Layout, Shard, replicated
 from passes.ir.units import format_seconds
 
@@ -253,7 +253,7 @@ def _met(
     """Return the program of a call that was not made before; all ranks meet here."""
     changes = state.states.changes(_state_of(state.programs[-1].mode)) if state.programs else ()
     said = (_format_mode(model, mode), *format_arguments(call), *changes[:_SHOWN])
-    _check_same_call(state.groups, said)
+    check_same_call(state.groups, said)
     described = joined(said)
     if changes and state.states.current not in (_state_of(program.mode) for program in state.programs):
         _tell(state, changes)
@@ -378,28 +378,6 @@ def install(
     state.programs.append(program)
     _log.info("program %d: %s", len(state.programs), program)
     return program
-
-
-def _check_same_call(groups: MeshGroups, said: tuple[str, ...]) -> None:
-    """Raise DistributedError if ranks are about to make programs for different calls; `said` is what is known of this one."""
-    calls = exchange(groups, said)
-    other = next((number for number, one in enumerate(calls) if one != calls[0]), None)
-    if other is not None:
-        first, second = _shown(calls[0], calls[other]), _shown(calls[other], calls[0])
-        advice = "; give many numbers as a tensor" if max(len(calls[0]), len(calls[other])) > SHOWN else ""
-        raise DistributedError(
-            f"ranks make different calls: rank {groups.mesh.ranks[0]} ({first}), rank {groups.mesh.ranks[other]} "
-            f"({second}); every rank makes the same call: with parts of the same size, as model.shard(...) "
-            f"gives, or without the last batch, and with the same dtypes, arguments and settings of the model{advice}"
-        )
-
-
-def _shown(said: tuple[str, ...], other: tuple[str, ...]) -> str:
-    """Return what is said of a call, or if that is much, what is not said of another."""
-    if len(said) > SHOWN:
-        known = set(other)
-        said = tuple(one for one in said if one not in known)
-    return joined(said) or "fewer arguments"
 
 
 def _check_number(state: RuntimeState, described: str) -> None:

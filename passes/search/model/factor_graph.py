@@ -24,6 +24,7 @@ from passes.search.model.strategies import Strategy
 # Kernels as messages inside a node slow them down, and as those between nodes do; these links; each of them without the time in
 # which one layer's kernels run and no gradient is there, or nothing is left to gather; the critical path:
 RESOURCES = BESIDE_INSIDE, BESIDE_ACROSS, INSIDE, ACROSS, LATE_INSIDE, LATE_ACROSS, PATH = range(7)
+LINKS = INSIDE, ACROSS
 # When the forward ends, all that it saves is there, when the backward ends, all gradients; in between, some of both:
 MOMENTS = FORWARD_END, BACKWARD_END = range(2)
 Floats = NDArray[np.float64]

@@ -114,11 +114,11 @@ class NodeCosts:
         if node.op == "placeholder" or is_reshard(node) or is_alias(node) or node in self._bytes.shares:
             return
         yield from self._halos(node, strategy)
-        call, mesh = self._call(node), self.unit_costs.mesh
+        call = self._call(node)
         queries, keys = _queries_and_keys(call, strategy)
         if queries is not None and keys is not None and keys.axes_on(POSITIONS):
             whole = local_call(call, _with_whole_positions(strategy), self._bytes.sizes)
-            yield ring_messages(whole, queries, keys, mesh, self.unit_costs.hardware)
+            yield ring_messages(whole, queries, keys, self.unit_costs.mesh, self.unit_costs.hardware)
 
     def _halos(self, node: Node, strategy: Strategy) -> Iterator[tuple[Where, float]]:
         space = space_of(node)

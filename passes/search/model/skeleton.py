@@ -12,6 +12,7 @@ from torch.fx import Node
 from passes.search.model.axis_groups import AxisGroups
 from passes.search.model.factor_graph import (
     FORWARD_END,
+    LINKS,
     MOMENTS,
     FactorGraph,
     Floats,
@@ -89,8 +90,8 @@ def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, F
     """Return, per strategy, seconds [of calls, of each link, strategy], those of calls that others wait for, bytes that stay and
     bytes of one node while it runs."""
     if not variable.members:
-        nothing = np.zeros(len(variable.strategies))
-        return np.stack([nothing] * 3), nothing, np.stack([nothing] * len(MOMENTS)), nothing
+        number = len(variable.strategies)
+        return np.zeros((1 + len(LINKS), number)), np.zeros(number), np.zeros((len(MOMENTS), number)), np.zeros(number)
     costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
     awaited = np.array([[member.is_awaited] for member in variable.members])
