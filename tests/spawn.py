@@ -42,7 +42,7 @@ class RankError(AssertionError):
 IMPORTED = [  # before ranks are forked: 2 s of CPU less in each
     *("autoshard.api", "autoshard.debug.checking", "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("passes._torch.dynamo.module_trace", "passes._torch.joint", "passes._torch.partition"),
-    "passes._torch.inductor.compilation",
+    *("passes._torch.inductor.compilation", "tests.warm"),
 ]
 
 

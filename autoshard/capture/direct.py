@@ -188,6 +188,9 @@ def _rehearse(call: _Call, mode: Any, functions: Functions, *, watches_state: bo
             raise CaptureError("it changes the shape, the gradient or requires_grad of a tensor that it is given")
     del held, result, copied, inputs
     functions.forget_dead()
+    if watch.keeps():  # collection takes as long as a small model's run
+        gc.collect()
+        functions.forget_dead()
     watch.check_kept()
     return watch.ops, output
 
@@ -232,10 +235,12 @@ class _Watch:
             if isinstance(one, Tensor) and id(one) not in self._inputs:
                 self._made.append((weakref.ref(one), current_stack()))
 
+    def keeps(self) -> bool:
+        """Return whether a tensor that was made is alive."""
+        return any(one() is not None for one, _ in self._made)
+
     def check_kept(self) -> None:
         """Raise CaptureError if a tensor that was made is alive: it would be another in each call."""
-        if any(one() is not None for one, _ in self._made):
-            gc.collect()
         for one, stack in self._made:
             if one() is not None:
                 place = format_place(user_frame(stack))

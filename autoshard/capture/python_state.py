@@ -116,7 +116,6 @@ class Functions:
 
     def forget_dead(self) -> None:
         """Let go of what the run alone held: variables of functions that it made, which end with it."""
-        gc.collect()
         while True:
             held = Counter(id(value) for outside in self.outside.values() for value in outside.values())
             dead = [

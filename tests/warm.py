@@ -1,0 +1,19 @@
+"""Do once what each rank would do first, in the process that ranks are forked from: import this module there.
+
+A first plan fills caches of torch and of ours (0.2 s), Inductor builds its patterns at its first graph (0.3 s), and finds
+out which vectors the CPU has by compiling and loading four libraries, each in a process that imports torch (2 s).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard import Mesh, Options, plan
+from passes._torch.deferred import run_joint_graph_passes
+
+plan(nn.Linear(4, 4), Mesh("dp=2"), (torch.ones(2, 4),), options=Options(recipe="fsdp"))
+run_joint_graph_passes(make_fx(torch.relu, tracing_mode="fake")(torch.ones(2)))
+pick_vec_isa()
