@@ -34,7 +34,7 @@ FSDP_MEGATRON = {"dp": "fsdp", "tp": "megatron"}
 
 
 def sharded(
-    shape: dict[str, int], recipes: dict[str, str], *, name: str = "gpt", mode: Any = "eager", now: bool = True
+    shape: dict[str, int], recipes: dict[str, str], *, name: str = "mlp", mode: Any = "eager", now: bool = True
 ) -> tuple[Case, Any]:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     case = build(name)
@@ -52,7 +52,7 @@ def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def _train(rank: int) -> list[dict[str, float]]:
-    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
+    case, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON, name="gpt")
     return [_steps(case, model, foreach) for foreach in (False, True)]
 
 
@@ -156,7 +156,7 @@ def test_parameters_are_cut_in_place_at_the_first_call() -> None:
 
 
 def _samples(rank: int) -> list[int]:
-    _, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON, name="mlp")
+    _, model = sharded({"dp": 2, "tp": 2}, FSDP_MEGATRON)
     numbers: Any = list(range(8))
     return list(model.sampler(numbers, shuffle=False))
 
@@ -167,7 +167,7 @@ def test_the_sampler_splits_samples_over_data_axes_alone() -> None:
 
 def _compile(rank: int, cache: str) -> tuple[int, int, bool]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    case, model = sharded({"tp": 2}, {"tp": "megatron"}, name="mlp", mode="inductor")
+    case, model = sharded({"tp": 2}, {"tp": "megatron"}, mode="inductor")
     loss = model(*model.shard(*case.args))
     loss.backward()
     equal = float((loss - case.model(*case.args)).abs()) < 1e-10
