@@ -103,7 +103,7 @@ FSDP, BOTH, CONTEXT = "fsdp", {"dp": "fsdp", "tp": "megatron"}, {"dp": "ddp", "c
     ],
 )
 def test_decoders(make: Callable[..., Any], recipe: Any, mesh: str, recompute: Any) -> None:
-    model, args, _ = make(layers=7)
+    model, args, _ = make(layers=5)
     model.double()
     options = Options(recipe=recipe, recompute=recompute)
     first = _first(model, args, Mesh(mesh), options)
