@@ -118,6 +118,6 @@ def _inputs_text(what: str, one: Padded, parts: int) -> str:
 def _text(one: Padded, parts: int) -> str:
     digit, padded = one.padding.digit, one.padding.padded
     shape = list(tensor_of(one.value).shape)
-    unit = f" of {digit.inner} elements" if digit.inner > 1 else ""
+    what = f"{digit.size} parts of {digit.inner} elements are" if digit.inner > 1 else f"{digit.size} is"
     name, more = f"{input_of(one.value).name}{shape}", f"{padded / digit.size - 1:.2%} more"
-    return f"{name}: {digit.size} parts{unit} are padded to {padded}, which {parts} divides: {more}"
+    return f"{name}: {what} padded to {padded}, which {parts} divides: {more}"

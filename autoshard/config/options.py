@@ -256,9 +256,9 @@ class Options:
 
 
 def _bytes_in(text: str) -> float:
-    """Return the whole bytes that "60GB" stands for; nan for other text."""
+    """Return the whole bytes that "60GB" stands for; nan for other text, and for "60Gb", which are bits."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B\s*", text, re.IGNORECASE)
-    if match is None:
+    if match is None or re.search("[KMGT]i?b", text):
         return math.nan
     prefix = (match[2] or "").upper()
     unit = float((1024 if prefix.endswith("I") else 1000) ** " KMGT".index(prefix[:1] or " "))

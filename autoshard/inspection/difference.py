@@ -122,6 +122,11 @@ def _numbers(section: str, what: str, before: float, after: float, form: Callabl
     return Change(section, what, form(before), form(after), f"{sign}{form(abs(after - before))}{part}")
 
 
+def _exposed(more: float) -> str:
+    change = f"{'+' if more > 0 else '-'}{format_seconds(abs(more))}"
+    return "exposed as before" if format_seconds(abs(more)) == format_seconds(0.0) else f"exposed {change}"
+
+
 def _values(
     section: str,
     before: PlanRecord,
@@ -171,10 +176,11 @@ def _layouts(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
     for module, pairs in changed.items():
         if pairs:
             most = max(dict.fromkeys(pairs), key=pairs.count)
-            key = re.sub(r"\d+", "#", module), f"{len(pairs)} of {total[module]}", most
+            alike = "" if pairs.count(most) == len(pairs) else ", most like this"
+            key = re.sub(r"\d+", "#", module), f"{len(pairs)} of {total[module]}{alike}", most
             groups.setdefault(key, []).append(module)
     for (_, count, (old, new)), modules in groups.items():
-        yield Change("values", fold_names(modules) or "outside of modules", old, new, f"most of {count}")
+        yield Change("values", fold_names(modules) or "outside of modules", old, new, count)
 
 
 def _placed(plan: PlanRecord) -> dict[tuple[str, str], list[str]]:
@@ -202,7 +208,7 @@ def _collectives(before: PlanRecord, after: PlanRecord) -> Iterator[Change]:
             exposed = sum(c.exposed or 0.0 for c in new) - sum(c.exposed or 0.0 for c in old)
             nbytes = sum(c.bytes for c in new) - sum(c.bytes for c in old)
             timed = before.cost is not None and after.cost is not None
-            by = f"exposed {'+' if exposed >= 0 else '-'}{format_seconds(abs(exposed))}" if timed else ""
+            by = _exposed(exposed) if timed else ""
             found.append(((-abs(exposed), -abs(nbytes)), Change("collectives", _where(key, (*old, *new)), *texts, by)))
     yield from (change for _, change in sorted(found, key=lambda pair: pair[0]))
 

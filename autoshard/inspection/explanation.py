@@ -81,7 +81,7 @@ def explain(plan: PlanRecord, what: str, state: PlanningState | None = None) -> 
     subject = subject_of(plan, what, None if state is None else state.folded)
     nodes = [node for node in subject.nodes if _layout(plan, node) is not None]
     priced = nodes if len(nodes) == 1 else _largest(nodes)
-    forced, solved = _pins(plan), 1 if state is None or len(priced) > 1 else state.effort.alternatives
+    forced, solved = _pins(plan), 0 if state is None else state.effort.alternatives
     return Explanation(
         what,
         subject.kind,
@@ -267,8 +267,8 @@ def _alternative_lines(choice: Choice, one: Explanation) -> Iterator[str]:
         if other.step is None:
             rows.append((f"{mark}{other.layout.format(one.mesh)}", "-", "", "", "", "", "", "nothing goes together with it"))
             continue
-        change = f"{100 * (other.step / least - 1):+.1f} %" if least and not other.is_chosen else ""
-        at_least = f"{100 * (other.bound / least - 1):+.1f} %" if least and not other.is_chosen else ""
+        change = f"{100 * (other.step / least - 1):+z.1f} %" if least and not other.is_chosen else ""
+        at_least = f"{100 * (other.bound / least - 1):+z.1f} %" if least and not other.is_chosen else ""
         times = (format_seconds(seconds) for seconds in (other.compute, other.communication))
         fits = "" if other.fits else "does not fit"
         row = (f"{mark}{other.layout.format(one.mesh)}", format_seconds(other.step), change, at_least, *times)

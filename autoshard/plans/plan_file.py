@@ -1,8 +1,9 @@
 """Save a plan as a JSON file with a schema and a version, one line per decision, without pickle.
 
-    {"schema": "autoshard.plan", "version": 8, "fingerprint": "...", "mesh": {...}, "parameters": {...}, ...}
+    {"schema": "autoshard.plan", "version": 9, "fingerprint": "...", "checksum": "...", "mesh": {...}, "parameters": {...}, ...}
 
-The fingerprint identifies what the plan was made for: mesh, model, settings. Graphs and the simulated step are
+The fingerprint identifies what the plan was made for: mesh, model, settings. The checksum is of all members: a layout that
+was edited would not be that of the program, nor of its cost. Graphs and the simulated step are
 compressed: they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import os
 import zlib
@@ -23,16 +25,19 @@ from passes.errors import PlanError
 
 Plan = TypeVar("Plan", bound=PlanRecord)
 
-SCHEMA, VERSION = "autoshard.plan", 8
+SCHEMA, VERSION = "autoshard.plan", 9
+
+_HEAD = "schema", "version", "fingerprint", "checksum"
 
 _AGAIN = "make the plan again with `python -m autoshard plan ...` or plan(...).save(path)"
 
 
 def dump_plan(plan: PlanRecord) -> str:
     """Return the plan as JSON text, which `parse_plan` reads back."""
-    data = {"schema": SCHEMA, "version": VERSION, "fingerprint": plan.fingerprint, **encode(plan)}
-    data["graphs"] = {stage: _pack(text) for stage, text in plan.graphs.items()}
-    data["timeline"] = None if plan.timeline is None else _pack(_compact(data["timeline"]))
+    body = encode(plan)
+    body["graphs"] = {stage: _pack(text) for stage, text in plan.graphs.items()}
+    body["timeline"] = None if plan.timeline is None else _pack(_compact(body["timeline"]))
+    data = dict(zip(_HEAD, (SCHEMA, VERSION, plan.fingerprint, _checksum(body)), strict=True)) | body
     members = (f"{json.dumps(name)}: {_lines(value)}" for name, value in data.items())
     return "{\n" + ",\n".join(members) + "\n}\n"
 
@@ -76,7 +81,8 @@ def _parse(kind: type[Plan], text: str) -> Plan:
         raise PlanError(f"it is JSON, but not a plan: its schema is not {SCHEMA!r}")
     if data.get("version") != VERSION:
         raise PlanError(f"it has version {data.get('version')!r} of the format, and this autoshard reads {VERSION}")
-    body = {name: value for name, value in data.items() if name not in ("schema", "version", "fingerprint")}
+    body = {name: value for name, value in data.items() if name not in _HEAD}
+    checksum = _checksum(body)
     body["graphs"] = _unpack(body.get("graphs"))
     body["timeline"] = _unpack_timeline(body.get("timeline"))
     plan = decode(kind, body)
@@ -85,7 +91,13 @@ def _parse(kind: type[Plan], text: str) -> Plan:
         raise PlanError(
             "its mesh, settings, names or shapes are not those that it was saved with (the fingerprint differs)"
         )
+    if data.get("checksum") != checksum:
+        raise PlanError("it is not what was saved, and a plan cannot be edited (the checksum differs)")
     return plan
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _check_axes(plan: PlanRecord) -> None:

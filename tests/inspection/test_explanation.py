@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,6 +171,15 @@ def test_a_source_line_and_a_layer_that_was_left_out() -> None:
     assert found.state is not None and "layers.4.weight" in found.state.folded.repeats.parameters
     assert found.explain("layers.4.weight").choices[0].layout == found.parameters["layers.4.weight"].layout
     assert found.explain("test_explanation.py:29").collectives
+
+
+def test_as_many_alternatives_are_solved_whether_a_parameter_or_its_module_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one layout had two prices."""
+    priced = Mock(return_value=())
+    monkeypatch.setattr("autoshard.inspection.explanation.alternatives", priced)
+    searched().explain("up.weight")
+    searched().explain("up")
+    assert len(priced.call_args_list) > 2 and len({call.kwargs["solved"] for call in priced.call_args_list}) == 1
 
 
 def test_a_price_is_between_what_is_proven_and_what_a_plan_has() -> None:

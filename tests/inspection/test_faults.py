@@ -108,7 +108,7 @@ seed: on tp: head.weight stays whole: its columns cannot be sharded past sort, t
 
 def test_a_dim_that_is_padded_leads_to_its_linear() -> None:
     assert_expected_inline(remarks(planned(Uneven)), """\
-pad: up.weight[250, 64]: 250 parts are padded to 252, which 4 divides: 0.80% more
+pad: up.weight[250, 64]: 250 is padded to 252, which 4 divides: 0.80% more
   [%mm_3, test_faults.py:51 up]
 seed: up.bias[250] is not sharded: no dim can be split
   [%up_bias]""")

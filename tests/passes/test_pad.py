@@ -105,9 +105,9 @@ def test_only_weights_that_are_split_by_heads_are_exchanged(planned: ShardingPla
 
 def test_remarks_say_what_is_padded_and_what_it_costs(planned: ShardingPlan) -> None:
     assert [remark.text for remark in planned.remarks if remark.pass_name == "pad"] == [
-        "table.weight[37, 8]: 37 parts are padded to 40, which 4 divides: 8.11% more",
+        "table.weight[37, 8]: 37 is padded to 40, which 4 divides: 8.11% more",
         "qkv.weight[72, 8]: 6 parts of 4 elements are padded to 8, which 4 divides: 33.33% more",
-        "up.weight[30, 8]: 30 parts are padded to 32, which 4 divides: 6.67% more",
+        "up.weight[30, 8]: 30 is padded to 32, which 4 divides: 6.67% more",
     ]
 
 

@@ -149,11 +149,11 @@ inputs
   x  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
   y  {dp:S(0), tp:R} -> {dp:S(0), tp:S(0/2)}
 values
-  layers.0.0          {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 7 of 7
-  layers.0-1.1        {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 3
-  layers.0-2.{0,2}    {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 9
-  outside of modules  {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  most of 9 of 11
-  layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  most of 3 of 4
+  layers.0.0          {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  7 of 7, most like this
+  layers.0-1.1        {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  3 of 3
+  layers.0-2.{0,2}    {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  9 of 9, most like this
+  outside of modules  {dp:S(0), tp:S(1)} -> {dp:S(0), tp:S(0/2)}  9 of 11
+  layers.2.1          {dp:S(0), tp:S(2)} -> {dp:S(0), tp:S(0/2)}  3 of 4
 collectives
   all_gather tp layers.0-2.{0,2}         5 x, 2.5 KiB  -> -               exposed -21.8 us
   reduce_scatter dp.tp layers.0-2.{0,2}  -             -> 6 x, 9.0 KiB    exposed +15.5 us

@@ -69,7 +69,7 @@ rests   on the figures of h100: 18 published, 3 assumed (launch, across.reduces,
 memory  41.5 GiB of 72.0 GiB at the peak: activations 30.0 GiB, optimizer 4.0 GiB, gathered 3.0 GiB,
         parameters 2.0 GiB, gradients 2.0 GiB, temporary 512.0 MiB
 search  chose solved of 4 candidates; no plan is simulated faster than 980 ms, for its kernels
-        alone; none takes less than 1.29 s by the solver's model, 1.68 % less; 8.10 s
+        alone; none takes less than 1.29 s by the solver's model, 1.68 % below this plan; 8.10 s
 candidate    step  compute  exposed  hidden    memory
 * solved   1.31 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
   fsdp     1.40 s   1.20 s   112 ms  788 ms  41.5 GiB  fits
@@ -126,9 +126,9 @@ def test_what_is_proven_is_said() -> None:
         return _search_line(replace(SEARCH, bound=bound, least=least)).removeprefix("solved of 4 candidates; ")
 
     simulated = "no plan is simulated faster than 1.00 s, for its kernels alone"
-    assert said(1.312, 1.0) == f"{simulated}; none takes less than 1.31 s by the solver's model, 0.00 % less"
-    assert said(1.181, None) == "none takes less than 1.18 s by the solver's model, 9.98 % less"
-    assert said(1.4, 1.0) == f"{simulated}; the solver's model proves nothing more, as it says 1.40 s at least"
+    assert said(1.312, 1.0) == f"{simulated}; none takes less than 1.31 s by the solver's model, 0.00 % below this plan"
+    assert said(1.181, None) == "none takes less than 1.18 s by the solver's model, 9.98 % below this plan"
+    assert said(1.4, 1.0) == f"{simulated}; the solver's model takes every plan for slower, 1.40 s, and proves nothing"
     assert said(None, 1.0) == simulated
     assert said(None, None) == "solved of 4 candidates"
 

@@ -155,6 +155,9 @@ def changed(*path: Any, to: Any = None) -> str:
             "dp=4,tp=2",
             "its mesh, settings, names or shapes are not those that it was saved with (the fingerprint differs)",
         ),
+        (("cost", "step_time"), 1e-9, "it is not what was saved, and a plan cannot be edited (the checksum differs)"),
+        (("layouts", "mm"), "S(1) R", "it is not what was saved, and a plan cannot be edited (the checksum differs)"),
+        (("checksum",), None, "it is not what was saved, and a plan cannot be edited (the checksum differs)"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )

@@ -78,9 +78,10 @@ def _proof(search: Search) -> str:
         found.append(f"no plan is simulated faster than {format_seconds(search.least)}, for its kernels alone")
     if search.gap is not None:
         assert search.bound is not None
-        found.append(f"none takes less than {format_seconds(search.bound)} by the solver's model, {100 * search.gap:.2f} % less")
+        below = f"{100 * search.gap:.2f} % below this plan"
+        found.append(f"none takes less than {format_seconds(search.bound)} by the solver's model, {below}")
     elif search.bound is not None:
-        found.append(f"the solver's model proves nothing more, as it says {format_seconds(search.bound)} at least")
+        found.append(f"the solver's model takes every plan for slower, {format_seconds(search.bound)}, and proves nothing")
     return "; ".join(found)
 
 
