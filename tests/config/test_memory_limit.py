@@ -26,7 +26,8 @@ def test_a_limit_is_read_as_bytes(limit: float | str | None, expected: int) -> N
 
 @pytest.mark.parametrize(
     "limit",
-    [0, -1, 0.5, 10**400, float("inf"), float("nan"), True, "0GB", "0.1B", "-5GB", "60", "60Gb", "1 Gib", f"{'9' * 400}GB", "9" * 5000],
+    [0, -1, 0.5, 10**400, float("inf"), float("nan"), True, "0GB", "0.1B", "-5GB", "60", "60Gb", "1 Gib"]
+    + [f"{'9' * 400}GB", "9" * 5000],
 )
 def test_what_is_no_limit_is_refused(limit: float | str) -> None:
     with pytest.raises(UserError) as caught:
