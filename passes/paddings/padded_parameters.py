@@ -99,7 +99,7 @@ class _Columns:
         self.given_up: set[Node] = set()
         self.held: dict[Node, tuple[_Held | None, ...]] = {}
         for node in forward:
-            if node in linears and not self._carried(linears[node].x):
+            if node in linears and linears[node].column_count and not self._carried(linears[node].x):
                 self._begin(linears[node])
             elif any(self._carried(value) for value in operands(node)):
                 self._carry(node)
@@ -177,6 +177,8 @@ def _joined(one: Digit, other: Digit) -> Digit | None:
 
 def _finer(space: Space, operand: int, held: _Held) -> tuple[str, Digit, Digit] | None:
     """Return the first factor in a held digit that may be sharded, the digit in the factor, and in the operand's dim."""
+    if not all(space.sizes[factor] for factor in space.operands[operand][held.dim]):
+        return None
     before = 1
     for factor in space.operands[operand][held.dim]:
         length = space.sizes[factor]

@@ -78,6 +78,14 @@ def test_sums_are_joined_with_sums_alone(hardware: str | None, sums: int) -> Non
         assert [set(one.tolist()) for one in results] == [{3.0}, {2.0}, {3.0}]
 
 
+def test_messages_without_elements_are_sent_apart() -> None:
+    gm, mesh = parse_graph(SUMS_AND_MAXIMA.replace("f64[2]", "f64[0, 2]").replace('"max"', '"sum"'))
+    PassManager((BucketCollectives(),), (Verifier(),)).run(gm, PassContext(mesh))
+    assert sum(transfer_of(node) is not None for node in gm.graph.nodes) == 2
+    for results in run_ranks(gm, mesh, [[torch.ones(3).double(), torch.ones(0, 2).double(), torch.ones(4).double()]] * 2):
+        assert [one.tolist() for one in results] == [[2.0] * 3, [], [2.0] * 4]
+
+
 class Measured(nn.Module):
     """Returns a loss, with the largest value and the product of values, which are reduced otherwise."""
 

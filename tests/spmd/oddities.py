@@ -116,6 +116,21 @@ class Indexes(nn.Module):
         return self.head(x).square().mean() + rows.tanh().mean() + chosen.square().mean() + kept.mean()
 
 
+class Empty(Two):
+    """Parameters, and a layer between two others, that have no elements, as prompts and adapters of size 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"narrow": (0, 16), "wide": (16, 0), "rows": (0, 16), "prompt": (2, 0, 16)}
+        self.none = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.both(x)
+        y = y + F.linear(F.linear(y, self.none["narrow"]), self.none["wide"])
+        y = torch.cat([self.none["prompt"][:1].expand(len(x), 0, 16), y], 1)
+        return y.square().mean() + (self.none["rows"] @ y.flatten(0, 1).T).sum()
+
+
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -284,6 +299,7 @@ ODDITIES: dict[str, Callable[[], Case]] = {
     "flat_tokens": lambda: _case(FlatTokens(), _tokens(8), _tokens(8)),
     "sorts": lambda: _case(Sorts(), _x()),
     "indexes": lambda: _case(Indexes(), _tokens(), torch.tensor([0, 2, 5])),
+    "empty": lambda: _case(Empty(), _x()),
     "shared_expert": lambda: _case(SharedExpert(), _tokens(), _tokens()),
     "contrastive": lambda: _case(Contrastive(), torch.randn(8, 12), torch.randn(8, 10)),
     "batch_statistics": lambda: _case(BatchStatistics(), torch.randn(8, 12)),

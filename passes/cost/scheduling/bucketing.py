@@ -122,7 +122,7 @@ def _neighbours(program: Program, levels: list[int], nbytes: Size | Sizes) -> li
     open_: dict[object, tuple[list[int], int]] = {}
     closed: dict[object, int] = {}
     for number, task in enumerate(program.tasks):
-        if not is_movable(task):
+        if not is_movable(task) or not task.nbytes:
             continue
         key = (task.kind, task.reduction, task.axes, task.dtype, task.backward, levels[number])
         if not (size := nbytes[_sort(task)] if isinstance(nbytes, Mapping) else nbytes):
