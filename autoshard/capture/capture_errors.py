@@ -49,7 +49,11 @@ _UNKNOWN_SHAPE = (
     "out with torch.where, a product with the mask, or masked_fill"
 )
 
-
+_SIZE_DECIDES = (
+    "the model decides by the size of a tensor whose shape depends on values (such as x[mask], nonzero() or unique()), but the "
+    "shapes of a graph are fixed; where it is made, keep all elements and blank out with torch.where, a product with the mask, or "
+    "masked_fill"
+)
 _READS = (
     "the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any number is "
     "known; keep it a tensor"
@@ -93,6 +97,7 @@ _CAUSES = (
         "the model branches on the value of a tensor, but a graph takes one path for all values; compute both sides "
         "and choose with torch.where(condition, a, b)",
     ),
+    _Cause("^UserError$", _SIZE_DECIDES, r"data-dependent expression[^\n]*Size-like symbols: (?!none)"),
     _Cause(
         "^UserError$",
         "the model decides by the value of a tensor, but a graph takes one path for all values; compute both sides "

@@ -74,6 +74,16 @@ class Decides(Model):
         return self.layer(x) if bool((x > 0).any()) else x  # <line>
 
 
+class DecidesBySize(Model):
+    """the model decides by the size of a tensor whose shape depends on values (such as x[mask], nonzero() or unique()), but the
+    shapes of a graph are fixed; where it is made, keep all elements and blank out with torch.where, a product with the mask, or
+    masked_fill <line>"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[x[:, 0] > 0]
+        return self.layer(kept) if len(kept) > 1 else x  # <line>
+
+
 class ReadsItem(Model):
     """the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any
     number is known; keep it a tensor <line>"""
