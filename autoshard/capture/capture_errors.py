@@ -51,8 +51,8 @@ _UNKNOWN_SHAPE = (
 
 _SIZE_DECIDES = (
     "the model decides by the size of a tensor whose shape depends on values (such as x[mask], nonzero() or unique()), but the "
-    "shapes of a graph are fixed; where it is made, keep all elements and blank out with torch.where, a product with the mask, or "
-    "masked_fill"
+    "shapes of a graph are fixed; where it is made, keep all elements and blank out with torch.where, a product with the mask, "
+    "or masked_fill"
 )
 _READS = (
     "the model reads a number out of a tensor (item(), tolist(), int(), float()), but a graph is built before any number is "

@@ -37,8 +37,10 @@ AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the e
 BEATEN = "no plan that fits is as fast, as the solver's model proves: not simulated"
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 REPRICINGS = 3  # at most, as each is solved and simulated
+REPRICINGS_FAR_OFF = 8  # at most, while a plan is promised that is faster by `FAR_OFF`: each finds a message that is sent alone
+FAR_OFF = 0.25  # part of a step
 RUNNERS_UP = 4  # at most that are simulated each time
-SHORT = 2e-3  # seconds of a step: 1 % of a shorter one does not make up in 100,000 steps for the seconds that a solve takes
+WORTHWHILE = 1e-4  # seconds of a step: to save less in 100,000 steps is not worth the 10 s that further solves take
 
 
 @dataclass(frozen=True)
@@ -184,17 +186,13 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
 
     Every step takes `again` seconds more than the solver says. Where values are computed again, it is not known that messages are
     what takes longer: then only what the search found besides is simulated.
-
-    A short step is left as it is.
     """
-    if answer is None or not task.fits(answer.evaluation) or answer.evaluation.cost.step_time < SHORT:
-        return answer
-    if _overrun(answer, again) <= MISPRICED * answer.solution.objective:
+    if answer is None or not task.fits(answer.evaluation) or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
         return answer
     best = last = answer
     if not _may_be_faster(task, last.solution, best, again):
         return answer
-    for _ in range(REPRICINGS):
+    for number in range(REPRICINGS_FAR_OFF):
         overrun = _overrun(last, again)
         if overrun <= 0.0 or task.left <= 0:
             break
@@ -207,15 +205,15 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
             break
         last = found
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
-        if not _may_be_faster(task, last.solution, best, again):
+        if not _may_be_faster(task, last.solution, best, again, by=PROVEN if number + 1 < REPRICINGS else FAR_OFF):
             break
     return best
 
 
-def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float) -> bool:
-    """Return whether a solution is priced below the best as simulated, here or with another padding."""
+def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float, *, by: float = PROVEN) -> bool:
+    """Return whether a solution is priced below the best as simulated, here or with another padding, `by` a part of that."""
     simulated = min(best.evaluation.cost.step_time, task.best_elsewhere)
-    return solution.objective + again < simulated * (1 - PROVEN)
+    return solution.objective + again < simulated - max(by * simulated, WORTHWHILE)
 
 
 def _overrun(answer: Answer, again: float) -> float:
