@@ -40,7 +40,7 @@ REPRICINGS = 3  # at most, as each is solved and simulated
 REPRICINGS_FAR_OFF = 8  # at most, while a plan is promised that is faster by `FAR_OFF`: each finds a message that is sent alone
 FAR_OFF = 0.25  # part of a step
 RUNNERS_UP = 4  # at most that are simulated each time
-WORTHWHILE = 1e-4  # seconds of a step: to save less in 100,000 steps is not worth the 10 s that further solves take
+WORTHWHILE = 2e-5  # seconds of a step: to save less in 100,000 steps is not worth the 2 s that another solve takes
 
 
 @dataclass(frozen=True)
