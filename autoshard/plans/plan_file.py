@@ -2,9 +2,9 @@
 
     {"schema": "autoshard.plan", "version": 9, "fingerprint": "...", "checksum": "...", "mesh": {...}, "parameters": {...}, ...}
 
-The fingerprint identifies what the plan was made for: mesh, model, settings. The checksum is of all members: a layout that
-was edited would not be that of the program, nor of its cost. Graphs and the simulated step are
-compressed: they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
+The fingerprint identifies what the plan was made for: mesh, model, settings. The checksum covers all members after it, so that
+a file that was edited is refused: a layout that is changed in one place contradicts the program and its cost. Graphs and the
+simulated step are compressed: they are the bulk of a plan, and `plan.graph(stage)` and the report read them.
 """
 
 from __future__ import annotations

@@ -80,8 +80,15 @@ def check_same_call(groups: MeshGroups, said: tuple[str, ...]) -> None:
         )
 
 
+def _argument(described: str) -> str:
+    """Return the argument that "state.0: float32[2, 4]" is of."""
+    return described.partition(":")[0].partition(".")[0]
+
+
 def _shown(said: tuple[str, ...], other: tuple[str, ...]) -> str:
-    """Return what is said of a call, or if that is much, what is not said of another."""
+    """Return what is said of a call, or if that is much, what is not said of the other; also of what only the other gives."""
+    own, others = (dict.fromkeys(_argument(one) for one in call if ":" in one) for call in (said, other))
+    said = (*said, *(f"{name}: as by default" for name in others if name not in own))
     if len(said) > SHOWN:
         known = set(other)
         said = tuple(one for one in said if one not in known)

@@ -128,7 +128,8 @@ def test_what_is_proven_is_said() -> None:
     simulated = "no plan is simulated faster than 1.00 s, for its kernels alone"
     assert said(1.312, 1.0) == f"{simulated}; none takes less than 1.31 s by the solver's model, 0.00 % below this plan"
     assert said(1.181, None) == "none takes less than 1.18 s by the solver's model, 9.98 % below this plan"
-    assert said(1.4, 1.0) == f"{simulated}; the solver's model takes every plan for slower, 1.40 s, and proves nothing"
+    slower = "the solver's model puts every plan at 1.40 s or more, above this one, and so proves nothing"
+    assert said(1.4, 1.0) == f"{simulated}; {slower}"
     assert said(None, 1.0) == simulated
     assert said(None, None) == "solved of 4 candidates"
 

@@ -69,6 +69,17 @@ def test_ranks_that_make_different_calls_are_named() -> None:
     }
 
 
+class Scaled(torch.nn.Module):
+    """Scales its output, by 1 unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.layer(x) * scale
+
+
 class Weighs(torch.nn.Module):
     """Weighs its input by Python numbers."""
 
@@ -98,6 +109,21 @@ def test_of_many_arguments_those_that_differ_are_named() -> None:
         "and 4 more); every rank makes the same call: with parts of the same size, as model.shard(...) gives, or without the "
         "last batch, and with the same dtypes, arguments and settings of the model; give many numbers as a tensor"
     }
+
+
+def _leave_out(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = autoshard(Scaled(), mesh, options=Options(recipe="ddp", compile="eager"))
+    model(torch.ones(2, 3), *((0.5,) if rank == 0 else ()))
+
+
+def test_an_argument_that_one_rank_leaves_out_is_said_of_both() -> None:
+    for report in reports_of_ranks(_leave_out, 2):
+        assert isinstance(report, Failure)
+        assert report.message.startswith(
+            "ranks make different calls: rank 0 (training, x: float32[2, 3], scale: 0.5), rank 1 (training, x: float32[2, 3], "
+            "scale: as by default); every rank makes the same call"
+        )
 
 
 def _cut_twice(rank: int) -> str:

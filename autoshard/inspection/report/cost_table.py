@@ -81,7 +81,8 @@ def _proof(search: Search) -> str:
         below = f"{100 * search.gap:.2f} % below this plan"
         found.append(f"none takes less than {format_seconds(search.bound)} by the solver's model, {below}")
     elif search.bound is not None:
-        found.append(f"the solver's model takes every plan for slower, {format_seconds(search.bound)}, and proves nothing")
+        least = format_seconds(search.bound)
+        found.append(f"the solver's model puts every plan at {least} or more, above this one, and so proves nothing")
     return "; ".join(found)
 
 
