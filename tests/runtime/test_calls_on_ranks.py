@@ -520,7 +520,7 @@ class Stateful(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.LSTM(6, 10, 2, batch_first=True)
+        self.layers = torch.nn.LSTM(6, 10, 3, batch_first=True)
 
     def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor] | None = None) -> Any:
         return self.layers(x, state)
