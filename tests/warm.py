@@ -1,7 +1,7 @@
 """Do once what each rank would do first, in the process that ranks are forked from: import this module there.
 
-A first plan fills caches of torch and of ours (0.2 s), Inductor builds its patterns at its first graph (0.3 s), and finds
-out which vectors the CPU has by compiling and loading four libraries, each in a process that imports torch (2 s).
+A first plan fills caches of torch and of ours. Inductor builds its patterns at its first graph, and finds out which vectors the
+CPU has by compiling and loading libraries, each in a process that imports torch.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from passes.ir.text import GAP
 from passes.ir.units import format_bytes, format_seconds
 
 NOTHING = "-"
+NOISE = 5e-9  # seconds, of sums of times: less prints as zero
 SHOWN = 12  # lines of a section that are printed; `changes` has all
 
 
@@ -123,8 +124,7 @@ def _numbers(section: str, what: str, before: float, after: float, form: Callabl
 
 
 def _exposed(more: float) -> str:
-    change = f"{'+' if more > 0 else '-'}{format_seconds(abs(more))}"
-    return "exposed as before" if format_seconds(abs(more)) == format_seconds(0.0) else f"exposed {change}"
+    return f"exposed {'+' if more > 0 else '-'}{format_seconds(abs(more))}" if abs(more) > NOISE else "exposed as before"
 
 
 def _values(

@@ -99,7 +99,7 @@ class _Columns:
         self.given_up: set[Node] = set()
         self.held: dict[Node, tuple[_Held | None, ...]] = {}
         for node in forward:
-            if node in linears and linears[node].column_count and not self._carried(linears[node].x):
+            if node in linears and not self._carried(linears[node].x):
                 self._begin(linears[node])
             elif any(self._carried(value) for value in operands(node)):
                 self._carry(node)

@@ -61,6 +61,16 @@ class Hashes(Model):
         return self.layer(x) * (zlib.crc32(b"layer") % 7)
 
 
+class ReachesItself(Model):
+    """Holds a tensor in a cycle of objects, which ends with the call, but only when garbage is collected."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: dict[str, Any] = {"value": self.layer(hidden(x))}
+        made["made"] = made
+        value: Tensor = made["value"]
+        return value * 2
+
+
 class Inspects(Model):
     def forward(self, x: Tensor) -> Tensor:
         frame = inspect.currentframe()
@@ -168,7 +178,10 @@ class KeepsProperty(Model):
         return hidden(self.layer(x)) * self.factor
 
 
-RUN = (Hashes, Inspects, EntersContext, Overrides, Evaluates, Awaits, Norms, HasItsOwnGradient, MakesFunctions, KeepsProperty)
+RUN = (
+    *(Hashes, ReachesItself, Inspects, EntersContext, Overrides, Evaluates, Awaits, Norms, HasItsOwnGradient, MakesFunctions),
+    KeepsProperty,
+)
 
 
 @pytest.mark.parametrize("kind", RUN, ids=lambda kind: kind.__name__)

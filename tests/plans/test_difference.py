@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard import Mesh, Options, PlanError, ShardingPlan, UserError, plan
 from autoshard.cli.main import main
+from autoshard.inspection import difference
 from autoshard.planner import recipe_candidates
 from autoshard.planner.effort import QUICK
 from autoshard.planner.ties import TIE
@@ -201,3 +202,9 @@ def test_a_remark_without_a_source_line_names_its_value() -> None:
     found = [change.what for change in padded(8).diff(padded(7)).changes if change.section == "remarks"]
     assert found == ["pad: a batch of 7 is padded to 8, which 2 divides: 14.29% more [%input_1]"]
     assert f"remark {found[0]}" in str(padded(7))
+
+
+def test_an_exposed_time_that_did_not_change_is_said_without_a_number() -> None:
+    assert [difference._exposed(more) for more in (0.0, -1e-12, 2e-6, -2e-6)] == [
+        *("exposed as before", "exposed as before", "exposed +2.00 us", "exposed -2.00 us")
+    ]

@@ -157,6 +157,10 @@ def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(mon
     notes = list(candidates._notes(task, solved, SOLVED, solved.answer.evaluation, steps[1]))
     assert (candidates.REPRICED in notes) == (solved.answer.source.corrected is not None)
     assert steps[1] < 0.97 * steps[0] and bounds[0] is not None and bounds[1] == bounds[0]
+    monkeypatch.setattr(solver_candidate, "WORTHWHILE", steps[0] - 0.9 * steps[1])
+    left = solver_candidate.solve(task, Standings(task)).answer
+    assert left is not None and left.evaluation.cost.step_time == steps[0], "too little is promised"
+    monkeypatch.undo()
     beside = replace(task, best_elsewhere=bounds[0])  # with another padding: as fast as any plan is priced here
     as_priced = solver_candidate.solve(beside, Standings(beside)).answer
     assert as_priced is not None and as_priced.evaluation.cost.step_time > 1.02 * steps[1], "nothing is solved again for it"
