@@ -129,10 +129,8 @@ def _width(one: Attending) -> int:
 
 def _ring_calls(one: Attending, call: Call) -> float:
     message, wide = _messages(one)
-    out = _width(one) * one.queries / one.tensor("query").dtype.itemsize
-    merged = region_seconds(0.0, 3 * out, one.hardware)  # two results are read, one is written
     home = one.sent("send", wide) if is_attention_backward(call.op) else 0.0  # gradients follow, and the last come home
-    first, step = _step_calls(one, call, is_causal=one.is_causal), _step_calls(one, call, is_causal=False) + merged
+    first, step = _step_calls(one, call, is_causal=one.is_causal), _step_calls(one, call, is_causal=False) + _merged(one, call)
     sent = one.sent("send", message)
     total = _beside(one, first, sent)
     if one.ranks > 2:  # gradients are sent from the second step on, and hide behind the third
@@ -140,6 +138,20 @@ def _ring_calls(one: Attending, call: Call) -> float:
     else:
         total += step
     return total + home
+
+
+def _merged(one: Attending, call: Call) -> float:
+    """Return the seconds in which the results of a step are added to those of the steps before it.
+
+    In the forward of paired chunks, two results are read and one is written, all wide. Others are merged by few kernels in all,
+    which read each once, as are the gradients of queries. Gradients of keys are added as they come: wide to narrow ones.
+    """
+    message, wide = _messages(one)
+    out = _width(one) * one.queries / one.tensor("query").dtype.itemsize
+    at_once = 2 * one.ranks * one.queries / (one.ranks - 1)
+    if is_attention_backward(call.op):
+        return region_seconds(0.0, 2 * wide + message + at_once, one.hardware)
+    return region_seconds(0.0, 3 * out if one.is_causal and one.is_paired else at_once, one.hardware)
 
 
 def _beside(one: Attending, kernels: float, sent: float) -> float:

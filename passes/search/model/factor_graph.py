@@ -76,6 +76,8 @@ class Value:
     count: int  # how many of them there are in the whole model
     segment: int
     hides: bool = False  # its transition is a parameter's gather or a gradient's reduction, which runs beside compute
+    first: float = 0.0  # if it hides: the part of them that is of the layer with which the segment begins
+    last: float = 0.0  # and of that with which it ends
     is_parameter: bool = False
     gathered_in_forward: int = -1  # of a parameter used in the backward: the number of the same in the forward
     cast_from: int = 0  # bytes per element of the parameter that the backward casts again before it gathers this value
@@ -83,11 +85,11 @@ class Value:
     is_counted: bool = False  # `state` of the maker has its bytes already, unless it is partial
     repeat_segment: int = -1  # the segment of the backward that can repeat its transition instead of keeping the result
     stays_partial: bool = False  # it may not be reduced: a gradient before its cast to the dtype that it is reduced in
-    is_product: bool = False  # the result of a matrix product, whose reduction can be sent in chunks
     is_of_kernel: bool = False  # made by a kernel of its own, with which no copy is fused
     is_for_kernels: bool = False  # read by one
     read_again: int = 0  # bytes of the whole tensors that the rest of its kernel reads again if a message splits the kernel
-    products: tuple[int, ...] = ()  # variables of matrix products that read its rows, whose gather can be sent in chunks
+    products: tuple[int, ...] = ()  # variables of matrix products that read its rows: its gather can be sent in chunks
+    terms: tuple[int, ...] = ()  # variables of matrix products that it is the sum of: its reduction can be sent in chunks
 
 
 @dataclass(frozen=True)
@@ -101,28 +103,36 @@ class Segment:
     exposed_between: float = 1.0  # the part of its other communication, which some kernels wait for
     is_backward: bool = False
 
-    def loads_of_calls(self, seconds: Floats, awaited: Floats) -> Floats:
+    def loads_of_calls(self, seconds: Floats, outer: Floats, awaited: Floats) -> Floats:
         """Return the load [resource, strategy] of calls that take `seconds` [of kernels, of each link, strategy], of which those
-        of kernels on the critical path are `awaited`.
+        of kernels on the critical path are `awaited`. Those of a backward's first layer, or a forward's last, are `outer`.
 
         A link sends no gradient before the first is there, and nothing while the last layer uses what was gathered last, but for
         what that layer's calls send.
         """
         kernels, sent = seconds[0], seconds[1:]
-        late = self.exposed * kernels + (1 - self.exposed) * sent
+        late = outer[0] + sent - outer[1:] if self.exposed else sent
         return np.stack([kernels, kernels, *sent, *late, awaited])
 
 
 @dataclass(frozen=True)
 class Together:
     """The messages of a segment that are joined, of one kind: of each of its `layers`, `times` the bytes of one. The part
-    `exposed` of them has no compute to hide beside, and no less than one message. Gradients are made within `seconds`."""
+    `exposed` of those of this value has no compute to hide beside, and no less than one message (None: all have). Gradients are
+    made within `seconds`.
+    """
 
     kind: Literal["gather", "reduction"]
     times: float
     layers: int
-    exposed: float
+    exposed: float | None
     seconds: float
+
+    def waiting(self, joined: float) -> float:
+        """Return the part of this value's messages that kernels wait for, if those of so many layers are `joined`."""
+        if self.exposed is None:
+            return 0.0
+        return self.exposed * min(1.0, joined) + max(0.0, joined - 1.0) / self.layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +170,8 @@ class FactorGraph:
         joined = self._joined.get((value.segment, value.is_parameter), 0.0)
         kind: Literal["gather", "reduction"] = "gather" if value.is_parameter else "reduction"
         seconds = 0.0 if value.is_parameter else self._kernel_seconds[value.segment]
-        return Together(kind, joined / max(1, math.prod(value.shape)), segment.layers, segment.exposed, seconds)
+        exposed = (value.first if value.is_parameter else value.last) if segment.exposed else None
+        return Together(kind, joined / max(1, math.prod(value.shape)), segment.layers, exposed, seconds)
 
     @cached_property
     def _kernel_seconds(self) -> dict[int, float]:

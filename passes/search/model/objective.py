@@ -63,15 +63,22 @@ def transition_terms(
         beside, awaited = unit_costs.beside(awaits.sum(0) - unit_costs.spared(awaits), slowed), links
     if unit_costs.hiding.in_chunks:
         in_chunks = _in_chunks(graph, value, sources, targets, copied, unit_costs)
-        beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
-    on_path = nothing if value.hides else (local + awaited) * value.count
+        if value.hides:  # what would be exposed is sent in chunks
+            hidden = unit_costs.beside(np.zeros_like(costs.exposed), costs.slowed)
+            exposed = np.divide(costs.exposed, links, out=np.ones_like(links), where=links > costs.exposed)
+            waits = np.multiply(exposed, in_chunks, out=np.zeros_like(links), where=exposed > 0.0)
+            beside = np.minimum(beside, waits + hidden)
+        else:
+            beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
+    # Casts and copies run while the path waits for messages. What waits for hidden messages, or is slowed down, is on the path.
+    on_path = (beside[0] if value.hides else local + awaited) * value.count
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     repeats = _repeats(value, sources, same)
     on_links = costs.on_links * value.count
     late = on_links + costs.awaited * value.count
     if value.hides and segment.is_backward:
         # One layer's messages on the other link come before the first gradient's; what it gathers itself is sent until then.
-        late = late + segment.exposed * (on_links[::-1] - (on_links if value.is_parameter else 0.0))
+        late = late + bool(segment.exposed) * value.first * (on_links[::-1] - (on_links if value.is_parameter else 0.0))
     moved = np.array([unit_costs.sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.count
     return TransitionTerms(
         np.stack([*(local + beside) * value.count, *on_links, *late, on_path]),
@@ -154,7 +161,7 @@ def _in_chunks(
     is_gather = ~partial & (have[:, None] > need[None, :])
     reading, making = (
         sum(float(graph.variables[number].seconds.min()) for number in numbers) / value.count
-        for numbers in (value.products, (value.maker.variable,) if value.is_product else ())
+        for numbers in (value.products, value.terms)
     )
     if not reading and not making:
         return np.full(copied.shape, np.inf)
@@ -164,7 +171,9 @@ def _in_chunks(
         gathered = unit_costs.in_chunks(sent, reading, _concatenated(graph, value, sources, targets, unit_costs))
         found = np.where(is_gather, gathered, found)
     if making:
-        found = np.where(partial, unit_costs.in_chunks(sent, making, dict.fromkeys(CHUNKS, copied)), found)
+        runs = np.array([[_runs(unit_costs.sizes.local(value.shape, one), one, two) for two in targets] for one in sources])
+        ordered = {n: np.where(runs == n, 0.0, copied) for n in CHUNKS}  # a chunk that is one run is in order
+        found = np.where(partial, unit_costs.in_chunks(sent, making, ordered), found)
     return found
 
 
@@ -177,12 +186,12 @@ def _concatenated(
     made = sum(node_nbytes(node) for n in value.products for node in graph.variables[n].nodes if not is_alias(node))
     results = unit_costs.copied(np.array(made / unit_costs.mesh.size))
     whole = np.array([sizes.nbytes(value.shape, value.itemsize, target) for target in targets]) * value.is_saved
-    before = np.array([[_runs(sizes.local(value.shape, two), one, two) for two in targets] for one in sources])
-    return {n: np.where(before % n == 0, 0.0, results) + unit_costs.copied(whole) for n in CHUNKS}
+    runs = np.array([[_runs(sizes.local(value.shape, two), one, two) for two in targets] for one in sources])
+    return {n: np.where(runs % n == 0, 0.0, results) + unit_costs.copied(whole) for n in CHUNKS}
 
 
 def _runs(shape: Shape, source: Layout, target: Layout) -> int:
-    """Return the number of runs of rows that each rank has of a gathered value, which has this shape afterwards."""
+    """Return the number of runs of rows that each rank has of a value that is gathered, or was not reduced yet, of this shape."""
     dims = [dim for dim in range(len(shape)) if source.axes_on(dim) != target.axes_on(dim)]
     return math.prod(shape[: dims[0]]) if dims else 1
 

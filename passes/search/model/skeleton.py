@@ -48,6 +48,7 @@ class Member:
     count: int  # nodes of the whole model
     is_saved: bool  # its results stay for the backward
     is_awaited: bool  # it does not lead to one gradient alone
+    outer: float  # the part of these nodes that is of a backward's first layer, or of a forward's last
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,22 +81,24 @@ def with_costs(skeleton: Skeleton, node_costs: NodeCosts, deadline: float) -> Fa
         if time.perf_counter() > deadline:
             raise TimeoutError
         name = one.nodes[0].name if one.nodes else "outputs"
-        seconds, awaited, state, working = _costs(one, node_costs)
-        loads = skeleton.segments[one.segment].loads_of_calls(seconds, awaited)
+        seconds, outer, awaited, state, working = _costs(one, node_costs)
+        loads = skeleton.segments[one.segment].loads_of_calls(seconds, outer, awaited)
         variables.append(Variable(name, one.nodes, one.strategies, one.segment, loads, state, working))
     return FactorGraph(tuple(variables), skeleton.values, skeleton.segments)
 
 
-def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return, per strategy, seconds [of calls, of each link, strategy], those of calls that others wait for, bytes that stay and
-    bytes of one node while it runs."""
+def _costs(variable: VariableSkeleton, node_costs: NodeCosts) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Return, per strategy, seconds [of calls, of each link, strategy], those of `Member.outer`, those of calls that others wait
+    for, bytes that stay and bytes of one node while it runs."""
     if not variable.members:
         number = len(variable.strategies)
-        return np.zeros((1 + len(LINKS), number)), np.zeros(number), np.zeros((len(MOMENTS), number)), np.zeros(number)
+        nothing = np.zeros((1 + len(LINKS), number))
+        return nothing, nothing, np.zeros(number), np.zeros((len(MOMENTS), number)), np.zeros(number)
     costs = [member_costs(member, node_costs) for member in variable.members]
     seconds, state, working = (np.array([one[row] for one in costs]) for row in range(3))
     awaited = np.array([[member.is_awaited] for member in variable.members])
-    return seconds.sum(0), (seconds[:, 0] * awaited).sum(0), state.sum(0), working.max(0)
+    outer = np.array([[[member.outer]] for member in variable.members])
+    return seconds.sum(0), (seconds * outer).sum(0), (seconds[:, 0] * awaited).sum(0), state.sum(0), working.max(0)
 
 
 def member_costs(member: Member, node_costs: NodeCosts) -> list[Floats]:

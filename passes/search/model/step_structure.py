@@ -4,6 +4,7 @@ backward."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
@@ -57,6 +58,28 @@ class StepStructure:
             for _, value, output in self.outputs
             if output.role is OutputRole.GRADIENT and self.names[self.segment.get(value, 0)] == ("start", False)
         )
+
+    def share_of_first(self, nodes: Collection[Node], segment: int) -> float:
+        """Return the part of what `nodes` stand for that is of the layer with which a segment begins."""
+        return self._share(nodes, self.edges.get(segment, ("", ""))[0])
+
+    def share_of_last(self, nodes: Collection[Node], segment: int) -> float:
+        """Return the part of what `nodes` stand for that is of the layer with which a segment ends."""
+        return self._share(nodes, self.edges.get(segment, ("", ""))[1])
+
+    def _share(self, nodes: Collection[Node], layer: str) -> float:
+        return sum(self.ties.layer[node] == layer for node in nodes) / max(1, sum(self.ties.count[node] for node in nodes))
+
+    @cached_property
+    def edges(self) -> dict[int, tuple[str, str]]:
+        """Return the layers that each segment begins and ends with. A layer without weights, such as a ReLU, sends nothing and
+        does not count, unless no layer has weights."""
+        layer, found = self.ties.layer, dict[int, list[str]]()
+        for node, segment in self.segment.items():
+            found.setdefault(segment, []).append(layer[node])
+        with_weights = {layer[node] for node in self.nodes if node.op == "placeholder"}
+        counted = {segment: [one for one in layers if one in with_weights] or layers for segment, layers in found.items()}
+        return {segment: (layers[0], layers[-1]) for segment, layers in counted.items()}
 
     def _segments(self) -> dict[Node, int]:
         """Number the segment of each call: the layers of a list are one, alike or not, as a message hides beside its

@@ -24,7 +24,7 @@ APART = 0.5  # of the time of the link that is in use less: for which the other 
 CHUNKS = (2, 4, 8)  # of a product, as decompose_matmuls tries
 SECONDS = 8  # of a leg: so many entries has `_Seconds`
 T = TypeVar("T", float, Floats)
-_Seconds = tuple[float, ...]  # on two links, of local steps, exposed, slowed by two links, and two links' wait for a bucket
+_Seconds = tuple[float, ...]  # on two links, of local steps and copies, exposed, slowed by two links, of two links' waits
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,16 @@ class UnitCosts:
         group = self.mesh.group_shape(tuple(self.mesh.names[axis] for axis in leg.axes))
         nbytes = whole * max(leg.before, leg.after)  # 0 if the whole is empty, as all parts of an empty batch are
         taken = collective_seconds(leg.kind.name, nbytes, group, self.hardware)
-        exposed, slowed, awaited = taken, 0.0, 0.0
+        copies, exposed, slowed, awaited = 0.0, taken, 0.0, 0.0
         if together is not None and nbytes:
-            taken, exposed, slowed, awaited = self._hidden(leg, whole, taken, group, together)
+            taken, copies, exposed, slowed, awaited = self._hidden(leg, whole, taken, group, together)
         if link_of(group) == "inside":
-            return taken, 0.0, 0.0, exposed, slowed, 0.0, awaited, 0.0
-        return 0.0, taken, 0.0, exposed, 0.0, slowed, 0.0, awaited
+            return taken, 0.0, copies, exposed, slowed, 0.0, awaited, 0.0
+        return 0.0, taken, copies, exposed, 0.0, slowed, 0.0, awaited
 
     def _hidden(self, leg: Leg, whole: float, alone: float, group: Group, together: Together) -> tuple[float, ...]:
-        """Return the seconds of a leg that takes `alone`, those that are exposed, by which it slows kernels down, and in which
-        its link waits for what it is joined with.
+        """Return the seconds of a leg that takes `alone`, of copies to and from what it is joined with, those that are exposed,
+        those by which it slows kernels down, and those in which its link waits for what it is joined with.
 
         It is sent alone or joined, whichever kernels wait for least. Of joined gradients, the last message has what is left.
         """
@@ -195,19 +195,18 @@ class UnitCosts:
         everything = layer * together.layers
         least, most = self.hiding.bucket, self.hiding.most
         between = math.sqrt(least * most)  # as `bucketed` tries
-        ways = [(*self.split(alone, together.exposed), alone, 0.0, 0.0)]
+        ways = [(*self.split(alone, together.waiting(1.0)), alone, 0.0, 0.0)]
         for wanted in (max(least, layer), between, most) if leg.kind.bucket == together.kind else ():
             joined = max(nbytes, min(wanted, everything, most))
             share = collective_seconds(leg.kind.name, joined, group, self.hardware) * nbytes / joined
             copies = 2 * whole * (leg.before + leg.after) / self.hardware.memory_bandwidth
             copies += 2 * self.hardware.launch * nbytes / joined
-            exposed, slowed = self.split(share, min(1.0, joined / everything) if together.exposed else 0.0)
-            ways.append((exposed + copies, slowed, share, copies, joined))
-        exposed, slowed, share, copies, joined = min(ways, key=lambda way: way[0] + way[1])
-        taken, awaited = min(ways, key=lambda way: sum(way[:3]))[2], 0.0
-        if joined and together.exposed and together.kind == "reduction":
+            exposed, slowed = self.split(share, together.waiting(joined / layer))
+            ways.append((exposed, slowed, share, copies, joined))
+        exposed, slowed, share, copies, joined = min(ways, key=lambda way: way[0] + way[1] + way[3])
+        taken, awaited = min(ways, key=lambda way: sum(way[:4]))[2], 0.0
+        if joined and together.exposed is not None and together.kind == "reduction":
             last = min(joined, max(everything % joined or joined, layer))
-            exposed, slowed = self.split(share, last / everything)
-            exposed += copies
-            awaited = max(0.0, joined / everything - together.exposed) * together.seconds * nbytes / everything
-        return taken, exposed, slowed, awaited
+            exposed, slowed = self.split(share, together.waiting(last / layer))
+            awaited = max(0.0, joined / everything - 1 / together.layers) * together.seconds * nbytes / everything
+        return taken, copies, exposed, slowed, awaited

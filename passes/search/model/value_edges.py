@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch.fx import Node
@@ -15,6 +15,8 @@ from passes.search.model.step_structure import StepStructure, is_read_by_kernels
 
 aten = torch.ops.aten
 PRODUCTS: Mapping[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}  # the operand whose rows are cut into chunks
+
+SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 Ends = Mapping[Node, list[Port]]  # operands that return a value
 
@@ -60,7 +62,9 @@ def values_of(
         hides = node in structure.weights or node in structure.gradients
         if hides and is_forward:
             gathered[maker, node] = number
-        tensor, place = tensor_of(node), _place(node, structure, is_forward=is_forward)
+        tensor = tensor_of(node)
+        places = [_place(member, structure, is_forward=is_forward) for member in (members if hides else members[:1])]
+        segment = structure.segment.get(structure.ties.leader[places[0]], 0)
         yield Value(
             node.name,
             node,
@@ -69,8 +73,10 @@ def values_of(
             tuple(tensor.shape),
             tensor.element_size(),
             sum(structure.ties.count[member] for member in members),
-            structure.segment.get(structure.ties.leader[place], 0),
+            segment,
             hides=hides,
+            first=structure.share_of_first(places, segment) if hides else 0.0,
+            last=structure.share_of_last(places, segment) if hides else 0.0,
             is_parameter=node in structure.weights,
             gathered_in_forward=gathered.get((maker, node), -1) if not is_forward else -1,
             cast_from=_cast_from(node) if node in structure.weights and not is_forward else 0,
@@ -81,8 +87,8 @@ def values_of(
             is_of_kernel=not is_fusible(source_of(node).target),
             is_for_kernels=is_read_by_kernels(node),
             read_again=read_again.get(node, 0),
-            is_product=source_of(node).target in PRODUCTS,
-            products=tuple(dict.fromkeys(owners[structure.ties.leader[one]].variable for one in _products_of(node))),
+            products=_variables(_products_of(node), structure, owners),
+            terms=_variables(_terms(node), structure, owners),
         )
 
 
@@ -172,6 +178,22 @@ def _products_of(value: Node) -> Iterator[Node]:
             yield user
 
 
+def _terms(value: Node) -> list[Node]:
+    """Return the products whose sum, perhaps cast, a value is; none if it depends on anything else (`sites_in` splits alike)."""
+    node = source_of(value)
+    if node.target in PRODUCTS:
+        return [node]
+    if node.target not in SUMS or any(tensor_of(one).shape != tensor_of(node).shape for one in operands(node)):
+        return []
+    parts = [_terms(one) if len(one.users) == 1 else [] for one in operands(node)]
+    return [term for part in parts for term in part] if all(parts) else []
+
+
+def _variables(nodes: Iterable[Node], structure: StepStructure, owners: Mapping[Node, Owner]) -> tuple[int, ...]:
+    """Return the variables of calls, each once."""
+    return tuple(dict.fromkeys(owners[structure.ties.leader[node]].variable for node in nodes))
+
+
 def _read_again(region: Sequence[Node], structure: StepStructure) -> Iterator[tuple[Node, int]]:
     """Yield the reductions that a fused kernel uses itself, as a loss does its sums of exponentials, each with the bytes of what
     the kernel reads before it."""
@@ -198,13 +220,12 @@ def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
     of the forward and after the last of the backward. What is between hides beside the layers. Messages between the kernels of
     a backward hide, but for one layer's, beside the products that make gradients of parameters, which nothing waits for.
     """
-    trained = {structure.segment[node] for node in structure.gradients if node in structure.segment}
     found, edges = [], _edges(structure)
     for number, (name, is_forward) in enumerate(structure.names):
         layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
         is_exposed = number in edges or name == edge or not edges
-        between = 1.0 / layers if _is_of_layers(name) and number in trained else 1.0
+        between = 1.0 / layers if _is_of_layers(name) else 1.0
         found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between, not is_forward))
     return tuple(found)
 

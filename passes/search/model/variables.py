@@ -275,8 +275,16 @@ def _variable(
 
 
 def _member(step: _Step, node: Node, strategies: tuple[Strategy, ...], numbers: Ints | None = None) -> Member:
-    is_saved, is_awaited = node in step.structure.saved, node not in step.structure.gradients
-    return Member(node, strategies, numbers, _count(step, node), is_saved, is_awaited)
+    structure = step.structure
+    is_saved, is_awaited = node in structure.saved, node not in structure.gradients and node not in structure.weights
+    return Member(node, strategies, numbers, _count(step, node), is_saved, is_awaited, _outer(step, node))
+
+
+def _outer(step: _Step, node: Node) -> float:
+    structure = step.structure
+    segment, nodes = structure.segment.get(node, 0), structure.alike[node]
+    is_forward = structure.names[segment][1]
+    return structure.share_of_last(nodes, segment) if is_forward else structure.share_of_first(nodes, segment)
 
 
 def _count(step: _Step, node: Node) -> int:
