@@ -37,8 +37,7 @@ AMPLE = 2.0  # limits: the memory in which a plan is looked for to measure the e
 BEATEN = "no plan that fits is as fast, as the solver's model proves: not simulated"
 MISPRICED = 0.02  # part of a step: a plan that is simulated this much slower than its objective was priced too low
 REPRICINGS = 3  # at most, as each is solved and simulated
-REPRICINGS_FAR_OFF = 8  # at most, while a plan is promised that is faster by `FAR_OFF`: each finds a message that is sent alone
-FAR_OFF = 0.25  # part of a step
+FAR_OFF = 0.25  # part of a step: a plan that is simulated this much slower likely has messages that join no others
 RUNNERS_UP = 4  # at most that are simulated each time
 WORTHWHILE = 2e-5  # seconds of a step: to save less in 100,000 steps is not worth the 2 s that another solve takes
 
@@ -184,6 +183,9 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
     does, until the solver finds none that may be faster than the best as simulated, here or with another padding. Return the
     best.
 
+    The solver takes each message for one that is joined with others. An answer that is far slower likely has some that are not:
+    then all are first priced as if each was sent by itself.
+
     Every step takes `again` seconds more than the solver says. Where values are computed again, it is not known that messages are
     what takes longer: then only what the search found besides is simulated.
     """
@@ -192,28 +194,31 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
     best = last = answer
     if not _may_be_faster(task, last.solution, best, again):
         return answer
-    for number in range(REPRICINGS_FAR_OFF):
+    for number in range(REPRICINGS):
         overrun = _overrun(last, again)
         if overrun <= 0.0 or task.left <= 0:
             break
         best = min([best, *_runners_up(task, standings, last.source, best, again)], key=lambda one: task.rank(one.evaluation))
         if best.evaluation.recomputation is not None:
             break
-        prepared = last.source.corrected_by(last.solution, overrun)
+        if number == 0 and overrun > FAR_OFF * last.solution.objective:
+            prepared = last.source.with_messages_apart()
+        else:
+            prepared = last.source.corrected_by(last.solution, overrun)
         found = ask(task, standings, prepared, (), proves=False)
         if found is None:
             break
         last = found
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
-        if not _may_be_faster(task, last.solution, best, again, by=PROVEN if number + 1 < REPRICINGS else FAR_OFF):
+        if not _may_be_faster(task, last.solution, best, again):
             break
     return best
 
 
-def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float, *, by: float = PROVEN) -> bool:
-    """Return whether a solution is priced below the best as simulated, here or with another padding, `by` a part of that."""
+def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float) -> bool:
+    """Return whether a solution is priced below the best as simulated, here or with another padding."""
     simulated = min(best.evaluation.cost.step_time, task.best_elsewhere)
-    return solution.objective + again < simulated - max(by * simulated, WORTHWHILE)
+    return solution.objective + again < simulated - max(PROVEN * simulated, WORTHWHILE)
 
 
 def _overrun(answer: Answer, again: float) -> float:

@@ -62,6 +62,11 @@ class Prepared:
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
         return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={}, proven={})
 
+    def with_messages_apart(self) -> Prepared:
+        """Return the same with each message as dear as one that is sent by itself, which joins no other."""
+        transitions = Transitions(self.factor_graph, self.node_costs.unit_costs.apart())
+        return replace(self, corrected=transitions, searches={}, proven={})
+
     def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
         """Return the same with other axis groups."""
         skeleton = make_skeleton(self.structure, self.node_costs.unit_costs.mesh, axis_groups, deadline=deadline)

@@ -355,7 +355,7 @@ def test_a_recipe_is_priced_with_its_own_layouts_whatever_the_search_considers(m
 
 @pytest.mark.slow
 def test_the_model_hears_that_messages_next_to_products_are_sent_in_chunks() -> None:
-    """In the forward, where nothing else hides them."""
+    """In the forward, where nothing else hides them; of `zero2`, the last gradient at most."""
     task, found = prepared()
     whole = replace(task.problem, options=replace(task.problem.options, overlap=Overlap(split_matmuls=False)))
     other = stated(replace(task, problem=whole), single_axes(whole.mesh))
@@ -363,4 +363,4 @@ def test_the_model_hears_that_messages_next_to_products_are_sent_in_chunks() -> 
     experts = Experts(task.problem, task.folded)
     recipes = dict(experts)
     in_chunks, apart = ([estimate(experts, recipes[name], one) for name in ("megatron", "zero2")] for one in (found, other))
-    assert in_chunks[0] < 0.99 * apart[0] and in_chunks[1] == pytest.approx(apart[1])
+    assert in_chunks[0] < 0.99 * apart[0] and 0.99 * apart[1] < in_chunks[1] <= apart[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -80,6 +80,10 @@ class UnitCosts:
         change."""
         assert mesh.hardware is not None and mesh.sizes == self.mesh.sizes
         return UnitCosts(mesh, mesh.hardware, self.routes, self.hiding)
+
+    def apart(self) -> UnitCosts:
+        """Return the costs where no messages are joined."""
+        return UnitCosts(self.mesh, self.hardware, self.routes, replace(self.hiding, bucket=1, most=1))
 
     @property
     def sizes(self) -> LocalSizes:

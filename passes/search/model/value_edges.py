@@ -250,7 +250,7 @@ def _layers(structure: StepStructure, number: int) -> int:
     send nothing and do not count, unless no layer has weights."""
     ties, counts = structure.ties, dict[Node, int]()
     for node, segment in structure.segment.items():
-        if segment == number:
+        if segment == number and node not in structure.weights:
             counts[ties.leader[node]] = counts.get(ties.leader[node], 0) + ties.count[node]
     kinds: dict[str, int] = {}
     for leader, count in counts.items():
