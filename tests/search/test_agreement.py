@@ -27,6 +27,7 @@ from autoshard.planner.ties import TIE
 from benchmarks.grid_cases import big_vocabulary, multi_query_2b, with_network
 from benchmarks.grid_models import UnevenDecoder, wide_mlp
 from benchmarks.recipe_costs import estimate, recipe_assignment
+from examples import llama
 from examples.gpt import GPT, Config, gpt2
 from examples.vit import vit_huge, vit_large
 from passes.ir.call import call_of
@@ -256,6 +257,49 @@ def test_the_model_prices_what_a_link_waits_for_where_layers_are_few(name: str, 
         model, args = wide_mlp(1024)
     objective, step = _objective_and_step(_stated(model, args, Mesh("dp=4,tp=8", hardware="h100")), name)
     assert objective == pytest.approx(step, rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rel"), [("fsdp", 0.03), ("zero2", 0.02), ("fsdp+megatron", 0.04), ("zero2+megatron", 0.02)])
+def test_the_model_prices_a_first_and_a_last_layer_that_are_unlike(name: str, rel: float) -> None:
+    """The first layer makes no gradient of its input, and the last message, of its weights, is sent in chunks: without both,
+    `fsdp+megatron` was 1.085 of the step."""
+    with torch.device("meta"):
+        model, args = wide_mlp(65536)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=2,tp=8", hardware="b200")), name)
+    assert objective == pytest.approx(step, rel=rel)
+
+
+class ManyLayers(nn.Module):
+    """An embedding before 24 layers whose parameters are cast in no more time than it takes to launch that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(50_000, 512)
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x.square().mean()
+
+
+def test_parameters_are_cast_while_the_first_are_gathered() -> None:
+    with torch.device("meta"):
+        model, args = ManyLayers(), (torch.empty(64, 1024, dtype=torch.long),)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=16", hardware="h100")), "fsdp")
+    assert objective == pytest.approx(step, rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["megatron", "fsdp+megatron"])
+def test_results_of_a_ring_are_merged_by_few_kernels(name: str) -> None:
+    """One head of keys goes around a ring: with a kernel for each step, attention took a sixth longer by the model."""
+    config = llama.Config(layers=4, dim=2048, heads=8, kv_heads=1, hidden=4096, vocab=1000)
+    with torch.device("meta"):
+        model, args = llama.step_of(config, 8, 8192)
+    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=2,tp=8", hardware="h100")), name)
+    assert objective == pytest.approx(step, rel=0.03)
 
 
 @pytest.mark.slow

@@ -216,9 +216,10 @@ def _is_widened(gradient: Node, itemsize: int, structure: StepStructure) -> bool
 def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
     """Describe the segments: a layer's gathers hide beside the layer before, its reductions beside the layer after it.
 
-    So one layer's are exposed, of the list that the forward begins and the backward ends with, and all before the first layer
-    of the forward and after the last of the backward. What is between hides beside the layers. Messages between the kernels of
-    a backward hide, but for one layer's, beside the products that make gradients of parameters, which nothing waits for.
+    So one layer's are exposed, of the list that the forward begins with and the backward ends with, and all before the first
+    layer of the forward and after the last of the backward. What is between hides beside the layers. Messages between the kernels
+    of layers hide, but for one layer's, beside kernels that nothing waits for: copies of joined messages, and products that make
+    gradients of parameters. How long the others wait is counted on the critical path.
     """
     found, edges = [], _edges(structure)
     for number, (name, is_forward) in enumerate(structure.names):
