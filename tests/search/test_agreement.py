@@ -270,28 +270,6 @@ def test_the_model_prices_a_first_and_a_last_layer_that_are_unlike(name: str, re
     assert objective == pytest.approx(step, rel=rel)
 
 
-class ManyLayers(nn.Module):
-    """An embedding before 24 layers whose parameters are cast in no more time than it takes to launch that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(50_000, 512)
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return x.square().mean()
-
-
-def test_parameters_are_cast_while_the_first_are_gathered() -> None:
-    with torch.device("meta"):
-        model, args = ManyLayers(), (torch.empty(64, 1024, dtype=torch.long),)
-    objective, step = _objective_and_step(_stated(model, args, Mesh("dp=16", hardware="h100")), "fsdp")
-    assert objective == pytest.approx(step, rel=0.04)
-
-
 @pytest.mark.parametrize("name", ["megatron", "fsdp+megatron"])
 def test_results_of_a_ring_are_merged_by_few_kernels(name: str) -> None:
     """One head of keys goes around a ring: with a kernel for each step, attention took a sixth longer by the model."""

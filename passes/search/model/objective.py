@@ -70,11 +70,7 @@ def transition_terms(
             beside = np.minimum(beside, waits + hidden)
         else:
             beside, awaited = (np.minimum(seconds + copied, in_chunks) - copied for seconds in (beside, awaited))
-    # Casts and copies run while the path waits for messages. What waits for hidden messages, or is slowed down, is on the path; in
-    # what comes before the first layer, casts of all parameters run while the path waits.
-    on_path = (beside[0] if value.hides else local + awaited) * value.count
-    if value.hides and segment.exposed == 1.0 and not segment.is_backward and unit_costs.hiding.overlaps:
-        beside = unit_costs.beside(np.zeros_like(costs.exposed), costs.slowed)
+    on_path = nothing if value.hides else (local + awaited) * value.count
     again, slowed_again = unit_costs.split(costs.on_links, graph.segments[value.repeat_segment].exposed)
     repeats = _repeats(value, sources, same)
     on_links = costs.on_links * value.count

@@ -47,7 +47,7 @@ class Member:
     numbers: Ints | None
     count: int  # nodes of the whole model
     is_saved: bool  # its results stay for the backward
-    is_awaited: bool  # it neither leads to one gradient alone nor is made of parameters alone
+    is_awaited: bool  # it does not lead to one gradient alone
     outer: float  # the part of these nodes that is of a backward's first layer, or of a forward's last
 
 

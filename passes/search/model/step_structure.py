@@ -76,8 +76,7 @@ class StepStructure:
         does not count, unless no layer has weights."""
         layer, found = self.ties.layer, dict[int, list[str]]()
         for node, segment in self.segment.items():
-            if node not in self.weights:
-                found.setdefault(segment, []).append(layer[node])
+            found.setdefault(segment, []).append(layer[node])
         with_weights = {layer[node] for node in self.nodes if node.op == "placeholder"}
         counted = {segment: [one for one in layers if one in with_weights] or layers for segment, layers in found.items()}
         return {segment: (layers[0], layers[-1]) for segment, layers in counted.items()}
@@ -96,8 +95,6 @@ class StepStructure:
             if layer and node not in self.weights and (is_forward or node > last):  # not what a forward computes for the backward
                 seen[is_forward] = "end"
             name = f"{layer.rpartition('.')[0]}.*" if layer else seen[is_forward], is_forward
-            if node in self.weights and is_forward:
-                name = "start", True  # casts of parameters run before all else
             if name not in self.names:
                 self.names.append(name)
             found[node] = self.names.index(name)

@@ -218,15 +218,15 @@ def segments_of(structure: StepStructure) -> tuple[Segment, ...]:
 
     So one layer's are exposed, of the list that the forward begins with and the backward ends with, and all before the first
     layer of the forward and after the last of the backward. What is between hides beside the layers. Messages between the kernels
-    of layers hide, but for one layer's, beside kernels that nothing waits for: copies of joined messages, and products that make
-    gradients of parameters. How long the others wait is counted on the critical path.
+    of a backward hide, but for one layer's, beside the products that make gradients of parameters, which nothing waits for.
     """
+    trained = {structure.segment[node] for node in structure.gradients if node in structure.segment}
     found, edges = [], _edges(structure)
     for number, (name, is_forward) in enumerate(structure.names):
         layers, edge = _layers(structure, number), "start" if is_forward else "end"
         direction = "forward" if is_forward else "backward"
         is_exposed = number in edges or name == edge or not edges
-        between = 1.0 / layers if _is_of_layers(name) else 1.0
+        between = 1.0 / layers if _is_of_layers(name) and number in trained else 1.0
         found.append(Segment(f"{name} {direction}", layers, 1.0 / layers if is_exposed else 0.0, between, not is_forward))
     return tuple(found)
 
@@ -251,7 +251,7 @@ def _layers(structure: StepStructure, number: int) -> int:
     send nothing and do not count, unless no layer has weights."""
     ties, counts = structure.ties, dict[Node, int]()
     for node, segment in structure.segment.items():
-        if segment == number and node not in structure.weights:
+        if segment == number:
             counts[ties.leader[node]] = counts.get(ties.leader[node], 0) + ties.count[node]
     kinds: dict[str, int] = {}
     for leader, count in counts.items():

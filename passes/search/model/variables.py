@@ -275,8 +275,7 @@ def _variable(
 
 
 def _member(step: _Step, node: Node, strategies: tuple[Strategy, ...], numbers: Ints | None = None) -> Member:
-    structure = step.structure
-    is_saved, is_awaited = node in structure.saved, node not in structure.gradients and node not in structure.weights
+    is_saved, is_awaited = node in step.structure.saved, node not in step.structure.gradients
     return Member(node, strategies, numbers, _count(step, node), is_saved, is_awaited, _outer(step, node))
 
 
