@@ -25,7 +25,7 @@ from passes.search.prepared import Prepared
 from passes.search.solution import Solution
 
 AGAIN = "layers computed again in the backward"
-REPRICED = "solved again with messages as dear as simulated"
+REPRICED = "solved again with dearer messages"
 KEPT = "slower though nothing is computed again: not made to fit"
 UNTUNED = "not fully tuned"  # in buckets and chunks, as it is too slow to win
 SECONDS = 30.0  # at most of the search for the smallest limit: it is for a message, which may say a larger one

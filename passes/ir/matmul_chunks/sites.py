@@ -28,7 +28,7 @@ from passes.ir.matmul_chunks.writer import Writer
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-_SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # ops that work row by row, between product and sum
+SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default)  # ops that work row by row, between product and sum
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _terms(total: Node) -> list[Node]:
     if total.target is aten.view.default:
         source = operands(total)[0]
         return _terms(source) if width_of(source) == width_of(total) else []
-    if total.target not in _SUMS or any(_shape(source) != _shape(total) for source in operands(total)):
+    if total.target not in SUMS or any(_shape(source) != _shape(total) for source in operands(total)):
         return []
     parts = [_terms(source) for source in operands(total)]
     return [product for part in parts for product in part] if all(parts) else []

@@ -83,7 +83,7 @@ class UnitCosts:
 
     def apart(self) -> UnitCosts:
         """Return the costs where no messages are joined."""
-        return UnitCosts(self.mesh, self.hardware, self.routes, replace(self.hiding, bucket=1, most=1))
+        return UnitCosts(self.mesh, self.hardware, self.routes, replace(self.hiding, bucket=0, most=0))
 
     @property
     def sizes(self) -> LocalSizes:

@@ -9,14 +9,13 @@ from torch.fx import Node
 
 from passes.cost.fused_regions import bytes_read, is_alias, is_fusible, is_reduction, source_of
 from passes.ir.graph import is_reshard, is_tensor, item_of, note_of, operands, tensor_of
+from passes.ir.matmul_chunks.sites import SUMS
 from passes.search.model.factor_graph import Port, Segment, Value
 from passes.search.model.skeleton import Owner
 from passes.search.model.step_structure import StepStructure, is_read_by_kernels
 
 aten = torch.ops.aten
 PRODUCTS: Mapping[object, int] = {aten.mm.default: 0, aten.addmm.default: 1}  # the operand whose rows are cut into chunks
-
-SUMS = (aten.add.Tensor, torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 Ends = Mapping[Node, list[Port]]  # operands that return a value
 
