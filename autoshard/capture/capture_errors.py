@@ -197,7 +197,7 @@ _SETTINGS = (
     _Setting(r"/nn/modules/batchnorm\.py", r"F\.batch_norm\(", "momentum to a number, such as 0.1, in BatchNorm", "^UserError$"),
     _Setting(
         r"/nn/modules/transformer\.py",
-        r"is_causal[\s\S]*F\.multi_head_attention_forward\(",
+        r"(is_causal|self\._sa_block\()[\s\S]*F\.multi_head_attention_forward\(",
         "tgt_is_causal (of an encoder, is_causal) to True or False where the mask is given",
         "^UserError$",
     ),

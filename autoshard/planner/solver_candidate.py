@@ -181,7 +181,7 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
     """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
     does, until the solver finds none that may be faster than the best as simulated, here or with another padding. Return the
-    best.
+    best. With another padding, it is taken to be simulated slower than priced by as much as the best there.
 
     The solver takes each message for one that is joined with others. An answer that is far slower likely has some that are not:
     then all are first priced as if each was sent by itself.
@@ -192,7 +192,7 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
     if answer is None or not task.fits(answer.evaluation) or _overrun(answer, again) <= MISPRICED * answer.solution.objective:
         return answer
     best = last = answer
-    if not _may_be_faster(task, last.solution, best, again):
+    if not _may_be_faster(task, last.solution, best, again, task.underpriced_elsewhere):
         return answer
     for number in range(REPRICINGS):
         overrun = _overrun(last, again)
@@ -210,15 +210,15 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
             break
         last = found
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
-        if not _may_be_faster(task, last.solution, best, again):
+        if not _may_be_faster(task, last.solution, best, again, task.underpriced_elsewhere):
             break
     return best
 
 
-def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float) -> bool:
-    """Return whether a solution is priced below the best as simulated, here or with another padding."""
+def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float, underpriced: float = 1.0) -> bool:
+    """Return whether a solution whose price is too low by this factor is faster than the best, here or with another padding."""
     simulated = min(best.evaluation.cost.step_time, task.best_elsewhere)
-    return solution.objective + again < simulated - max(PROVEN * simulated, WORTHWHILE)
+    return (solution.objective + again) * underpriced < simulated - max(PROVEN * simulated, WORTHWHILE)
 
 
 def _overrun(answer: Answer, again: float) -> float:

@@ -27,13 +27,14 @@ _log = logging.getLogger("autoshard.planner")
 @dataclass(frozen=True, eq=False)
 class SearchTask:
     """A problem, the graph that its candidates are evaluated on, and how much to try; the best of other problems' plans takes
-    `best_elsewhere` seconds.
+    `best_elsewhere` seconds, which is `underpriced_elsewhere` times what the solver says.
     """
 
     problem: Problem
     folded: Folded
     effort: Effort
     best_elsewhere: float = float("inf")
+    underpriced_elsewhere: float = 1.0
     started: float = field(default_factory=time.perf_counter)
 
     @property

@@ -24,6 +24,7 @@ from passes._torch import (
     dtensor_of_local,
     dtensor_spec,
     local_of_dtensor,
+    refuse_wrong_views,
     relay_dtensor,
     shard_of,
     teach_checkpoints,
@@ -83,6 +84,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
             "keep what cannot be copied (locks, files, process groups) out of the module's attributes"
         ) from error
     teach_checkpoints(_boxes)
+    refuse_wrong_views()
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

@@ -71,6 +71,11 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
     _module("checkpoint_hooks").teach_checkpoints(boxes_of)
 
 
+def refuse_wrong_views() -> None:
+    """Let a view of a DTensor raise where torch would silently mix up its elements."""
+    _module("dtensor_views").refuse_wrong_views()
+
+
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
     """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
     _module("dynamo.plain_subclasses").allow_in_compiled_code(subclass)

@@ -14,10 +14,11 @@ from autoshard.planner.evaluation import Folded, folded_as
 from autoshard.planner.paddings.batch_padding import gaining_axes, may_pad_otherwise, padded_for_fewer_samples
 from autoshard.planner.problem import Problem, dims_padded_as, padded_for
 from autoshard.planner.recipe_candidates import Experts, is_padded_alike
-from autoshard.planner.standings import SearchTask
+from autoshard.planner.standings import SOLVED, SearchTask
 from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 
+MOST_UNDERPRICED = 0.05  # part of a step: where a plan is simulated slower by more, prices with other paddings may be better
 MOST_AXES = 2  # of a mesh, for which dims are padded for any of them
 
 
@@ -46,9 +47,11 @@ def best_of_variants(
         return search(replace(task, problem=problem, folded=folded), progress), problem, folded
     found, errors = list[tuple[Variant, Beside]](), list[MemoryLimitError]()
     for variant in _variants(problem, folded, found):
-        best = min((_step_time(one) for _, one in found), default=float("inf"))
+        best = min((one for _, one in found), key=_step_time, default=None)
+        if best is not None:
+            task = replace(task, best_elsewhere=_step_time(best), underpriced_elsewhere=_underpriced(best))
         try:
-            found.append((variant, _searched(variant, replace(task, best_elsewhere=best), progress)))
+            found.append((variant, _searched(variant, task, progress)))
         except MemoryLimitError as error:
             errors.append(error)
     fitting = [(variant, one) for variant, one in found if one.choice is not None]
@@ -71,6 +74,14 @@ def _searched(variant: Variant, task: SearchTask, progress: Progress) -> Beside:
 
 def _step_time(found: Beside) -> float:
     return float("inf") if found.choice is None else found.choice.evaluation.cost.step_time
+
+
+def _underpriced(found: Beside) -> float:
+    """Return the simulated step as a multiple of the price of the solver's plan; 1 if a recipe is faster than that."""
+    chosen = None if found.choice is None else found.choice.search
+    if chosen is None or chosen.chosen != SOLVED or chosen.step_time is None or chosen.objective is None:
+        return 1.0
+    return min(1 + MOST_UNDERPRICED, max(1.0, chosen.step_time / chosen.objective))
 
 
 def _variants(problem: Problem, folded: Folded, found: Sequence[tuple[Variant, Beside]]) -> Iterator[Variant]:
