@@ -26,11 +26,14 @@ class Case(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
-    """Return the case `name` of `MODELS`: parameters, buffers and floating inputs in `dtype`, the same for the same seed."""
+def build(name: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **sizes: int) -> Case:
+    """Return the case `name` of `MODELS`: parameters, buffers and floating inputs in `dtype`, the same for the same seed.
+
+    `sizes` are of a model that has some, such as layers=1 of a decoder.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        case = MODELS[name]()
+        case = MODELS[name](**sizes)
         case.model.to(dtype)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _cast(dtype), (case.args, case.kwargs))
     return Case(case.model, args, kwargs)
@@ -343,12 +346,12 @@ class Encoder(nn.Module):
         return F.cross_entropy(self.decoder(x).view(-1, VOCAB), labels.view(-1), ignore_index=-100)
 
 
-def encoder() -> Case:
+def encoder(layers: int = 2) -> Case:
     lengths = torch.randint(SEQ // 2, SEQ + 1, (BATCH, 1))
     mask = (torch.arange(SEQ) < lengths).long()
     tokens = torch.randint(1, VOCAB, (BATCH, SEQ)) * mask
     masked = (torch.rand(BATCH, SEQ) < 0.3) & mask.bool()
-    return Case(Encoder(), (tokens, mask, torch.randint(2, (BATCH, SEQ)), tokens.masked_fill(~masked, -100)), {})
+    return Case(Encoder(layers), (tokens, mask, torch.randint(2, (BATCH, SEQ)), tokens.masked_fill(~masked, -100)), {})
 
 
 class MixtureOfExperts(nn.Module):
@@ -427,16 +430,16 @@ def structured() -> Case:
     return Case(Structured(), (batch,), {"labels": torch.randint(16, (BATCH,)), "temperature": 0.5})
 
 
-MODELS: dict[str, Callable[[], Case]] = {
+MODELS: dict[str, Callable[..., Case]] = {
     "gpt": gpt,
     "gpt_logits": lambda: gpt(returns="logits"),
     "gpt_dict": lambda: gpt(returns="dict"),
-    "gpt_dropout": lambda: gpt(dropout=0.1),
+    "gpt_dropout": lambda **sizes: gpt(dropout=0.1, **sizes),
     "gpt_ignored_labels": gpt_ignored_labels,
     "llama": llama,
     "llama_rms_norm": lambda: llama(norm=FunctionalRMSNorm),
     "llama_expand": lambda: llama(grouping="expand"),
-    "llama_gqa": lambda: llama(grouping="enable_gqa"),
+    "llama_gqa": lambda **sizes: llama(grouping="enable_gqa", **sizes),
     "llama_by_hand": lambda: llama(grouping="by_hand"),
     "mlp": mlp,
     "mlp_uneven": lambda: mlp(sizes=(24, 50, 38, 16)),

@@ -143,11 +143,11 @@ def test_a_folded_mlp_of_alternating_sizes_unrolls_by_twos() -> None:
 
 
 @pytest.mark.slow
-def test_a_folded_llama_unrolls_to_the_whole_one() -> None:
-    case = models.llama(layers=7, dim=64, hidden=128, head_dim=8)
+def test_a_folded_decoder_unrolls_to_the_whole_one() -> None:
+    case = models.gpt(layers=7, dim=64)
     whole, _ = planned(case, ("zero2", "megatron"))
     folded, repeats = planned(case, ("zero2", "megatron"), Fold(margin=1))
-    assert repeats.runs == (Run("layers", (2,), (3,), (4,)),)
+    assert repeats.runs == (Run("blocks", (2,), (3,), (4,)),)
     assert described(unroll(folded, repeats)) == described(whole)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
@@ -112,14 +113,31 @@ def test_decoders(make: Callable[..., Any], recipe: Any, mesh: str, recompute: A
     assert _is_made_from_few(found)
 
 
+@dataclass(frozen=True)
+class _Programs:
+    """The first program of a model, and a later one that is made from few layers and one that is made from all."""
+
+    model: nn.Module
+    options: Options
+    first: Planned
+    lead: Planned
+    whole: Planned
+
+
+@cache
+def _programs(recipe: str) -> _Programs:
+    options, model = Options(recipe=recipe), Once("plain")
+    first = _first(model, _rows(8), Mesh("dp=2"), options)
+    lead, whole = (_later(model, _rows(12), first, options, from_few=few) for few in (True, False))
+    return _Programs(model, options, first, lead, whole)
+
+
 @pytest.mark.slow
 def test_solved_layouts_are_taken_over_with_the_program() -> None:
-    model, options = Once("plain"), Options()
-    first = _first(model, _rows(8), Mesh("dp=2"), options)
-    assert first.plan.solution is not None
-    found = _later(model, _rows(12), first, options)
-    assert _is_made_from_few(found)
-    _check_same(found, _later(model, _rows(12), first, options, from_few=False))
+    made = _programs("auto")
+    assert made.first.plan.solution is not None
+    assert _is_made_from_few(made.lead)
+    _check_same(made.lead, made.whole)
 
 
 class Halves(nn.Module):
@@ -185,21 +203,18 @@ def test_reasons_are_those_of_the_new_sizes(joined: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("recipe", ["fsdp", "auto"])
 def test_followers_make_the_program_of_the_first_rank(recipe: str) -> None:
-    options, model = Options(recipe=recipe), Once("plain")
-    first = _first(model, _rows(8), Mesh("dp=2"), options)
-    lead, asked, phases = _later(model, _rows(12), first, options), list[int](), list[str]()
+    made, asked, phases = _programs(recipe), list[int](), list[str]()
 
     def decided() -> Any:
         asked.append(len(phases))
-        return lead.plan
+        return made.lead.plan
 
-    found = _later(model, _rows(12), first, options, plan=decided, progress=phases.append)
+    found = _later(made.model, _rows(12), made.first, made.options, plan=decided, progress=phases.append)
     assert asked == [len(phases)] and phases[-1] == "passes"  # no rank waits for the first before its passes ran
-    _check_same(found, lead)
-    whole = _later(model, _rows(12), first, options, from_few=False)  # a first rank without an earlier program
-    assert format_graph(
-        _later(model, _rows(12), first, options, plan=whole.plan).graph, whole.plan.mesh
-    ) == format_graph(whole.graph, whole.plan.mesh)
+    _check_same(found, made.lead)
+    whole = made.whole  # a first rank without an earlier program
+    followed = _later(made.model, _rows(12), made.first, made.options, plan=whole.plan)
+    assert format_graph(followed.graph, whole.plan.mesh) == format_graph(whole.graph, whole.plan.mesh)
 
 
 @dataclass(frozen=True)

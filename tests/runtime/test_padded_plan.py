@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,11 +61,16 @@ def _train_padded_for_one_axis(rank: int, text: str | None) -> tuple[float, list
     return worst, [made.plan.compute_axes for made in model.programs]
 
 
+@cache
+def _padded_for_one_axis() -> ShardingPlan:
+    return plan(Mlp(WIDTHS).double(), Mesh("dp=2", hardware="h100"), (torch.empty(ROWS[0], WIDTHS[0], dtype=torch.float64),))
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_plan_with_dims_padded_for_an_axis_named_for_data_runs_with_batches_of_any_size(is_given: bool) -> None:
-    found = plan(Mlp(WIDTHS).double(), Mesh("dp=2", hardware="h100"), (torch.empty(ROWS[0], WIDTHS[0], dtype=torch.float64),))
+    found = _padded_for_one_axis()
     assert found.compute_axes == ("dp",) and found.recipes == (None,)
     for worst, axes in run_on_ranks(_train_padded_for_one_axis, 2, found.to_json() if is_given else None):
         assert worst < 1e-10 and set(axes) == {("dp",)}

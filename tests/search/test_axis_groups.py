@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from autoshard import MemoryLimitError, Mesh, Options, ShardingPlan, plan
@@ -76,6 +78,7 @@ def test_a_group_has_fewer_strategies_and_no_better_assignment() -> None:
     assert objective(text, None) <= objective(text, ((0, 1), (2,))) * (1 + 1e-6)
 
 
+@cache
 def searched(mesh: str) -> ShardingPlan:
     model, args = on_meta(8192, 1 << 17)
     return plan(model, Mesh(mesh, hardware="h100"), args, options=Options())

@@ -211,12 +211,12 @@ def test_a_plan_that_fits_is_not_lost_where_the_solver_estimates_too_much_memory
 ) -> None:
     model, args = on_meta(lambda: (Mixture(experts=experts), (torch.empty(2048, 1024), torch.empty(2048, 1024))))
     steps, peak = list[float](), 0
-    for part in (None, 1.2, 1.05, 1.0, 0.95):
+    for part in (None, 1.05, 1.0, 0.95):
         limit = None if part is None else int(part * peak)
         found = plan(model, Mesh(mesh, hardware=hardware), args, options=Options(memory_limit=limit))
         assert found.cost is not None
         assert limit is None or found.cost.peak_memory <= limit
         peak = peak or found.cost.peak_memory
         steps.append(found.cost.step_time)
-    assert max(steps[:4]) <= steps[0] * (1 + TIE)  # the first plan fits in these limits
+    assert max(steps[:3]) <= steps[0] * (1 + TIE)  # the first plan fits in these limits
     assert all(less >= more * (1 - TIE) for more, less in pairwise(steps))

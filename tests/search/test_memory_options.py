@@ -109,17 +109,21 @@ def test_a_sequence_of_unlike_steps_is_computed_again_as_one_block() -> None:
     assert (again.recomputation.freed or 0) > 0
 
 
+@cache
+def by_fsdp() -> ShardingPlan:
+    with torch.device("meta"):
+        model, x = Blocks(256), torch.empty(8192, 256)
+    return plan(model, Mesh("dp=2,tp=4", hardware=calm("h100")), (x,), options=Options(recipe="fsdp"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "recipes"), [(0.7, ("fsdp", "zero2")), (0.55, ("fsdp", "zero2")), (0.45, ("fsdp",))])
 def test_no_recipe_that_fits_is_faster_within_the_same_memory(part: float, recipes: tuple[str, ...]) -> None:
-    with torch.device("meta"):
-        model, x = Blocks(256), torch.empty(8192, 256)
-    mesh = Mesh("dp=2,tp=4", hardware=calm("h100"))
-    roomy = plan(model, mesh, (x,), options=Options(recipe="fsdp"))
+    roomy = by_fsdp()
     assert roomy.cost is not None
     limit = int(part * roomy.cost.peak_memory)
-    found = plan(model, mesh, (x,), options=Options(memory_limit=limit))
+    found = roomy.replan(memory_limit=limit, recipe="auto", prove=True)
     assert found.cost is not None
     for recipe in recipes:
-        expert = plan(model, mesh, (x,), options=Options(memory_limit=limit, recipe=recipe))
+        expert = roomy.replan(memory_limit=limit, recipe=recipe)
         assert expert.cost is not None and found.cost.step_time <= expert.cost.step_time * (1 + TIE), recipe

@@ -307,7 +307,7 @@ def _train(rank: int) -> tuple[float, str]:
     torch.manual_seed(0)
     case = decoder(layers=1, seq=16)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    model = autoshard(case.model, mesh, case.args, options=Options(recipe=RING, compile="inductor"))
+    model = autoshard(case.model, mesh, case.args, options=Options(recipe=RING, compile="eager"))
     loss, want = model(*model.shard(*case.args)), case.model(*case.args)
     loss.backward()
     want.backward()

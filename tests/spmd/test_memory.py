@@ -64,7 +64,7 @@ def test_gathered_parameters_are_not_kept_for_the_backward() -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_stored_bytes_and_graphs_on_real_ranks() -> None:
-    reports = run_on_ranks(_measure, 2, "mlp_uneven", fresh=True)
+    reports = run_on_ranks(_measure, 2, "mlp_uneven")
     model = build("mlp_uneven").model
     bounds = {name: _bound(tuple(p.shape), 2) * p.element_size() for name, p in model.named_parameters()}
     for parameters, gradients, _ in reports:
