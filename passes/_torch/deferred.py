@@ -68,12 +68,12 @@ def teach_checkpoints(boxes_of: Callable[[DTensor], Sequence[Box] | None]) -> No
 
     Tensors for which `boxes_of` returns None are saved and loaded by torch's own methods.
     """
-    _module("checkpoint_hooks").teach_checkpoints(boxes_of)
+    _module("dtensor_hooks").teach_checkpoints(boxes_of)
 
 
 def refuse_wrong_views() -> None:
     """Let a view of a DTensor raise where torch would silently mix up its elements."""
-    _module("dtensor_views").refuse_wrong_views()
+    _module("dtensor_hooks").refuse_wrong_views()
 
 
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:

@@ -36,8 +36,8 @@ For the rest of the process, once (`once`):
 | dynamo's polyfill of `flex_attention` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
-| `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | checkpoint_hooks.py |
-| DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_views.py |
+| `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | dtensor_hooks.py |
+| DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks.py |
 | `runtime_wrappers.HANDLED_TYPES` | a sharded module is made | compiled code of a `WholeTensor` | dynamo/plain_subclasses.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.
