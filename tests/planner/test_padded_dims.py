@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import MemoryLimitError, Mesh, Options, RecipeError, ShardingPlan, plan
+from autoshard.config.progress import Progress
+from autoshard.planner.candidates import Beside
+from autoshard.planner.paddings import variants
 from autoshard.planner.recipe_candidates import expert_names
+from autoshard.planner.standings import SearchTask
 from autoshard.planner.ties import TIE
 
 Case = tuple[tuple[int, ...], int, str, str]  # widths, batch, mesh, hardware
@@ -94,6 +98,33 @@ def test_batch_and_widths_are_padded_each_alone_and_together_whatever_axes_are_n
         assert one.search is not None
         solved = [other.cost.step_time for other in one.search.candidates if other.name.startswith("solved") and other.cost]
         assert min(solved) <= step_time(one) * (1 + TIE)
+
+
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [
+        (((1000, 3001, 1500, 777), 1000, "dp=4,tp=2", "a100"), float("inf")),
+        (((333, 777, 333, 777), 64, "dp=2,tp=2", "h100"), 1.05),  # it is 6 % slower: prices with other paddings may be better
+    ],
+    ids=str,
+)
+def test_how_much_slower_the_best_is_than_priced_is_known_to_searches_with_other_paddings(
+    case: Case, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, told = list[Beside](), list[tuple[float, float]]()
+
+    def searched(variant: variants.Variant, task: SearchTask, progress: Progress) -> Beside:
+        told.append((task.best_elsewhere, task.underpriced_elsewhere))
+        best.append(usual(variant, task, progress))
+        return best[-1]
+
+    usual = variants._searched
+    monkeypatch.setattr(variants, "_searched", searched)
+    planned(case)
+    choice = best[0].choice
+    assert choice is not None and choice.search.step_time is not None and choice.search.objective is not None
+    slower = choice.search.step_time / choice.search.objective
+    assert told[:2] == [(float("inf"), 1.0), (choice.search.step_time, min(slower, most))] and slower > 1.02
 
 
 def test_a_plan_says_for_which_axes_dims_are_padded_and_is_followed_from_its_file(tmp_path: Path) -> None:

@@ -181,6 +181,9 @@ def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(mon
     beside = replace(task, best_elsewhere=bounds[0])  # with another padding: as fast as any plan is priced here
     as_priced = solver_candidate.solve(beside, Standings(beside)).answer
     assert as_priced is not None and as_priced.evaluation.cost.step_time > 1.02 * steps[1], "nothing is solved again for it"
+    beside = replace(task, underpriced_elsewhere=steps[0] / bounds[0])  # with another padding, the best is simulated as slow
+    as_slow = solver_candidate.solve(beside, Standings(beside)).answer
+    assert as_slow is not None and as_slow.evaluation.cost.step_time == steps[0], "a plan priced as low is expected to be as slow"
 
 
 class Perceptron(nn.Module):
