@@ -195,12 +195,6 @@ _SETTINGS = (
     _Setting(r"/transformers/", r"flex_attention_mask", 'attn_implementation="sdpa" in the model\'s config'),
     _Setting(r"/torch/distributions/", r"/constraints\.py", "validate_args=False where the distribution is made"),
     _Setting(r"/nn/modules/batchnorm\.py", r"F\.batch_norm\(", "momentum to a number, such as 0.1, in BatchNorm", "^UserError$"),
-    _Setting(
-        r"/nn/modules/transformer\.py",
-        r"(is_causal|self\._sa_block\()[\s\S]*F\.multi_head_attention_forward\(",
-        "tgt_is_causal (of an encoder, is_causal) to True or False where the mask is given",
-        "^UserError$",
-    ),
 )
 
 

@@ -100,7 +100,12 @@ def _unsaid(call: LeftOut) -> Remark:
             "flex_attention runs as scaled_dot_product_attention with a mask of all pairs, or, where score_mod changes scores, "
             "written out: its own kernel, which skips blocks, keeps a graph that cannot be sharded"
         )
-    is_routine = call.function not in ("print", "warn", "raise", "flex_attention_replaced")
+    if call.function == "mask_not_compared":
+        text = (
+            "the attention mask is used as it is, without a look at its values: if it is causal, is_causal=True (of a decoder, "
+            "tgt_is_causal=True) beside it lets attention skip what it hides"
+        )
+    is_routine = call.function not in ("print", "warn", "raise", "flex_attention_replaced", "mask_not_compared")
     return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
 
 

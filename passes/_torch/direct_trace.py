@@ -18,6 +18,7 @@ from torch import nn
 from torch.compiler import _compile_session_context
 from torch.fx import Graph, GraphModule
 from torch.fx import traceback as origins
+from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,7 +32,8 @@ _MODULE_CALL = nn.Module.__call__
 
 @contextmanager
 def run_directly(modules: Mapping[int, tuple[str, str]], file: str, called: Called | None = None) -> Iterator[None]:
-    """Let modules run as while they are traced: `is_compiling()` is true, and ops get the origins of their calls.
+    """Let modules run as while they are traced: `is_compiling()` is true, ops get the origins of their calls, and masks of
+    attention are not compared with a causal one.
 
     `modules` holds, by the id of a module, its key in origins and its name. `file` is the caller's, where the model's
     lines begin. `called` is told of each function of torch that is called.
@@ -49,7 +51,8 @@ def run_directly(modules: Mapping[int, tuple[str, str]], file: str, called: Call
             meta["nn_module_stack"] = before
 
     as_traced = origins.preserve_node_meta(), _compile_session_context(), replaced(nn.Module, "__call__", call)
-    with as_traced[0], as_traced[1], as_traced[2], _Lines(file, called):
+    any_mask = replaced(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True)
+    with as_traced[0], as_traced[1], as_traced[2], any_mask, _Lines(file, called):
         yield
 
 

@@ -24,6 +24,7 @@ For a block of code, in the thread that runs it (`replaced`); other threads use 
 | `call_random_fn` | a call is traced | it tells of Python's random numbers | dynamo/module_trace.py |
 | `warnings.showwarning` | a call is traced | dynamo reports side effects in a warning only | dynamo/side_effects.py |
 | `nn.Module.__call__` | a call is run instead of traced by dynamo | ops are told their modules | direct_trace.py |
+| `transformer._detect_is_causal_mask` | a call is run instead of traced by dynamo | it asks for values | direct_trace.py |
 
 For the rest of the process, once (`once`):
 
@@ -34,6 +35,7 @@ For the rest of the process, once (`once`):
 | dynamo's polyfill of `checkpoint_sequential` | a call is traced | dynamo, which has none | dynamo/substitutes.py |
 | dynamo's polyfills of `ctc_loss`, `masked_select`, `cudnn.flags` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's polyfill of `flex_attention` | a call is traced | dynamo | dynamo/substitutes.py |
+| dynamo's polyfill of `transformer._detect_is_causal_mask` | a call is traced | dynamo | dynamo/substitutes.py |
 | dynamo's rules for `constraints.is_dependent` and `gaussian_nll_loss` | each call is traced | dynamo | dynamo/substitutes.py |
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | dtensor_hooks.py |

@@ -732,25 +732,9 @@ def test_a_wrapped_model_is_given_without_its_wrapper() -> None:
         capture(nn.DataParallel(nn.Linear(4, 4)), (torch.ones(2, 4),), training=True)
 
 
-class Attends(nn.Module):
-    def __init__(self, *, norm_first: bool = False) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=norm_first)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor, mask: Tensor, is_causal: bool | None = None) -> Tensor:
-        return self.layers(x, mask, is_causal=is_causal)
-
-
 def test_the_settings_of_torchs_modules_that_avoid_a_decision_by_value_are_named() -> None:
     with pytest.raises(CaptureError, match=r"; here, set momentum to a number, such as 0.1, in BatchNorm\n"):
         capture(nn.BatchNorm1d(4, momentum=None), (torch.ones(2, 4),), training=True)
-    masked = torch.ones(2, 3, 4), nn.Transformer.generate_square_subsequent_mask(3)
-    setting = r"; here, set tgt_is_causal (of an encoder, is_causal) to True or False where the mask is given" + "\n"
-    for norm_first in (False, True):
-        with pytest.raises(CaptureError, match=re.escape(setting)):
-            capture(Attends(norm_first=norm_first), masked, training=True)
-    capture(Attends(), (*masked, False), training=True)
 
 
 def test_torch_does_not_log_the_traceback_of_a_wrong_shape(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -154,3 +155,34 @@ def test_a_training_step_with_documents_of_flex_attention(recipe: str) -> None:
     case = Case(Flexible("documents").double(), _documents(), {})
     whole = oracle.run_on_ranks(case, "one=1", Options(recipe=None))
     oracle.compare(oracle.run_on_ranks(case, "cp=2", Options(recipe=recipe)), whole, 1e-12)
+
+
+class Masked(nn.Module):
+    """Layers whose attention takes a mask, perhaps beside code that dynamo does not understand."""
+
+    def __init__(self, *, norm_first: bool, is_odd: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.layers = nn.TransformerDecoder(layer, 1)
+        self.is_odd = is_odd
+
+    def forward(self, x: Tensor, mask: Tensor, **hints: bool) -> Tensor:
+        if self.is_odd:
+            x = x * (zlib.crc32(b"layers") % 7)
+        hidden: Tensor = self.layers(x, x, tgt_mask=mask, **hints)
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("norm_first", "is_odd", "training"), [(False, False, True), (True, False, False), (True, False, True), (False, True, True)]
+)
+def test_a_mask_of_attention_is_any_one_unless_the_call_says_more(norm_first: bool, is_odd: bool, training: bool) -> None:
+    """Torch reads its values to know whether it is causal, and then uses a faster kernel for the same result."""
+    model, x = Masked(norm_first=norm_first, is_odd=is_odd).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    causal = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+    for mask in (causal, torch.randn(3, 3, dtype=torch.float64)):
+        found = check_capture(model, x, mask, training=training)
+        if not is_odd:
+            assert ["is_causal=True (of a decoder, tgt_is_causal=True)" in one.text for one in found.call.remarks] == [True]
+    if not is_odd:
+        assert not check_capture(model, x, causal, tgt_is_causal=True, training=training).call.remarks

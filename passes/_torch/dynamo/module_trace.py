@@ -29,6 +29,7 @@ from passes._torch.dynamo.substitutes import (
     UnknownLengthError,
     check_selections,
     flex_attention_replaced,
+    mask_not_compared,
     masked_select,
     teach_dynamo,
 )
@@ -40,7 +41,7 @@ _SETATTR, _METHOD = SetAttrBuiltinVariable._call_setattr, TensorVariable.call_me
 _GETATTR: Any = getattr(TensorVariable, READ_ATTRIBUTE)
 _DRAW = user_defined.call_random_fn
 _OF_LOGGING = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.exception, logging.log)
-_LEFT_OUT = {print, warnings.warn, logging.getLogger, *_OF_LOGGING, flex_attention_replaced}
+_LEFT_OUT = {print, warnings.warn, logging.getLogger, *_OF_LOGGING, flex_attention_replaced, mask_not_compared}
 _ASSERT = symbolic_convert._detect_and_normalize_assert_statement
 
 

@@ -17,6 +17,7 @@ from torch.backends import cudnn
 from torch.distributions import Distribution, constraints, kl
 from torch.fx import Graph
 from torch.nn.attention.flex_attention import AuxOutput, flex_attention
+from torch.nn.modules import transformer
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from passes._torch.operators.ctc import CTC_LOSS, MASKED_SELECT
@@ -37,6 +38,7 @@ def _substitute() -> None:
         (torch.masked_select, masked_select),
         (cudnn.flags, _cudnn_flags),
         (flex_attention, _flex_attention),
+        (transformer._detect_is_causal_mask, _detect_is_causal_mask),
     ):
         trace_rules.get_torch_obj_rule_map().pop(original, None)
         substitute_in_graph(original, skip_signature_check=True)(traced)
@@ -99,6 +101,19 @@ def check_selections(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=MASKED_SELECT):
         if any(reader.target is not CTC_LOSS or node in (*reader.args[:1], *reader.args[2:]) for reader in node.users):
             raise UnknownLengthError(node.meta.get("stack_trace") or "")
+
+
+def mask_not_compared() -> None:
+    """Stand for the remark that a mask is taken as it is; a capture leaves its call out and says so."""
+
+
+def _detect_is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Take a mask for any one, unless `is_causal` says more: torch compares its values with those of a causal mask, so that
+    attention may use a faster kernel.
+    """
+    if is_causal is None and mask is not None:
+        mask_not_compared()
+    return is_causal is True
 
 
 def flex_attention_replaced() -> None:
