@@ -181,7 +181,7 @@ def _solve_whole(task: SearchTask, standings: Standings, prepared: Prepared) -> 
 def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, again: float) -> Answer | None:
     """Solve again with the messages of the answer as dear as they are simulated, if the simulator finds it slower than the solver
     does, until the solver finds none that may be faster than the best as simulated, here or with another padding. Return the
-    best. With another padding, it is taken to be simulated slower than priced by as much as the best there.
+    best. Where the best with another padding is simulated slower than priced, each solution is expected to be as much slower.
 
     The solver takes each message for one that is joined with others. An answer that is far slower likely has some that are not:
     then all are first priced as if each was sent by itself.
@@ -216,7 +216,8 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
 
 
 def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float, underpriced: float = 1.0) -> bool:
-    """Return whether a solution whose price is too low by this factor is faster than the best, here or with another padding."""
+    """Return whether a solution would be faster than the best, here or with another padding, if it took `underpriced` times what
+    it is priced."""
     simulated = min(best.evaluation.cost.step_time, task.best_elsewhere)
     return (solution.objective + again) * underpriced < simulated - max(PROVEN * simulated, WORTHWHILE)
 
