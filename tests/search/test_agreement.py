@@ -37,6 +37,7 @@ from passes.search import tune_multipliers
 from passes.search.goal import Goal
 from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
+from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared
 from passes.search.solution import strategies_of
 from passes.search.solvers.evaluate import evaluate
@@ -162,8 +163,8 @@ def test_runners_up_are_other_plans_that_fit_the_fastest_first() -> None:
 
 
 def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The better plan as simulated is kept, and the bound stays that of the first prices."""
-    task, _ = wide()
+    """The better plan as simulated is kept; its price and the bound are by the first prices."""
+    task, first = wide()
     steps, bounds = [], []
     for mispriced in (float("inf"), solver_candidate.MISPRICED):
         monkeypatch.setattr(solver_candidate, "MISPRICED", mispriced)
@@ -174,6 +175,12 @@ def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(mon
     notes = list(candidates._notes(task, solved, SOLVED, solved.answer.evaluation, steps[1]))
     assert (candidates.REPRICED in notes) == (solved.answer.source.corrected is not None)
     assert steps[1] < 0.97 * steps[0] and bounds[0] is not None and bounds[1] == bounds[0]
+    best, budget = solved.answer.solution, MemoryBudget(float(task.limit))
+    assert solved.answer is not None and best.objective == pytest.approx(first.price(best, budget), rel=1e-6)
+    again = replace(best, objective=best.objective + 1e-3)
+    dearer = replace(solved.answer, source=first.corrected_by(best, 1e-3), solution=again)
+    assert dearer.source.price(best, budget) == pytest.approx(best.objective + 1e-3, rel=1e-6)
+    assert solver_candidate._at_first_prices(task, dearer, first).solution.objective == pytest.approx(best.objective, rel=1e-6)
     monkeypatch.setattr(solver_candidate, "WORTHWHILE", steps[0] - 0.9 * steps[1])
     left = solver_candidate.solve(task, Standings(task)).answer
     assert left is not None and left.evaluation.cost.step_time == steps[0], "too little is promised"
