@@ -20,7 +20,7 @@ from passes.errors import MemoryLimitError
 from passes.ir.mesh import Mesh
 from passes.search.goal import Goal
 from passes.search.model.axis_groups import AxisGroups, can_be_single, coarse_groups, finer_groups, single_axes
-from passes.search.model.memory_budget import MemoryBudget, RecomputationCurve
+from passes.search.model.memory_budget import RecomputationCurve
 from passes.search.model.unit_costs import Hiding
 from passes.search.prepared import Prepared, least_time, prepare
 from passes.search.solution import Solution
@@ -212,15 +212,14 @@ def _repriced(task: SearchTask, standings: Standings, answer: Answer | None, aga
         best = min(best, last, key=lambda one: task.rank(one.evaluation))
         if not _may_be_faster(task, last.solution, best, again, task.underpriced_elsewhere):
             break
-    return _at_first_prices(task, best, answer.source)
+    return _at_first_prices(best, answer.source)
 
 
-def _at_first_prices(task: SearchTask, answer: Answer, source: Prepared) -> Answer:
+def _at_first_prices(answer: Answer, source: Prepared) -> Answer:
     """Return an answer with the objective that it has by the prices of `source`, by which the bound is proven."""
     if answer.source is source:
         return answer
-    objective = source.price(answer.solution, MemoryBudget(float(task.limit), ()))
-    return replace(answer, solution=replace(answer.solution, objective=objective))
+    return replace(answer, solution=replace(answer.solution, objective=source.price(answer.solution)))
 
 
 def _may_be_faster(task: SearchTask, solution: Solution, best: Answer, again: float, underpriced: float = 1.0) -> bool:

@@ -25,7 +25,7 @@ from passes.search.optimize import optimize
 from passes.search.recomputation_savings import recomputation_savings
 from passes.search.search_state import SearchState
 from passes.search.solution import Solution, solution_of, strategies_of
-from passes.search.solvers.evaluate import Assignment, evaluations
+from passes.search.solvers.evaluate import Assignment, evaluate
 from passes.search.solvers.relaxation import Relaxation
 from passes.search.tune_multipliers import SMALL_MEMORY_STEPS, raise_price_of_bytes
 
@@ -62,12 +62,13 @@ class Prepared:
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
         return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={}, proven={})
 
-    def price(self, solution: Solution, budget: MemoryBudget | None) -> float:
-        """Return the seconds of a solution's step by the prices of this problem, if the best of what fits is kept."""
+    def price(self, solution: Solution) -> float:
+        """Return the seconds of a solution's step by the prices of this problem."""
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
-        found = evaluations(self.transitions, strategies, 0.0, budget)
-        fitting = [one for one in found if budget is None or budget.fits(one.bytes)] or found
-        return min(one.objective for one in fitting)
+        keeps, repeats = (0.0 if solution.kept else float("inf")), (float("inf") if solution.repeated else 0.0)
+        found = evaluate(self.transitions, strategies, keeps=keeps, repeats=repeats)
+        assert found is not None, "the transitions are those of a solution"
+        return found.objective
 
     def with_messages_apart(self) -> Prepared:
         """Return the same with each message as dear as one that is sent by itself, which joins no other."""

@@ -37,7 +37,6 @@ from passes.search import tune_multipliers
 from passes.search.goal import Goal
 from passes.search.model import strategies
 from passes.search.model.axis_groups import single_axes
-from passes.search.model.memory_budget import MemoryBudget
 from passes.search.prepared import Prepared
 from passes.search.solution import strategies_of
 from passes.search.solvers.evaluate import evaluate
@@ -147,6 +146,7 @@ def test_a_plan_whose_prices_were_corrected_costs_what_was_simulated() -> None:
     before, after = (evaluate(one.transitions, strategies, keeps=0.0) for one in (found, dearer))
     assert before is not None and after is not None
     assert after.objective == pytest.approx(before.objective + 1e-3, rel=1e-6)
+    assert found.price(solution) == pytest.approx(solution.objective, rel=1e-6)
     assert list(dearer.solutions(Goal()))[-1].objective >= solution.objective
     assert found.corrected is None, "the prices of the problem itself are as before"
 
@@ -175,12 +175,12 @@ def test_plans_that_were_priced_too_low_are_solved_again_at_corrected_prices(mon
     notes = list(candidates._notes(task, solved, SOLVED, solved.answer.evaluation, steps[1]))
     assert (candidates.REPRICED in notes) == (solved.answer.source.corrected is not None)
     assert steps[1] < 0.97 * steps[0] and bounds[0] is not None and bounds[1] == bounds[0]
-    best, budget = solved.answer.solution, MemoryBudget(float(task.limit))
-    assert solved.answer is not None and best.objective == pytest.approx(first.price(best, budget), rel=1e-6)
+    best = solved.answer.solution
+    assert solved.answer is not None and best.objective == pytest.approx(first.price(best), rel=1e-6)
     again = replace(best, objective=best.objective + 1e-3)
     dearer = replace(solved.answer, source=first.corrected_by(best, 1e-3), solution=again)
-    assert dearer.source.price(best, budget) == pytest.approx(best.objective + 1e-3, rel=1e-6)
-    assert solver_candidate._at_first_prices(task, dearer, first).solution.objective == pytest.approx(best.objective, rel=1e-6)
+    assert dearer.source.price(best) == pytest.approx(best.objective + 1e-3, rel=1e-6)
+    assert solver_candidate._at_first_prices(dearer, first).solution.objective == pytest.approx(best.objective, rel=1e-6)
     monkeypatch.setattr(solver_candidate, "WORTHWHILE", steps[0] - 0.9 * steps[1])
     left = solver_candidate.solve(task, Standings(task)).answer
     assert left is not None and left.evaluation.cost.step_time == steps[0], "too little is promised"
