@@ -91,21 +91,22 @@ def flatten_call(
     return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
 
 
+_SAID = {  # of what is left out or replaced, and changes more than a message
+    "raise": "a check of values is left out: a rank that raised alone would leave the others waiting",
+    "flex_attention_replaced": (
+        "flex_attention runs as scaled_dot_product_attention with a mask of all pairs, or, where score_mod changes scores, "
+        "written out: its own kernel, which skips blocks, keeps a graph that cannot be sharded"
+    ),
+    "mask_not_compared": (
+        "the attention mask is used as it is, without a look at its values: if it is causal, is_causal=True (of a decoder, "
+        "tgt_is_causal=True) beside it lets attention skip what it hides"
+    ),
+}
+
+
 def _unsaid(call: LeftOut) -> Remark:
-    text = f"{call.function} is left out: a program computes tensors and writes no messages"
-    if call.function == "raise":
-        text = "a check of values is left out: a rank that raised alone would leave the others waiting"
-    if call.function == "flex_attention_replaced":
-        text = (
-            "flex_attention runs as scaled_dot_product_attention with a mask of all pairs, or, where score_mod changes scores, "
-            "written out: its own kernel, which skips blocks, keeps a graph that cannot be sharded"
-        )
-    if call.function == "mask_not_compared":
-        text = (
-            "the attention mask is used as it is, without a look at its values: if it is causal, is_causal=True (of a decoder, "
-            "tgt_is_causal=True) beside it lets attention skip what it hides"
-        )
-    is_routine = call.function not in ("print", "warn", "raise", "flex_attention_replaced", "mask_not_compared")
+    text = _SAID.get(call.function, f"{call.function} is left out: a program computes tensors and writes no messages")
+    is_routine = call.function not in ("print", "warn", *_SAID)
     return Remark("capture", text, user_frame(call.stack), "output", routine=is_routine)
 
 

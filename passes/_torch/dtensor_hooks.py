@@ -1,4 +1,4 @@
-"""What is replaced of DTensor once a module is sharded: its methods for checkpoints, and its rule for views."""
+"""Replace methods of DTensor for checkpoints, and check its rule for views, once a module is sharded."""
 
 from __future__ import annotations
 

@@ -177,5 +177,7 @@ def test_a_limit_in_which_nothing_fits_is_told_the_smallest_of_all_paddings() ->
         plan(model, on, args, options=Options(memory_limit=10 << 20))
     said = re.search(r"Give memory_limit=(\d+),", str(raised.value))
     assert said is not None
+    with pytest.raises(MemoryLimitError):
+        plan(model, on, args, options=Options(memory_limit=int(0.9 * int(said[1]))))
     found = plan(model, on, args, options=Options(memory_limit=int(said[1])))
     assert found.cost is not None and found.cost.peak_memory <= int(said[1])
