@@ -1,6 +1,7 @@
 """Search for the assignment with the shortest step: bound it from below, find assignments from above, until they meet.
 
-1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone.
+1. Ascend the dual and round it (`search_state`), with multipliers that count computation alone, or those of a search of
+   other prices that went before.
 2. If no assignment seen so far fits, look at those of the least memory (`tune_multipliers.fit_memory`).
 3. Tune the multipliers, and solve the program of the strategies near the bound (`tune_multipliers.tune`).
 4. If still none fits, solve the program of bytes alone: without one in it, the search ends here.
@@ -21,10 +22,9 @@ from passes.search.model.unit_costs import UnitCosts
 from passes.search.search_state import SearchState
 from passes.search.solvers.evaluate import Assignment
 from passes.search.solvers.restriction import remaining
-from passes.search.tune_multipliers import fit_memory, tune
+from passes.search.tune_multipliers import PROVABLE, fit_memory, tune
 
 WIDENINGS = (0.01, 0.05, 0.2, 1.0, 5.0, 100.0)  # of the bound: how far over it assignments are searched; the last is all
-PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds
 # Transitions of a program that is solved even if nothing fits yet. One with 260,000 columns took HiGHS 12 s; the next, with
 # 776,000, did not return in ten minutes.
 LARGEST = 250_000
@@ -36,7 +36,10 @@ def optimize(state: SearchState) -> Iterator[tuple[Assignment, float]]:
     Raises MemoryLimitError where no assignment was found that fits the limit, or none before the cutoff was proven.
     """
     bounds = state.bounds
-    state.ascend()
+    if state.warm_start is None:
+        state.ascend()
+    else:
+        state.reweigh(state.warm_start.multipliers)
     if bounds.incumbent is None and state.budget is not None and not fit_memory(state, state.budget):
         raise _too_small(state)
     if not state.is_done:

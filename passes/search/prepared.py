@@ -23,7 +23,7 @@ from passes.search.model.unit_costs import USUAL, Hiding, UnitCosts
 from passes.search.model.variables import make_skeleton
 from passes.search.optimize import optimize
 from passes.search.recomputation_savings import recomputation_savings
-from passes.search.search_state import SearchState
+from passes.search.search_state import SearchState, WarmStart
 from passes.search.solution import Solution, solution_of, strategies_of
 from passes.search.solvers.evaluate import Assignment, evaluate
 from passes.search.solvers.relaxation import Relaxation
@@ -39,6 +39,7 @@ class Prepared:
     node_costs: NodeCosts
     factor_graph: FactorGraph
     corrected: Transitions | None = None  # with the prices of some corrected
+    warm_start: WarmStart | None = None  # of its searches
     searches: dict[Goal, _Search] = field(default_factory=dict, repr=False)  # the last, which goes on for an equal goal
     proven: dict[Goal, float] = field(default_factory=dict, repr=False)  # seconds that no plan is better than, by the last bound
 
@@ -60,7 +61,7 @@ class Prepared:
     def corrected_by(self, solution: Solution, seconds: float) -> Prepared:
         """Return the same with the transitions of `solution` dearer by `seconds` in all, as its step was simulated."""
         strategies = strategies_of(self.graph, self.skeleton, self.factor_graph, solution)
-        return replace(self, corrected=self.transitions.corrected(strategies, seconds), searches={}, proven={})
+        return self._priced(self.transitions.corrected(strategies, seconds))
 
     def price(self, solution: Solution) -> float:
         """Return the seconds of a solution's step by the prices of this problem."""
@@ -72,8 +73,7 @@ class Prepared:
 
     def with_messages_apart(self) -> Prepared:
         """Return the same with each message as dear as one that is sent by itself, which joins no other."""
-        transitions = Transitions(self.factor_graph, self.node_costs.unit_costs.apart())
-        return replace(self, corrected=transitions, searches={}, proven={})
+        return self._priced(Transitions(self.factor_graph, self.node_costs.unit_costs.apart()))
 
     def using(self, axis_groups: AxisGroups, *, deadline: float = float("inf")) -> Prepared:
         """Return the same with other axis groups."""
@@ -145,8 +145,13 @@ class Prepared:
         held = self.searches.get(goal)
         if held is None or not held.found or goal.time_limit is not None:
             self.searches.clear()
-            held = self.searches[goal] = _Search(SearchState(self.transitions, goal))
+            held = self.searches[goal] = _Search(SearchState(self.transitions, goal, self.warm_start))
         return held
+
+    def _priced(self, transitions: Transitions) -> Prepared:
+        """Return the same with other prices, to be searched from where the last search ended."""
+        left = next((search.state.left for search in self.searches.values()), None)
+        return replace(self, corrected=transitions, warm_start=left, searches={}, proven={})
 
     def _solution(self, assignment: Assignment, bound: float, started: float) -> Solution:
         seconds = time.perf_counter() - started

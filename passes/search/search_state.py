@@ -23,12 +23,14 @@ PRUNING_SWEEPS = 3  # of dual ascent while pruning: each raises reduced costs, s
 class SearchState:
     """The relaxation of a search, its clock, and the bounds that the steps of `optimize` move until they meet."""
 
-    def __init__(self, transitions: Transitions, goal: Goal) -> None:
+    def __init__(self, transitions: Transitions, goal: Goal, warm_start: WarmStart | None = None) -> None:
         self.transitions, self.factor_graph = transitions, transitions.factor_graph
         self.goal, self.budget = goal, goal.budget
         self.clock, self.bounds = Clock(goal.time_limit), Bounds(goal.gap)
         self.relaxation = Relaxation(transitions)
         self.dual.deadline = self.clock.deadline
+        self.warm_start = warm_start
+        self.left = warm_start  # for a search of other prices
         self.seen: list[Assignment] = []  # roundings of the relaxation, whether they fit or not
 
     @property
@@ -110,6 +112,14 @@ class SearchState:
         found = evaluate(self.transitions, assignment.strategies, keeps=keeps, repeats=byte, budget=self.budget)
         assert found is not None, "the transitions are those of an assignment"
         return found
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Hold the multipliers that a search of other prices ended with, and the restriction that it solved."""
+
+    multipliers: Multipliers
+    restriction: Restriction
 
 
 @dataclass

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from passes.search.model.factor_graph import MOMENTS, RESOURCES
 from passes.search.model.memory_budget import GB, MemoryBudget
-from passes.search.search_state import PRUNING_SWEEPS, SearchState
+from passes.search.search_state import PRUNING_SWEEPS, SearchState, WarmStart
 from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
 ROUNDS = 16  # of tuning by the linear program of the strategies near the bound, at most
+ROUNDS_AGAIN = 2  # the same where a search of other prices went before, at most
 GAIN = 5e-4  # of the bound: a round that adds less to the last one is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off
@@ -17,6 +18,7 @@ FAR = 0.01  # of the bound: a linear program that takes so much more lacks strat
 CHEAPEST = (64, 32, 16, 8, 4, 2)  # strategies of a variable: the first of these that makes no large program
 LARGE = 5_000  # transitions of a program that HiGHS takes seconds for, where few variables have many strategies
 LARGE_EACH = 10  # the same for each variable, where many variables, as of unlike layers, have few
+PROVABLE = 40_000  # transitions of a program that HiGHS takes half a minute for, and proves what it finds
 OVER = 1e3  # steps that as many bytes over the limit cost as the smallest assignment has, in a linear program that none fits
 SMALL_GAP = 0.0075  # of the step: to which the first program is solved; closer takes HiGHS three times as long
 SMALL_MEMORY_STEPS = (4.0, 1e4)  # steps that all bytes together cost, where an assignment of little memory is wanted
@@ -51,11 +53,14 @@ def tune(state: SearchState) -> None:
 
     The multipliers are the duals of the linear program of the strategies near the bound. Strategies near the bound
     under those join the program, and so on. A linear program whose step is far from the bound lacks strategies: those
-    further from the bound join it.
+    further from the bound join it. Where a program gets too large for HiGHS, the tuning ends, and only strategies near the bound
+    under the best multipliers are solved for.
     """
     best = state.dual_bound, state.relaxation.multipliers
     level, restriction, idle, last = 0, _near_bound(state, 0), 0, 0.0
-    for _ in range(ROUNDS):
+    if state.warm_start is not None:
+        restriction = restriction.joined(state.warm_start.restriction)
+    for _ in range(ROUNDS if state.warm_start is None else ROUNDS_AGAIN):
         found = state.formulation(restriction).multipliers(state.clock.for_program, _price_over(state))
         if state.is_done or found is None:
             break
@@ -73,9 +78,14 @@ def tune(state: SearchState) -> None:
             if seconds <= best[0] * (1 + max(FAR, state.goal.gap / 2)) or level == len(NEAR):
                 break
             idle, restriction = 0, restriction.joined(_near_bound(state, level))
+        if restriction.size > PROVABLE:
+            break
     if state.relaxation.multipliers is not best[1]:
         state.reweigh(best[1])
     if not state.is_done:
+        if restriction.size > PROVABLE:
+            restriction = _near_bound(state, 1)
+        state.left = WarmStart(state.relaxation.multipliers, restriction)
         gap = max(state.goal.gap / 2, SMALL_GAP)
         assignment, _ = state.formulation(restriction).solve(gap, state.clock.for_program, nodes=1)
         state.offer_solved(assignment)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from passes.search.model.axis_groups import single_axes
 from passes.search.prepared import Prepared
 from passes.search.solution import strategies_of
 from passes.search.solvers.evaluate import evaluate
+from passes.search.solvers.highs import MixedIntegerProgram
 
 VOCAB, DIM = 32_000, 2048
 
@@ -385,6 +387,56 @@ def test_a_plan_of_many_unlike_layers_is_near_its_bound(monkeypatch: pytest.Monk
     task, found = _stated(model, args, Mesh("dp=8,tp=8", hardware=with_network("h100", 0.25)))
     solution = next(found.solutions(Goal(float(task.limit), FULL.gap)))
     assert solution.objective < 1.03 * solution.bound
+
+
+@pytest.mark.slow
+def test_a_program_that_gets_too_large_ends_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS found nothing in half a minute in a program of 60,000 transitions, those near the bound in any of 14 rounds. With
+    those near the best bound, few enough, it did."""
+    task, found = prepared()
+    goal = Goal(float(task.limit), FULL.gap)
+    solution = next(found.solutions(goal))
+    dearer = found.corrected_by(solution, 0.05 * solution.objective)  # with unequal prices, more rounds are needed
+    columns, programs = _count_columns(monkeypatch), []
+    for most in (tune_multipliers.PROVABLE, 1_000):
+        monkeypatch.setattr(tune_multipliers, "PROVABLE", most)
+        columns.clear()
+        assert next(replace(dearer, warm_start=None, searches={}).solutions(goal)).objective < 1.05 * solution.objective
+        programs.append(list(columns))
+    usual, few = programs
+    assert usual[: len(few) - 1] == few[:-1] and len(few) < len(usual), "the first rounds are the same"
+    assert usual[-1] >= max(usual) and few[-1] <= few[-2], "the last one has those of all rounds, or those near the bound"
+
+
+@pytest.mark.slow
+def test_a_search_of_corrected_prices_begins_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds as good a plan with few linear programs."""
+    task, found = prepared()
+    goal = Goal(float(task.limit), FULL.gap)
+    solution = next(found.solutions(goal))
+    columns = _count_columns(monkeypatch)
+    assert found.with_messages_apart().warm_start is not None
+    dearer = found.corrected_by(solution, 0.05 * solution.objective)
+    rounds, steps = [], []
+    for warm_start in (dearer.warm_start, None):
+        columns.clear()
+        steps.append(next(replace(dearer, warm_start=warm_start, searches={}).solutions(goal)).objective)
+        rounds.append(len(columns) - 1)
+    assert rounds[0] <= 2 < rounds[1]
+    assert steps[0] == pytest.approx(steps[1], rel=tune_multipliers.SMALL_GAP)
+
+
+def _count_columns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of columns of each program that HiGHS is given."""
+    columns: list[int] = []
+    model = MixedIntegerProgram._model
+
+    def counted(self: MixedIntegerProgram) -> Any:
+        columns.append(len(self.costs))
+        return model(self)
+
+    monkeypatch.setattr(MixedIntegerProgram, "_model", counted)
+    return columns
 
 
 @pytest.mark.slow
