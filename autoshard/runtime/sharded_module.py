@@ -104,6 +104,11 @@ class ShardedModule(Refusals):
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
+        Tensors that follow the model's arguments, for a loss outside of the model, are cut like its first input:
+
+            x, labels = model.shard(x, labels)
+            loss = cross_entropy(model(x), labels)
+
         A tensor that the axes do not divide, such as a last batch, comes back as a DTensor, whole on every rank. The
         gradient of a tensor that requires it is that of this rank's part, and of all of it where it is whole. Raises
         InputError for a call that does not fit, and, before anything was captured, with the recipe `context`.

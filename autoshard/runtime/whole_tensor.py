@@ -60,6 +60,8 @@ def replicated_tensor(tensor: torch.Tensor, place: Place) -> DTensor:
 def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     held, named = map_pytree(_held, (args, dict(kwargs)))
     result = func(*held, **named)
+    if isinstance(result, torch.Size):  # `map_pytree` would make it a tuple
+        return result
     if func in get_default_nowrap_functions() or not all(isinstance(one, WholeTensor) for one in _tensors((held, named))):
         return result
     return map_pytree(lambda one: WholeTensor.of(one) if type(one) is torch.Tensor else one, result)

@@ -313,7 +313,7 @@ def _outside(rank: int) -> list[float]:
     found = []
     for batch in (4, 3):
         x, y = torch.randn(batch, 6, dtype=torch.float64), torch.randint(5, (batch,))
-        (part,), (labels,) = model.shard(x), model.shard(y)
+        part, labels = model.shard(x, y)  # the model takes `x`
         output, expected = model(part), one(x)
         penalty, wanted = (sum((p.square().sum() for p in each.parameters()), start=torch.zeros(())) for each in (model, one))
         (torch.nn.functional.cross_entropy(output, labels) + penalty.full_tensor()).backward()
@@ -353,7 +353,7 @@ def _odd_sequence(rank: int) -> list[float]:
     shapes = torch.randn(2, 16, 8, dtype=torch.float64), torch.randint(5, (2, 16))
     model: Any = autoshard(one, mesh, shapes[:1], options=Options(recipe="context", compile="eager"))
     x, y = torch.randn(2, 13, 8, dtype=torch.float64), torch.randint(5, (2, 13))
-    (part,), (labels,) = model.shard(x), model.shard(y)
+    part, labels = model.shard(x, y)
     for output, wanted in ((model(part), labels), (one(x), y)):
         torch.nn.functional.cross_entropy(output.flatten(0, 1), wanted.flatten()).backward()
     pairs = zip(model.parameters(), one.parameters(), strict=True)
@@ -489,7 +489,8 @@ def test_a_batch_that_is_not_dim_0_is_explained() -> None:
         assert named == ""
         assert refused.endswith(
             "cannot be called like this: too many positional arguments; model.shard takes the arguments that the model takes: "
-            "model.shard(tokens, labels), model.shard(**batch)"
+            "model.shard(tokens, labels), model.shard(**batch). Tensors for a loss outside of the model go after all of these: "
+            "x, labels = model.shard(x, labels)"
         )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,11 @@ from torch import Tensor, nn
 
 from autoshard import CaptureError, InputError, Options
 from autoshard.runtime.call_errors import with_joined
-from autoshard.runtime.calls.global_batch import _is_clear
+from autoshard.runtime.calls.global_batch import _is_clear, _like_first
 from autoshard.runtime.calls.programs import FirstCall
 from autoshard.runtime.global_call import Splits
 from autoshard.runtime.program_planner import ProgramPlanner
+from passes.ir.layout import Layout, Shard
 from passes.ir.mesh import Mesh
 
 
@@ -24,6 +28,20 @@ def test_a_tensor_as_long_as_a_part_of_the_batch_is_not_taken_for_one() -> None:
     assert _is_clear("tokens", parts, tokens, splits)
     assert not _is_clear("mask", parts, mask, splits)  # it would be taken for a part of one of [8, 4]
     assert _is_clear("mask", {"tokens": tokens[:4], "mask": mask[:3]}, mask[:3], splits)
+
+
+def test_tensors_beyond_those_of_the_model_are_cut_like_its_first_input() -> None:
+    """On the leading dims that are as long: labels of a sample have no positions, and the weights of classes no samples."""
+    place: Any = SimpleNamespace(mesh=Mesh("dp=2,cp=2"), coordinate=(1, 0), device=torch.device("cpu"))
+    first, layout = torch.zeros(4, 8, 3), Layout((Shard(0), Shard(1)))
+    cut = partial(_like_first, first=first, part=first[2:, :4], layout=layout, place=place)
+    labels, classes = torch.arange(32).reshape(4, 8), torch.randn(5)
+    assert cut(labels).equal(labels[2:, :4]) and cut(labels[:, 0]).equal(labels[2:, 0])
+    assert cut(labels[:, :3]).equal(labels[2:, :3])
+    assert cut(classes) is classes and cut(2) == 2
+    part = cut(labels[:, 0])
+    with pytest.raises(InputError, match=r"input that is none of the model's is int64\[2\], this rank's part of int64\[4\]"):
+        _like_first(part, first[:2], first[1:2, :4], layout, place)
 
 
 @pytest.mark.parametrize("options", [Options(recipe={"dp": "fsdp", "cp": "context"}), Options()])

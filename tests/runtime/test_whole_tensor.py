@@ -44,6 +44,7 @@ def test_gradients_are_plain() -> None:
 def test_it_is_used_like_any_tensor() -> None:
     a = whole(3)
     assert a.tolist() == [float(one) for one in a] and a.numpy().shape == (3,) and a.shape == (3,)
+    assert type(a.shape) is type(a.size()) is torch.Size and a.shape.numel() == 3
     assert torch.nn.functional.cross_entropy(whole(3, 5), torch.tensor([0, 1, 2])).dim() == 0
     torch.testing.assert_close(a, a.plain())  # type: ignore[attr-defined]
     compiled = torch.compile(lambda t: t.sin() + 1, backend="eager")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,8 +17,9 @@ from autoshard.runtime.calls.programs import RuntimeState, bound_call
 from autoshard.runtime.global_call import Splits, batch_of, tensors_of
 from autoshard.runtime.parameters import Place
 from autoshard.runtime.whole_tensor import WholeTensor, replicated_tensor
+from passes._torch import flatten_pytree, map_pytree
 from passes.errors import InputError
-from passes.ir.layout import local_part
+from passes.ir.layout import Layout, R, Shard, local_part
 
 _PARTS = WeakIdKeyDictionary()  # this rank's part of a tensor -> the shape of the whole
 
@@ -29,13 +33,53 @@ def parts_of(
     long as a part of the batch, comes back as a DTensor. Before there is a plan, the axes of data-parallel recipes split
     the batch. Raises InputError for arguments that `forward` does not take, and for a recipe that splits inputs as only a
     plan says, and for a part that was cut before, as parts of it would be another batch.
+
+    Positional arguments beyond those of `forward`, such as labels for a loss outside of the model, are cut like its first input.
     """
-    advice = "; model.shard takes the arguments that the model takes: model.shard(tokens, labels), model.shard(**batch)"
+    advice = (
+        "; model.shard takes the arguments that the model takes: model.shard(tokens, labels), model.shard(**batch). Tensors for "
+        "a loss outside of the model go after all of these: x, labels = model.shard(x, labels)"
+    )
+    args, others = _apart(state.states.signature, args)
     call = bound_call(state, args, kwargs, advice)
-    given = tensors_of(call.leaves)
-    tensors = {path: one.plain() if isinstance(one, WholeTensor) else one for path, one in given.items()}
-    parts = _parts(tensors, state.planner.splits(), state.place)
-    return call.as_written(call.leaves | parts, args, kwargs)
+    tensors, splits = {path: _unmarked(one) for path, one in tensors_of(call.leaves).items()}, state.planner.splits()
+    parts = _parts(tensors, splits, state.place)
+    positional, named = call.as_written(call.leaves | parts, args, kwargs)
+    first = next((path for path, tensor in tensors.items() if tensor.dim() > 0), None)
+    if others and first is not None:
+        layout = splits.layout(first, tensors[first], batch_of(tensors))
+        cut = partial(_like_first, first=tensors[first], part=parts[first], layout=layout, place=state.place)
+        others = map_pytree(cut, others)
+    return (*positional, *others), named
+
+
+def _apart(signature: inspect.Signature, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the positional arguments that a function takes, and those beyond them if each of these has a tensor."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    taken = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    others = args[taken:]
+    have_tensors = all(any(isinstance(leaf, torch.Tensor) for _, leaf in flatten_pytree(other)[0]) for other in others)
+    if inspect.Parameter.VAR_POSITIONAL in kinds or not have_tensors:
+        return args, ()
+    return args[:taken], others
+
+
+def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.plain() if isinstance(tensor, WholeTensor) else tensor
+
+
+def _like_first(value: Any, first: torch.Tensor, part: torch.Tensor, layout: Layout, place: Place) -> Any:
+    """Cut a tensor that is no argument of the model as its first input is cut, on the leading dims that are as long."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    lengths = zip(value.shape, first.shape, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], lengths))
+    if alike and isinstance(part, DTensor):
+        return replicated_tensor(_unmarked(value), place)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Shard) and placement.dim >= alike:
+            layout = layout.with_on(axis, R)
+    return _cut("that is none of the model's", _unmarked(value), layout, place)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], splits: Splits, place: Place) -> dict[str, torch.Tensor]:
@@ -54,11 +98,15 @@ def _is_clear(path: str, parts: Mapping[str, torch.Tensor], tensor: torch.Tensor
 def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, place: Place) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor
-    part = local_part(tensor, splits.layout(path, tensor, batch), place.mesh, place.coordinate).to(place.device)
+    return _cut(repr(path), tensor, splits.layout(path, tensor, batch), place)
+
+
+def _cut(name: str, tensor: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
+    part = local_part(tensor, layout, place.mesh, place.coordinate).to(place.device)
     if part.shape != tensor.shape:
         if tensor in _PARTS:
             raise InputError(
-                f"input {path!r} is {format_tensor(tensor.shape, tensor.dtype)}, this rank's part of "
+                f"input {name} is {format_tensor(tensor.shape, tensor.dtype)}, this rank's part of "
                 f"{format_tensor(_PARTS[tensor], tensor.dtype)}, which model.shard(...) returned before; give it to the model as "
                 "it is, or give model.shard the whole batch"
             )
