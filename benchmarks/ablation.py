@@ -55,6 +55,8 @@ from passes.search.model import (
     variables,
 )
 from passes.search.model.axis_groups import single_axes
+from passes.search.model.transitions import Transitions
+from passes.search.prepared import Prepared
 from passes.search.solvers import mip, mip_columns
 from passes.search.solvers.transition_factors import TransitionFactor
 
@@ -141,6 +143,10 @@ def _best_in_chunks(task: SearchTask, standings: Any) -> str:
     return best
 
 
+def _from_the_start(self: Prepared, transitions: Transitions) -> Prepared:
+    return replace(self, corrected=transitions, searches={}, proven={})
+
+
 def _padded_only(problem: Problem, folded: Folded, effort: Effort, progress: Progress) -> Any:
     return candidates.search(SearchTask(problem, folded, effort), progress), problem, folded
 
@@ -199,6 +205,10 @@ HEURISTICS = {
         ((solver_candidate, "REPRICINGS", 0),),
         (solver_candidate._repriced, prepared.Prepared.corrected_by, transitions.Transitions.corrected, solution.strategies_of),
     ),
+    "corrected prices solved from where the last search ended": Heuristic(
+        ((prepared.Prepared, "_priced", _from_the_start),), (search_state.WarmStart,)
+    ),
+    "programs that grow too large left out": Heuristic(((tune_multipliers, "PROVABLE", 1 << 30),)),
     "runners-up simulated": Heuristic(
         ((solver_candidate, "RUNNERS_UP", 0),), (solver_candidate._runners_up, prepared.Prepared.runners_up)
     ),

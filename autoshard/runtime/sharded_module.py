@@ -104,7 +104,8 @@ class ShardedModule(Refusals):
             loss = model(*model.shard(tokens, labels))
             loss = model(**model.shard(**batch))
 
-        Tensors that follow the model's arguments, for a loss outside of the model, are cut like its first input:
+        Tensors that follow the model's arguments, for a loss outside of the model, are cut like its first input if they are as
+        long as the batch:
 
             x, labels = model.shard(x, labels)
             loss = cross_entropy(model(x), labels)

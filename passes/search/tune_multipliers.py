@@ -9,7 +9,7 @@ from passes.search.solvers.multipliers import Multipliers
 from passes.search.solvers.restriction import Restriction, cheapest
 
 ROUNDS = 16  # of tuning by the linear program of the strategies near the bound, at most
-ROUNDS_AGAIN = 2  # the same where a search of other prices went before, at most
+ROUNDS_AGAIN = 2  # the same from where a search of other prices ended, whose multipliers are near
 GAIN = 5e-4  # of the bound: a round that adds less to the last one is idle
 PATIENCE = 2  # idle rounds in a row end the tuning
 ROUGH = 1e-3  # of the bound: a sweep that adds less is the last while multipliers are still far off

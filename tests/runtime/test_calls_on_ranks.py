@@ -139,8 +139,8 @@ def _cut_twice(rank: int) -> str:
 
 def test_a_part_of_the_batch_is_not_cut_again() -> None:
     assert set(run_on_ranks(_cut_twice, 2)) == {
-        "input 'input' is float32[4, 3], this rank's part of float32[8, 3], which model.shard(...) returned before; give it to "
-        "the model as it is, or give model.shard the whole batch"
+        "input 'input' is float32[4, 3], this rank's part of float32[8, 3], which model.shard(...) returned before; use it as it "
+        "is, or give model.shard the whole batch"
     }
 
 

@@ -40,7 +40,7 @@ def test_tensors_beyond_those_of_the_model_are_cut_like_its_first_input() -> Non
     assert cut(labels[:, :3]).equal(labels[2:, :3])
     assert cut(classes) is classes and cut(2) == 2
     part = cut(labels[:, 0])
-    with pytest.raises(InputError, match=r"input that is none of the model's is int64\[2\], this rank's part of int64\[4\]"):
+    with pytest.raises(InputError, match=r"a tensor beyond the model's arguments is int64\[2\], this rank's part of int64\[4\]"):
         _like_first(part, first[:2], first[1:2, :4], layout, place)
 
 

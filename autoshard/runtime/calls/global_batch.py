@@ -69,7 +69,7 @@ def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like_first(value: Any, first: torch.Tensor, part: torch.Tensor, layout: Layout, place: Place) -> Any:
-    """Cut a tensor that is no argument of the model as its first input is cut, on the leading dims that are as long."""
+    """Cut a tensor that is no argument of the model as the model's first input is cut, on the leading dims that are as long."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     lengths = zip(value.shape, first.shape, strict=False)
@@ -79,7 +79,7 @@ def _like_first(value: Any, first: torch.Tensor, part: torch.Tensor, layout: Lay
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard) and placement.dim >= alike:
             layout = layout.with_on(axis, R)
-    return _cut("that is none of the model's", _unmarked(value), layout, place)
+    return _cut("a tensor beyond the model's arguments", _unmarked(value), layout, place)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], splits: Splits, place: Place) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def _is_clear(path: str, parts: Mapping[str, torch.Tensor], tensor: torch.Tensor
 def _part(path: str, tensor: torch.Tensor, batch: int | None, splits: Splits, place: Place) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor
-    return _cut(repr(path), tensor, splits.layout(path, tensor, batch), place)
+    return _cut(f"input {path!r}", tensor, splits.layout(path, tensor, batch), place)
 
 
 def _cut(name: str, tensor: torch.Tensor, layout: Layout, place: Place) -> torch.Tensor:
@@ -106,9 +106,9 @@ def _cut(name: str, tensor: torch.Tensor, layout: Layout, place: Place) -> torch
     if part.shape != tensor.shape:
         if tensor in _PARTS:
             raise InputError(
-                f"input {name} is {format_tensor(tensor.shape, tensor.dtype)}, this rank's part of "
-                f"{format_tensor(_PARTS[tensor], tensor.dtype)}, which model.shard(...) returned before; give it to the model as "
-                "it is, or give model.shard the whole batch"
+                f"{name} is {format_tensor(tensor.shape, tensor.dtype)}, this rank's part of "
+                f"{format_tensor(_PARTS[tensor], tensor.dtype)}, which model.shard(...) returned before; use it as it is, or "
+                "give model.shard the whole batch"
             )
         _PARTS[part] = tuple(tensor.shape)
     return part
