@@ -151,7 +151,7 @@ def _tracing(*, training: bool) -> Iterator[None]:
             yield
     except CaptureError:
         raise
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError, ModuleNotFoundError) as error:
         _log.info("torch cannot trace the model", exc_info=error)
         raise capture_error(error) from None
 

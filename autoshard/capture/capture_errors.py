@@ -152,6 +152,12 @@ _CAUSES = (
         "optimizer or after the step, and a buffer in place: self.buffer.copy_(...)",
         "Encountered a set_ on a graph input",
     ),
+    _Cause(
+        "^ModuleNotFoundError$",
+        "dynamo, torch's tracer, imports the module {0} to read the model's code, but Python cannot find it; if its file was loaded "
+        "with importlib, add the module first: sys.modules[{0}] = module",
+        r"No module named ('[^']*')",
+    ),
     _Cause(_CALLS, _PACKS, r"\bpack_padded_sequence\b"),
     _Cause(_CALLS, _DRAWS, r"\bRandom\.\w+"),
     _Cause(

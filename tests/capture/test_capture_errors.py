@@ -11,6 +11,7 @@ import re
 import threading
 import traceback
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -725,6 +726,17 @@ def test_a_sparse_tensor_that_the_model_holds_is_refused(kind: str) -> None:
 def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
     with pytest.raises(CaptureError, match=r"; here, set validate_args=False where the distribution is made\n"):
         capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
+
+
+def test_a_module_that_python_does_not_know_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "loaded_by_hand.py"
+    path.write_text("import torch\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        return torch.relu(x)\n")
+    spec = spec_from_file_location("loaded_by_hand", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(CaptureError, match=r"imports the module 'loaded_by_hand' to read .*: sys\.modules\['loaded_by_hand'\] ="):
+        capture(module.Net(4, 4), (torch.ones(2, 4),), training=True)
 
 
 def test_a_wrapped_model_is_given_without_its_wrapper() -> None:
