@@ -154,8 +154,8 @@ _CAUSES = (
     ),
     _Cause(
         "^ModuleNotFoundError$",
-        "dynamo, torch's tracer, imports the module {0} to read the model's code, but Python cannot find it; if its file was loaded "
-        "with importlib, add the module first: sys.modules[{0}] = module",
+        "dynamo, torch's tracer, imports the module {0} to read the model's code, but Python cannot find it; if its file was "
+        "loaded with importlib, add the module first: sys.modules[{0}] = module",
         r"No module named ('[^']*')",
     ),
     _Cause(_CALLS, _PACKS, r"\bpack_padded_sequence\b"),

@@ -167,10 +167,15 @@ class ShardedModule(Refusals):
         return partial(_save_pretrained, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """Return a sharded model with parameters and buffers of its own, on the same mesh; it shares compiled code."""
+        """Return a sharded model with parameters and buffers of its own, on the same mesh; it shares compiled code.
+
+        As in a copy of a plain model, parameters have no gradients: that of a DTensor is copied, that of a Parameter is not.
+        """
         state, kind = self._autoshard, type(self)
         with _as_users_class(self):
             copied = copy.deepcopy(self, memo)
+        for parameter in copied.parameters():
+            parameter.grad = None
         copied.__class__ = kind
         copied._autoshard = state.of_copy(self, copied)
         memo[id(self)] = copied

@@ -466,6 +466,14 @@ def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
     )
 
 
+def test_a_copy_has_no_gradients(one_rank: DeviceMesh) -> None:
+    model = autoshard(nn.Linear(3, 4), one_rank, options=EAGER)
+    model(torch.randn(2, 3)).sum().backward()
+    copied = copy.deepcopy(model)
+    assert model.weight.grad is not None
+    assert [parameter.grad for parameter in copied.parameters()] == [None, None]
+
+
 def test_a_recurrent_layer_of_the_input_is_its_products(one_rank: DeviceMesh) -> None:
     """Train an LSTM in float32 whose input needs no gradient, for which torch would take oneDNN's kernel."""
     model, x = nn.LSTM(3, 4, batch_first=True), torch.randn(2, 5, 3)
