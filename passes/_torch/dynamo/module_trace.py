@@ -22,6 +22,7 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from passes._torch.dynamo.clamping_branches import takes_branch
 from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
 from passes._torch.dynamo.outside_reads import outside_reads, readable_name
 from passes._torch.dynamo.side_effects import watch_side_effects
@@ -145,7 +146,12 @@ def _watch_messages() -> Iterator[list[LeftOut]]:
     def asserted(tx: Any, truth: Any, push: Any) -> bool:
         if _ASSERT(tx, truth, push):
             return True
-        if push or not _condition().is_tensor() or not _only_raises(tx):
+        if push or not (condition := _of_jump("value")).is_tensor():
+            return False
+        if takes_branch(tx, truth, _of_jump("inst"), condition.as_proxy().node):
+            tx.push(ConstantVariable.create(""))
+            return True
+        if not _only_raises(tx):
             return False
         found.append(LeftOut("raise", _stack()))
         tx.push(ConstantVariable.create(""))  # dynamo takes it for an assert, which capture erases, and goes on after it
@@ -172,13 +178,14 @@ def _watch_draws() -> Iterator[list[str]]:
         yield found
 
 
-def _condition() -> Any:
-    """Return the value that dynamo is deciding a jump by: it is no longer on the stack of the traced code."""
+def _of_jump(name: str) -> Any:
+    """Return a local of dynamo's function for jumps: the `value` that decides, which is no longer on the stack of the traced
+    code, or `inst`, the instruction."""
     frame = sys._getframe()
     while frame.f_code.co_filename != symbolic_convert.__file__:
         assert frame.f_back is not None
         frame = frame.f_back
-    return frame.f_locals["value"]
+    return frame.f_locals[name]
 
 
 def _only_raises(tx: Any) -> bool:
