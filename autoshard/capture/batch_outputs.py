@@ -17,6 +17,7 @@ from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.flat_call import FlatCall
 from autoshard.capture.resized_call import quiet
 from autoshard.capture.signature import Call, describe_output
+from passes._torch import as_traced
 from passes.ir.graph import InputRole, returned
 
 _log = logging.getLogger("autoshard.capture")
@@ -34,7 +35,7 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
         return {}
     larger = {path: _doubled(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves.items()}
     try:
-        with quiet(), mode:
+        with quiet(), as_traced(), mode:
             args, kwargs = call.with_leaves(larger)
             output = describe_output(fake.module(*args, **kwargs))
     except Exception as error:  # of the user's code, which may not take such a batch

@@ -27,7 +27,7 @@ from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.flat_call import FlatCall, unreturned
 from autoshard.capture.python_state import Functions, Held
 from autoshard.capture.signature import Call, InputSpec, NotReturned, Outputs, describe_output
-from passes._torch import CalledFunction, called_functions, name_of
+from passes._torch import CalledFunction, as_traced, called_functions, name_of
 from passes.ir.graph import Input, InputRole
 
 _log = logging.getLogger("autoshard.capture")
@@ -119,7 +119,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     """
     args, kwargs = call.with_leaves(dict(leaves))
     functions, own, outer = Functions(), Held.by(fake.module, (args, kwargs), Functions()), Held()
-    with quiet(), mode, functions.noted(outer), called_functions() as called:
+    with quiet(), as_traced(), mode, functions.noted(outer), called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := own.changed(but_flags=True):
         raise _Unlike(f"it changes {changed}")
@@ -128,7 +128,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     if not own.changed() and not outer.changed():
         return _Run(called, describe_output(output), functions.names)
     held = Held.by(fake.module, (args, kwargs), functions)
-    with quiet(), mode, called_functions() as called:
+    with quiet(), as_traced(), mode, called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := held.changed():
         raise _Unlike(f"it changes {changed}")

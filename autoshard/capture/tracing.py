@@ -25,7 +25,7 @@ from autoshard.capture.changes import Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, reach
 from autoshard.capture.object_contents import dict_of
-from passes._torch import SideEffect, TracedModule, rehearsed, trace_module
+from passes._torch import SideEffect, TracedModule, not_cached, rehearsed, trace_module
 from passes.base import Remark
 from passes.errors import CaptureError
 
@@ -66,7 +66,8 @@ def _directly(
     """Trace a call by running it, after dynamo failed with `error`."""
     _log.info("dynamo cannot trace the model", exc_info=error)
     try:
-        return TracedCall(trace_directly(model, args, kwargs, mode), remarks=(without_dynamo(error),))
+        with not_cached():
+            return TracedCall(trace_directly(model, args, kwargs, mode), remarks=(without_dynamo(error),))
     except Exception as direct:  # of the user's code, or of torch's
         _log.info("the model cannot be run without data", exc_info=direct)
         raise not_directly(error, direct) from None

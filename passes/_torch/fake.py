@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.compiler import _compile_session_context
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_CACHED = functools._lru_cache_wrapper
 
 
 def fake_mode() -> Any:
@@ -32,6 +36,30 @@ def quiet_fakes() -> Iterator[None]:
 
 
 @contextmanager
+def as_traced() -> Iterator[None]:
+    """Let code run on fake tensors as while it is traced: `is_compiling()` is true, and they are not kept."""
+    with not_cached(), _compile_session_context():
+        yield
+
+
+@contextmanager
+def not_cached() -> Iterator[None]:
+    """Clear each `functools.lru_cache` that holds a fake tensor after code was run, as later calls of the code would get it."""
+    try:
+        yield
+    finally:
+        for function in gc.get_referrers(_CACHED):
+            if type(function) is _CACHED and function.cache_info().currsize and any(map(_has_fakes, gc.get_referents(function))):
+                function.cache_clear()
+
+
+def _has_fakes(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_fakes, value.values()))
+    return any(map(_has_fakes, value)) if isinstance(value, tuple | list) else is_fake(value)
+
+
+@contextmanager
 def rehearsed(mode: FakeTensorMode) -> Iterator[None]:
     """Let code run on fake tensors as while it is traced: `is_compiling()` is true, and `item()` gives an unknown
     number.
@@ -39,7 +67,7 @@ def rehearsed(mode: FakeTensorMode) -> Iterator[None]:
     before = mode.shape_env, mode.allow_scalar_outputs
     mode.shape_env, mode.allow_scalar_outputs = ShapeEnv(), True
     try:
-        with mode, torch.no_grad(), _compile_session_context():
+        with as_traced(), mode, torch.no_grad():
             yield
     finally:
         mode.shape_env, mode.allow_scalar_outputs = before
