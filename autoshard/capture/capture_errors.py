@@ -259,6 +259,14 @@ def takes_lock(error: Exception) -> bool:
     return failure.kind == "Unsupported context manager" and "`lock`" in failure.detail
 
 
+def kept_under_lock_error(name: str) -> CaptureError:
+    """Return the CaptureError for a tensor that a model computes and keeps while it holds a lock."""
+    return CaptureError(
+        f"the model computes {name} in its first call, under a lock, and keeps it, but a graph is built on tensors without data; "
+        "compute it in __init__, and keep it in a buffer (register_buffer)"
+    )
+
+
 def marks_leaf(error: Exception) -> bool:
     """Return whether a trace failed at `requires_grad_()`."""
     return "requires_grad" in trace_failure(error).kind

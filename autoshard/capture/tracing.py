@@ -6,13 +6,18 @@ Python code that dynamo gives up on is run instead (`direct`), with a remark.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.capture.capture_errors import (
+    kept_under_lock_error,
     marks_leaf,
     may_run_directly,
     not_directly,
@@ -23,7 +28,7 @@ from autoshard.capture.capture_errors import (
 )
 from autoshard.capture.changes import Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
-from autoshard.capture.held_objects import Path, reach
+from autoshard.capture.held_objects import Path, held_objects, held_tensors, reach
 from autoshard.capture.object_contents import dict_of
 from passes._torch import SideEffect, TracedModule, not_cached, rehearsed, trace_module
 from passes.base import Remark
@@ -129,16 +134,43 @@ def _traced(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     marks_leaves, is_set_up = True, False
     while True:
         try:
-            return trace_module(call, args, kwargs, marks_leaves=marks_leaves)
+            with _without_locks(call):
+                return trace_module(call, args, kwargs, marks_leaves=marks_leaves)
         except RuntimeError as error:
             if takes_lock(error) and not is_set_up:
-                with rehearsed(mode):
-                    call(*args, **kwargs)
+                _set_up(call, args, kwargs, mode)
                 is_set_up = True
             elif marks_leaf(error) and marks_leaves:
                 marks_leaves = False
             else:
                 raise
+
+
+@contextmanager
+def _without_locks(model: nn.Module) -> Iterator[None]:
+    """Take the locks off each `functools.cached_property` of the classes that a model is made of: Python 3.11 has them, and
+    dynamo cannot take a lock."""
+    classes = {base for _, held in held_objects(model) for base in type(held).__mro__}
+    found = [one for base in classes for one in vars(base).values() if isinstance(one, cached_property) and hasattr(one, "lock")]
+    locks = [one.lock for one in found]
+    for one in found:
+        one.lock = nullcontext()
+    try:
+        yield
+    finally:
+        for one, lock in zip(found, locks, strict=True):
+            one.lock = lock
+
+
+def _set_up(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> None:
+    """Call a module once on tensors without data. Raises CaptureError if it keeps one of those that it computes, which a graph
+    would take for a constant."""
+    before = {id(tensor) for _, tensor in held_tensors(call)} | set(map(id, call.buffers()))
+    with rehearsed(mode):
+        call(*args, **kwargs)
+    for name, tensor in chain(held_tensors(call), call.named_buffers()):
+        if id(tensor) not in before:
+            raise kept_under_lock_error(name.removeprefix("autoshard_module."))
 
 
 class _Call(nn.Module):

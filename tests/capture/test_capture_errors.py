@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoshard.capture.capture import capture
 from passes.errors import CaptureError, InputError
 
+LOCK = threading.Lock()
 SEEN: list[int] = []
 ELSEWHERE = torch.ones(2)
 
@@ -726,6 +727,19 @@ def test_a_sparse_tensor_that_the_model_holds_is_refused(kind: str) -> None:
 def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
     with pytest.raises(CaptureError, match=r"; here, set validate_args=False where the distribution is made\n"):
         capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
+
+
+@pytest.mark.parametrize("keep", [setattr, nn.Module.register_buffer])
+def test_a_tensor_that_is_kept_under_a_lock_is_refused(keep: Any) -> None:
+    class Keeps(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "kept"):
+                with LOCK:
+                    keep(self, "kept", torch.ones(4))
+            return self.layer(x) * self.kept
+
+    with pytest.raises(CaptureError, match=r"computes kept in its first call, under a lock, .* \(register_buffer\)$"):
+        capture(Keeps(), (torch.ones(2, 4),), training=True)
 
 
 def test_a_module_that_python_does_not_know_is_named(tmp_path: Path) -> None:

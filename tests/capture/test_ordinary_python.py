@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
@@ -18,6 +19,7 @@ from torch.distributions import Categorical, Independent, Normal, kl, kl_diverge
 from torch.utils.checkpoint import checkpoint_sequential
 
 from autoshard import Mesh, Options, plan
+from autoshard import check as check_on_ranks
 from autoshard.capture.capture import capture
 from passes.errors import InputError
 from passes.ir.graph import region_of
@@ -134,6 +136,38 @@ def test_a_model_that_sets_itself_up_under_a_lock_is_called_once_before_the_trac
     captured = capture(model, (torch.ones(2, 4),), training=False)
     assert any("mul" in node.name for node in captured.graph_module.graph.nodes)
     assert not model.ready
+
+
+class Scale:
+    @functools.cached_property
+    def value(self) -> Tensor:
+        return torch.arange(4.0, dtype=torch.float64)
+
+
+class ComputesOnce(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        return torch.ones(4, 4, dtype=torch.float64).tril()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.mask * self.scale.value + self.mask.sum()
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_cached_property_is_computed(is_warm: bool) -> None:
+    """In Python 3.11 it takes a lock."""
+    model, x = ComputesOnce().double(), torch.randn(2, 4, dtype=torch.float64)
+    if is_warm:
+        model(x)
+    locks = [vars(one).get("lock") for one in (ComputesOnce.mask, vars(Scale)["value"])]
+    assert check_on_ranks(model, "dp=2", (x,), options=Options(recipe="fsdp"))
+    assert ("mask" in vars(model), "value" in vars(model.scale)) == (is_warm, is_warm)
+    assert [vars(one).get("lock") for one in (ComputesOnce.mask, vars(Scale)["value"])] == locks
+    assert type(model(x)) is Tensor
 
 
 class ChecksValues(Model):
