@@ -452,12 +452,16 @@ def read_and_changed_error(path: str, effect: SideEffect) -> CaptureError:
     )
 
 
+_OF_CLASS = r"^dict\(type\(L\['self'\]\.autoshard_module(.*?)\)(?:\.__mro__\[\d+\])?\.__dict__\)\['([^']*)'\]"
+
+
 def user_name(source: str) -> str:
-    """Return dynamo's name for the source of a value as the user writes it: `layers[0].weight`, `MASK`."""
+    """Return dynamo's name for the source of a value as the user writes it: `layers[0].weight`, `MASK`, `type(self).cache`."""
     name = re.sub(
         r"^L\['self'\]\._modules\['autoshard_module'\]\.?|^G\['__import_[^']*'\]\.|^G\['([^']*)'\]", r"\1", source
     )
     name = re.sub(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    name = re.sub(_OF_CLASS, r"type(self\1).\2", name)
     return name.removeprefix(".")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -72,7 +73,8 @@ def _directly(
     _log.info("dynamo cannot trace the model", exc_info=error)
     try:
         with not_cached():
-            return TracedCall(trace_directly(model, args, kwargs, mode), remarks=(without_dynamo(error),))
+            traced = copy_context().run(trace_directly, model, args, kwargs, mode)
+        return TracedCall(traced, remarks=(without_dynamo(error),))
     except Exception as direct:  # of the user's code, or of torch's
         _log.info("the model cannot be run without data", exc_info=direct)
         raise not_directly(error, direct) from None

@@ -454,6 +454,18 @@ class ChangesInputInTuple(Model):
         return self.layer(tensors[0])
 
 
+class ChangesItsClass(Model):
+    """the model changes type(self).masks while it runs, but a graph computes tensors and changes nothing else; return the value,
+    or keep it in a buffer that is updated in place <line>"""
+
+    masks: dict[int, Tensor] = {}  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        if 4 not in self.masks:
+            self.masks[4] = torch.ones(4)  # <line>
+        return self.layer(x) * self.masks[4]
+
+
 class ChangesParameter(Model):
     """the model changes its parameter layer.weight in the forward; change parameters outside of it, in the optimizer or
     after the step <line>"""

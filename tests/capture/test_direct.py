@@ -462,6 +462,13 @@ def test_a_run_that_may_not_be_the_model_is_refused(name: str) -> None:
     assert re.sub(r"\s+", " ", direct).startswith(reason), direct
 
 
+def test_a_variable_of_the_context_is_as_before() -> None:
+    held = contextvars.ContextVar[Tensor | None]("held", default=None)
+    with pytest.raises(CaptureError, match="it keeps a tensor that it computes outside of itself"):
+        capture(Does(lambda model, x: held.set(x * 2)), (torch.ones(3, 4),), training=True)
+    assert held.get() is None
+
+
 def test_tensors_that_the_call_changes_are_refused_when_it_is_differentiated() -> None:
     def changes(model: Any, x: Tensor) -> None:
         with torch.no_grad():

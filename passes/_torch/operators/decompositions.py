@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -65,7 +66,43 @@ def _places(rows: Tensor) -> Tensor:
     return (rows.flatten().cumsum(0) - 1).clamp(min=0).reshape(rows.shape)
 
 
+def _without_generator(op: OpOverload) -> Callable[..., Any]:
+    """Return the decomposition of an overload that takes a generator: `generator=None` is the same as none."""
+
+    def drawn(*args: Any, generator: torch.Generator | None, **kwargs: Any) -> Any:
+        return op(*args, **kwargs) if generator is None else NotImplemented
+
+    return drawn
+
+
+def draw_in_range(x: Tensor, low: int, high: int | None, *, generator: torch.Generator | None = None) -> Any:
+    """Draw as `x.random_(low, high)` does."""
+    if high is None or generator is not None:
+        return NotImplemented
+    return aten.randint.low(low, high, x.shape, dtype=x.dtype, device=x.device)
+
+
+def draw_below(x: Tensor, high: int, *, generator: torch.Generator | None = None) -> Any:
+    """Draw as `x.random_(high)` does."""
+    return draw_in_range(x, 0, high, generator=generator)
+
+
+_WITH_GENERATOR = {
+    aten.rand.generator: aten.rand.default,
+    aten.randn.generator: aten.randn.default,
+    aten.randint.generator: aten.randint.default,
+    aten.randint.low_generator: aten.randint.low,
+    aten.randperm.generator: aten.randperm.default,
+    aten.rand_like.generator: aten.rand_like.default,
+    aten.randn_like.generator: aten.randn_like.default,
+    aten.randint_like.generator: aten.randint_like.default,
+    aten.randint_like.low_generator_dtype: aten.randint_like.low_dtype,
+}
+
 DECOMPOSITIONS: dict[Any, Any] = {
+    **{op: _without_generator(other) for op, other in _WITH_GENERATOR.items()},
+    getattr(aten.random, "from"): draw_in_range,
+    aten.random.to: draw_below,
     aten.multinomial.default: draw_categories,
     aten.masked_scatter.default: masked_scatter,
     aten.masked_scatter_backward.default: masked_scatter_backward,
