@@ -35,13 +35,14 @@ def batch_outputs(flat: FlatCall, fake: FakeModule, call: Call, leaves: Mapping[
         return {}
     larger = {path: _doubled(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves.items()}
     try:
-        with quiet(), as_traced(), mode:
+        with quiet(), mode, as_traced():
             args, kwargs = call.with_leaves(larger)
             output = describe_output(fake.module(*args, **kwargs))
+            grown = {path for path, tensor in output.tensors if tensor.shape[:1] == (2 * batch,)}
+            del output
     except Exception as error:  # of the user's code, which may not take such a batch
         _log.debug("outputs are not known to grow with the batch: %s: %s", sorted(possible), error)
         return {path: None for path, reads in possible.items() if not reads}
-    grown = {path for path, tensor in output.tensors if tensor.shape[:1] == (2 * batch,)}
     return {path: path in grown for path in possible}
 
 

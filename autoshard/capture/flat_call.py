@@ -7,7 +7,8 @@ is a result of its own: each is cloned, so that autograd sees no output that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def flatten_call(
         node.replace_all_uses_with(new[key_of[id(tensor)]])
         graph.erase_node(node)
     nodes = {number: new[key] for number, key in key_of.items()}
-    signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes)
+    signature, new_values, left_out = _flatten_output(graph, traced_call, call, leaves, nodes, tensors.values())
     graph.set_codegen(CodeGen())
     remarks = (*traced_call.remarks, *(_unsaid(one) for one in traced.left_out), *map(unreturned, left_out))
     return FlatCall(GraphModule(traced.graph_module, graph), tensors, constants, signature, new_values, remarks)
@@ -165,7 +166,12 @@ def _free_name(name: str, taken: dict[Input, torch.Tensor]) -> str:
 
 
 def _flatten_output(
-    graph: Graph, traced: TracedCall, call: Call, leaves: dict[str, Any], placeholder_of: dict[int, Node]
+    graph: Graph,
+    traced: TracedCall,
+    call: Call,
+    leaves: dict[str, Any],
+    placeholder_of: dict[int, Node],
+    held: Iterable[torch.Tensor],
 ) -> tuple[Signature, NewValues, tuple[NotReturned, ...]]:
     output = graph.output_node()
     nodes: tuple[Node, ...] = tuple(output.args[0])  # type: ignore[arg-type]
@@ -197,8 +203,20 @@ def _flatten_output(
         tuple(path for path, _ in (*described.tensors, *new_tensors)),
         described.results,
         described.spec,
+        _views(returned[: len(described.tensors)], held),
     )
     return signature, new_values, described.left_out
+
+
+def _views(returned: Sequence[Node], held: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return the numbers of the values that share memory with another one, or with a tensor that the call is given."""
+    values = [node.meta.get("example_value") for node in returned]
+    memory = Counter(_memory(value) for value in (*values, *held))
+    return frozenset(n for n, value in enumerate(values) if isinstance(value, torch.Tensor) and memory[_memory(value)] > 1)
+
+
+def _memory(value: object) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
 
 
 def _new_values(

@@ -119,7 +119,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     """
     args, kwargs = call.with_leaves(dict(leaves))
     functions, own, outer = Functions(), Held.by(fake.module, (args, kwargs), Functions()), Held()
-    with quiet(), as_traced(), mode, functions.noted(outer), called_functions() as called:
+    with quiet(), mode, as_traced(), functions.noted(outer), called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := own.changed(but_flags=True):
         raise _Unlike(f"it changes {changed}")
@@ -128,7 +128,7 @@ def _run(fake: FakeModule, call: Call, leaves: Mapping[str, Any], mode: Any) -> 
     if not own.changed() and not outer.changed():
         return _Run(called, describe_output(output), functions.names)
     held = Held.by(fake.module, (args, kwargs), functions)
-    with quiet(), as_traced(), mode, called_functions() as called:
+    with quiet(), mode, as_traced(), called_functions() as called:
         output = fake.module(*args, **kwargs)
     if changed := held.changed():
         raise _Unlike(f"it changes {changed}")

@@ -160,7 +160,8 @@ class Signature:
 
     `inputs` are in the order of the INPUT placeholders, `outputs` are the paths of the OUTPUT results in order.
     `constants` are the non-tensor arguments, by path; `results` holds, for each leaf of the model's output, the number
-    of an OUTPUT or, if the leaf is not a tensor, its value.
+    of an OUTPUT or, if the leaf is not a tensor, its value. A tensor that is returned twice is one OUTPUT, under its first path.
+    `views` are the numbers of the OUTPUTs that share memory with another one, or with an input, in the model.
     """
 
     forward: inspect.Signature
@@ -169,6 +170,7 @@ class Signature:
     outputs: tuple[str, ...]
     results: tuple[tuple[int | None, Any], ...]
     out_spec: TreeSpec
+    views: frozenset[int] = frozenset()
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a call in the order of `inputs`; the caller has to check their shapes.
@@ -258,12 +260,15 @@ def describe_output(output: Any) -> Outputs:
     """
     pairs, spec = flatten_pytree(output)
     tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: dict[int, int] = {}  # of tensors, by id
     results: list[tuple[int | None, Any]] = []
     left_out: list[NotReturned] = []
     for path, leaf in pairs:
         if isinstance(leaf, torch.Tensor):
-            results.append((len(tensors), None))
-            tensors.append((path or "output", leaf))
+            number = numbers.setdefault(id(leaf), len(tensors))
+            results.append((number, None))
+            if number == len(tensors):
+                tensors.append((path or "output", leaf))
         elif is_constant(leaf):
             results.append((None, leaf))
         else:

@@ -31,7 +31,7 @@ from autoshard.capture.changes import Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, held_objects, held_tensors, reach
 from autoshard.capture.object_contents import dict_of
-from passes._torch import SideEffect, TracedModule, not_cached, rehearsed, trace_module
+from passes._torch import SideEffect, TracedModule, clear_caches, rehearsed, trace_module
 from passes.base import Remark
 from passes.errors import CaptureError
 
@@ -72,11 +72,11 @@ def _directly(
     """Trace a call by running it, after dynamo failed with `error`."""
     _log.info("dynamo cannot trace the model", exc_info=error)
     try:
-        with not_cached():
-            traced = copy_context().run(trace_directly, model, args, kwargs, mode)
+        traced = copy_context().run(trace_directly, model, args, kwargs, mode)
         return TracedCall(traced, remarks=(without_dynamo(error),))
     except Exception as direct:  # of the user's code, or of torch's
         _log.info("the model cannot be run without data", exc_info=direct)
+        clear_caches()
         raise not_directly(error, direct) from None
 
 

@@ -101,7 +101,7 @@ def bisect(
     wanted, training = mesh_of(mesh, options.hardware), torch.is_grad_enabled()
     request = PlanRequest(model, args, call.kwargs, wanted, options, training=training)
     planned = make_plan(request, observers=(keeper, whole))
-    explicit, call = whole.graph, call._replace(new_values=planned.captured.call.new_values)
+    explicit, call = whole.graph, call.returning(planned.captured)
     precision, ranks = precision_of(explicit), Ranks.of(call, planned)
     steps = []
     with filled():

@@ -201,7 +201,7 @@ def check(
 
 def comparison(explicit: GraphModule, planned: Planned, call: Call, options: Options) -> Check:
     """Check as `check` does, for a program that was planned; `explicit` is it with global shapes and collectives."""
-    call = call._replace(new_values=planned.captured.call.new_values)
+    call = call.returning(planned.captured)
     precision = precision_of(explicit)
     ranks, training, tolerance = Ranks.of(call, planned), torch.is_grad_enabled(), TOLERANCE[precision]
     watch = _Comparison(explicit, ranks, tolerance)

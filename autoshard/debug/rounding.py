@@ -166,4 +166,4 @@ def _nudged(call: Call, precision: torch.dtype, seed: int) -> Call:
     for tensor in (*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves)):
         if _has_digits(tensor):
             tensor.data = nudged(tensor.data, precision, generator)
-    return Call(model, args, kwargs, call.new_values)
+    return call._replace(model=model, args=args, kwargs=kwargs)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from autoshard.capture.capture import Captured
 from autoshard.capture.changes import NOTHING_NEW, NewValues
 from autoshard.capture.held_objects import copies_of_computed
 from autoshard.capture.signature import bind_call
@@ -49,6 +50,11 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     new_values: NewValues = NOTHING_NEW  # that the call stores in objects of the model
+    outputs: frozenset[str] | None = None  # paths of those that a program returns, each tensor once; None: all
+
+    def returning(self, captured: Captured) -> Call:
+        """Return the call with the outputs and new values of a program."""
+        return self._replace(new_values=captured.call.new_values, outputs=frozenset(captured.signature.outputs))
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,9 @@ def run_on_one_device(call: Call, *, training: bool = True, inside: AbstractCont
     model, args, kwargs = copy.deepcopy(call[:3], dict(copies_of_computed(call.model)))
     with inside or nullcontext():
         with torch.set_grad_enabled(training):
-            outputs = _tensors(model(*args, **kwargs)) | call.new_values.tensors(model)
+            found = _tensors(model(*args, **kwargs))
+        outputs = {path: value for path, value in found.items() if call.outputs is None or path in call.outputs}
+        outputs |= call.new_values.tensors(model)
         differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
         if training and differentiable:
             tangents = [tangent(name, value.shape, value.dtype) for name, value in differentiable.items()]

@@ -261,6 +261,25 @@ def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.T
     return tuple(distinct)
 
 
+def _read_again(signature: Signature, results: Results, inputs: Sequence[torch.Tensor]) -> list[str]:
+    """Return the names of the outputs and inputs that the backward reads."""
+    memory = {one.untyped_storage()._cdata for one in results.saved if isinstance(one, torch.Tensor)}
+    paths = ("the output" if path == "output" else f"output {path}" for path in signature.outputs)
+    given = (f"input {spec.path}" for spec in signature.inputs)
+    named = (*zip(paths, results.outputs, strict=True), *zip(given, inputs, strict=True))
+    return [name for name, tensor in named if tensor.untyped_storage()._cdata in memory]
+
+
+def _changed_since(names: Sequence[str], error: RuntimeError) -> Exception:
+    """Return the UserError for a tensor that was changed between a forward and its backward; another error as it is."""
+    if "modified by an inplace operation" not in str(error) or not names:
+        return error
+    return UserError(
+        f"{' or '.join(names)} was changed in place between a forward and its backward, which needs it as it was; make a new "
+        "tensor: y = y / 2, not y /= 2"
+    )
+
+
 def _plain(tangent: torch.Tensor) -> torch.Tensor:
     """Return a tangent as a plain tensor; it is a DTensor if a term of parameters was added to the loss."""
     return tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
@@ -297,11 +316,14 @@ class _Step(torch.autograd.Function):
             if name in execution.saved_parameters
         ]
         ctx.buffers = [one if isinstance(one, SavedBuffer) else None for one in results.saved]
+        ctx.read_again = _read_again(execution.local.signature, results, tensors[:count])
         ctx.save_for_backward(*(one for one in results.saved if isinstance(one, torch.Tensor)))
         ctx.set_materialize_grads(False)
         differentiable = set(execution.tangent_outputs)
         ctx.mark_non_differentiable(*(o for i, o in enumerate(results.outputs) if i not in differentiable))
-        return results.outputs
+        # Autograd refuses to change a view that a function returns: here, the change would not be seen in what it is a view of.
+        views = execution.local.signature.views & differentiable
+        return tuple(one.view_as(one) if number in views else one for number, one in enumerate(results.outputs))
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
@@ -317,7 +339,10 @@ class _Step(torch.autograd.Function):
                     f"parameter {name!r} was changed in place between a forward and its backward, which needs it as "
                     "it was; call backward before optimizer.step()"
                 )
-        tensors = iter(ctx.saved_tensors)
+        try:
+            tensors = iter(ctx.saved_tensors)
+        except RuntimeError as error:
+            raise _changed_since(ctx.read_again, error) from None
         saved = [next(tensors) if buffer is None else buffer for buffer in ctx.buffers]
         del tensors
         ctx.maybe_clear_saved_tensors()

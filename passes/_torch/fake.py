@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.compiler import _compile_session_context
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _CACHED = functools._lru_cache_wrapper
 
@@ -37,20 +39,34 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def as_traced() -> Iterator[None]:
-    """Let code run on fake tensors as while it is traced: `is_compiling()` is true, and they are not kept."""
-    with not_cached(), _compile_session_context():
-        yield
-
-
-@contextmanager
-def not_cached() -> Iterator[None]:
-    """Clear each `functools.lru_cache` that holds a fake tensor after code was run, as later calls of the code would get it."""
+    """Let code run in a fake mode as while it is traced: `is_compiling()` is true, and no cache keeps what it computes."""
+    computed = _Computed()
     try:
-        yield
+        with _compile_session_context(), computed:
+            yield
     finally:
-        for function in gc.get_referrers(_CACHED):
-            if type(function) is _CACHED and function.cache_info().currsize and any(map(_has_fakes, gc.get_referents(function))):
-                function.cache_clear()
+        if any(tensor() is not None for tensor in computed.tensors):
+            clear_caches()
+
+
+def clear_caches() -> None:
+    """Clear each `functools.lru_cache` that holds a fake tensor, which later calls would get; all objects are looked through."""
+    for function in gc.get_referrers(_CACHED):
+        if type(function) is _CACHED and function.cache_info().currsize and any(map(_has_fakes, gc.get_referents(function))):
+            function.cache_clear()
+
+
+class _Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remember all fake tensors that calls return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.tensors += (weakref.ref(one) for one in (found if isinstance(found, tuple | list) else [found]) if is_fake(one))
+        return found
 
 
 def _has_fakes(value: object) -> bool:
@@ -67,7 +83,7 @@ def rehearsed(mode: FakeTensorMode) -> Iterator[None]:
     before = mode.shape_env, mode.allow_scalar_outputs
     mode.shape_env, mode.allow_scalar_outputs = ShapeEnv(), True
     try:
-        with as_traced(), mode, torch.no_grad():
+        with mode, torch.no_grad(), as_traced():
             yield
     finally:
         mode.shape_env, mode.allow_scalar_outputs = before

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard import Options, autoshard
+from autoshard import Options, autoshard, check
 from autoshard.runtime.parameters import plain_copy
 from autoshard.runtime.sharded_module import ShardedModule
 from passes.errors import CaptureError, InputError, UserError
@@ -463,6 +463,55 @@ def test_a_module_that_cannot_be_copied(one_rank: DeviceMesh) -> None:
     assert str(error.value) == (
         "Linear cannot be copied: cannot pickle '_thread.lock' object; keep what cannot be copied (locks, files, process "
         "groups) out of the module's attributes"
+    )
+
+
+class Encoder(nn.Module):
+    """Returns what its backward reads, a tensor twice, and a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = F.normalize(self.layer(x), dim=-1)
+        g = self.layer(x)
+        return {"unit": h, "last": g, "all": (x, g), "first": g[:, :2]}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_tensor_that_is_returned_twice_is_one(one_rank: DeviceMesh, compiler: Any) -> None:
+    model, x = Encoder(), torch.randn(2, 3)
+    sharded: Any = autoshard(copy.deepcopy(model), one_rank, options=replace(EAGER, compile=compiler))
+    for one in (sharded, model):
+        output = one(x)
+        assert output["all"][1] is output["last"]
+        (output["all"][1] * 3 + output["last"]).square().sum().backward()
+    torch.testing.assert_close(sharded.layer.weight.grad.full_tensor(), model.layer.weight.grad)
+    assert check(model, "dp=2", (x,), options=Options(recipe="fsdp"))
+    with torch.no_grad():
+        output = sharded(x)
+    output["last"].zero_()
+    assert not output["all"][1].any()
+
+
+@pytest.mark.parametrize("name", ["last", "first"])
+def test_an_output_that_another_is_a_part_of_is_not_changed_in_place(one_rank: DeviceMesh, name: str) -> None:
+    sharded: Any = autoshard(Encoder(), one_rank, options=EAGER)
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        sharded(torch.randn(2, 3))[name].mul_(2)
+
+
+@pytest.mark.parametrize("changes", ["output", "input"])
+def test_what_the_backward_reads_is_not_changed_in_place(one_rank: DeviceMesh, changes: str) -> None:
+    sharded, x = autoshard(Encoder(), one_rank, options=EAGER), torch.randn(2, 3)
+    unit = sharded(x)["unit"]
+    (unit if changes == "output" else x).div_(2)
+    with pytest.raises(UserError) as error:
+        unit.exp().sum().backward()
+    assert str(error.value) == (
+        "output unit or input x was changed in place between a forward and its backward, which needs it as it was; make a new "
+        "tensor: y = y / 2, not y /= 2"
     )
 
 
