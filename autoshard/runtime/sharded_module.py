@@ -19,6 +19,7 @@ from autoshard.runtime.agreement import Given, compare, exchange, together
 from autoshard.runtime.calls.alone import allow_alone, refuse_alone
 from autoshard.runtime.calls.drawing import draw_whole
 from autoshard.runtime.calls.global_batch import parts_of
+from autoshard.runtime.calls.loaded_states import take_loaded_states
 from autoshard.runtime.calls.original_parameters import remember_originals
 from autoshard.runtime.calls.programs import (
     ONE_MODEL,
@@ -232,6 +233,7 @@ def shard_module(
     refuse_alone(sharded)
     draw_whole(sharded)
     remember_originals(module, sharded)
+    take_loaded_states()
     if planned is not None:
         described = format_planned(sharded, planned.signature, gradients=gradients)
         install(sharded, state, state.mode(sharded, gradients=gradients), planned, described, started=started)

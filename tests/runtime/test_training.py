@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def _steps(case: Case, model: Any, foreach: bool) -> dict[str, float]:
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
+        optimizer.load_state_dict(deepcopy(reference.state_dict()))  # plain tensors, of which each rank takes its part
     return worst | {"parameters": difference(values_of(model), values_of(case.model))}
 
 
