@@ -444,8 +444,14 @@ def _changing(outside: re.Match[str], effect: SideEffect, model: nn.Module) -> t
     return who, f"a {type(effect.changed).__name__}"
 
 
-def read_and_changed_error(path: str, effect: SideEffect) -> CaptureError:
+def read_and_changed_error(path: str, effect: SideEffect, *, is_list: bool) -> CaptureError:
     """Return the CaptureError for a number, or a list, that the model adds to and reads."""
+    if is_list:
+        return CaptureError(
+            f"the model changes the list {path} and computes with it, but a graph has one value for all calls; begin each call "
+            f"with a new list (self.{path} = [], not clear()), or keep the values in a buffer that is updated in place"
+            + format_place(user_frame(effect.stack))
+        )
     return CaptureError(
         f"the model changes {path} and computes with it, but a graph has one value for all calls; keep it in a buffer that is "
         "updated in place, or pass it as an argument" + format_place(user_frame(effect.stack))

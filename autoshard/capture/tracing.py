@@ -27,7 +27,7 @@ from autoshard.capture.capture_errors import (
     takes_lock,
     without_dynamo,
 )
-from autoshard.capture.changes import Change, Traced, changes_of, stand_in
+from autoshard.capture.changes import Appended, Change, Traced, changes_of, stand_in
 from autoshard.capture.direct import trace_directly
 from autoshard.capture.held_objects import Path, held_objects, held_tensors, reach
 from autoshard.capture.object_contents import dict_of
@@ -119,11 +119,13 @@ def _with_changes(
 
 def _changed_error(found: Traced, effects: tuple[SideEffect, ...], model: nn.Module) -> CaptureError:
     """Return the error for changes that cannot be traced: something is read that is added to, if there is such a thing."""
-    added = {name: path for change in found.changes for name, path in change.added_paths}
+    added = {name: (path, change) for change in found.changes for name, path in change.added_paths}
     for effect in effects:
         for name in (*effect.names, effect.source.rpartition(".")[2]):
             if name in added:
-                return read_and_changed_error(added[name], effect)
+                path, change = added[name]
+                is_list = isinstance(getattr(reach(model, change.path), name), Appended)
+                return read_and_changed_error(path, effect, is_list=is_list)
     return side_effect_error(effects[0], model)
 
 

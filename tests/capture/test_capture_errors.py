@@ -310,8 +310,8 @@ class Counts(Model):
 
 
 class Logs(Model):
-    """the model changes log and computes with it, but a graph has one value for all calls; keep it in a buffer that is
-    updated in place, or pass it as an argument <line>"""
+    """the model changes the list log and computes with it, but a graph has one value for all calls; begin each call with a new
+    list (self.log = [], not clear()), or keep the values in a buffer that is updated in place <line>"""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
