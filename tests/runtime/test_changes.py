@@ -7,6 +7,7 @@ sharded model that was called before and to the model that it was made from; out
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,8 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 Y = torch.linspace(1, -1, 12).reshape(3, 4)
 
 
-GAMMA = 1.0  # read by the model, as are the next two
+GAMMA = 1.0  # read by the model, as are the next two, and this one:
+os.environ["FACTOR"] = "1"
 
 
 def rescaling() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
@@ -88,7 +90,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         h: Any = checkpoint(self.block, x, use_reentrant=False) if self.gradient_checkpointing else self.block(x)
         h = self.norm(h + x if self.residual else h) + self.offset * self.constant
-        h = rescaled(self.head(h)) * GAMMA * self.alpha * self.config.scale * self.config.nested["power"] * times
+        h = rescaled(self.head(h)) * GAMMA * float(os.environ["FACTOR"])
+        h = h * self.alpha * self.config.scale * self.config.nested["power"] * times
         for factor in self.factors:
             h = h * factor
         return h if y is None else F.mse_loss(h, y)
@@ -328,8 +331,13 @@ def set_global(name: str, value: Any) -> Callable[[], None]:
     return lambda: globals().update({name: value})
 
 
+def set_variable(value: str) -> Callable[[], None]:
+    return lambda: os.environ.update(FACTOR=value)
+
+
 elsewhere("a global: `train.GAMMA = 0.5`", set_global("GAMMA", 0.5), set_global("GAMMA", 1.0))
 elsewhere("a global function: `train.rescaled = torch.sin`", set_global("rescaled", torch.sin), set_global("rescaled", rescaled))
+elsewhere("an environment variable: `os.environ['FACTOR'] = '2'`", set_variable("2"), set_variable("1"))
 elsewhere("a variable of an enclosing function", lambda: rescale(2.0), lambda: rescale(1.0))
 elsewhere("a class's attribute: `Block.slope = 2.0`", lambda: setattr(Block, "slope", 2.0), lambda: setattr(Block, "slope", 1.0))
 setting("a global that no code reads: `train.epoch = 3`", lambda model: globals().update(epoch=3))

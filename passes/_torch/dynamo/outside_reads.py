@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ _VALUES = {
     "TENSOR_MATCH",
     "TYPE_MATCH",
 }
+_ENVIRONMENT = (("environ", False), ("_data", False))  # where `os` holds the variables of the environment
 _Place = tuple[Any, tuple[tuple[Any, bool], ...], str]  # a root, steps from it, and the name of what is there
 
 
@@ -57,8 +59,10 @@ def outside_reads(
                 root, steps, name = _place(guard.originating_source, module, imports)
             except OUTSIDE_GONE:
                 continue  # not a place that has a path
-            read = OutsideRead(name, root, steps)
-            if root is not module and steps and _is_of_user(root) and read.value() is read.value():  # not computed at each read
+            is_variable = root is os and steps[:2] == _ENVIRONMENT and len(steps) == 3  # of the environment
+            read = OutsideRead(f"os.environ[{os.fsdecode(steps[2][0])!r}]" if is_variable else name, root, steps)
+            is_outside = root is not module and bool(steps) and (is_variable or _is_of_user(root))
+            if is_outside and read.value() is read.value():  # not computed at each read
                 found[id(root), steps] = read
     return tuple(found.values())
 
