@@ -259,6 +259,12 @@ def takes_lock(error: Exception) -> bool:
     return failure.kind == "Unsupported context manager" and "`lock`" in failure.detail
 
 
+def fails_error(error: Exception) -> CaptureError:
+    """Return the CaptureError for a model whose code raised `error` when it was called on tensors without data."""
+    place = format_place(user_frame("".join(traceback.format_tb(error.__traceback__))))
+    return CaptureError(f"{_FAILS}{type(error).__name__}: {error}{place}", for_arguments=True)
+
+
 def kept_under_lock_error(name: str) -> CaptureError:
     """Return the CaptureError for a tensor that a model computes and keeps while it holds a lock."""
     return CaptureError(

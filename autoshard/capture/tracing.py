@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture_errors import (
+    fails_error,
     kept_under_lock_error,
     marks_leaf,
     may_run_directly,
@@ -170,8 +171,11 @@ def _set_up(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     """Call a module once on tensors without data. Raises CaptureError if it keeps one of those that it computes, which a graph
     would take for a constant."""
     before = {id(tensor) for _, tensor in held_tensors(call)} | set(map(id, call.buffers()))
-    with rehearsed(mode):
-        call(*args, **kwargs)
+    try:
+        with rehearsed(mode):
+            call(*args, **kwargs)
+    except (AttributeError, LookupError) as error:  # of the user's code
+        raise fails_error(error) from None
     for name, tensor in chain(held_tensors(call), call.named_buffers()):
         if id(tensor) not in before:
             raise kept_under_lock_error(name.removeprefix("autoshard_module."))

@@ -741,6 +741,21 @@ def test_the_setting_of_a_distribution_that_avoids_its_check_is_named() -> None:
         capture(Correlated(4, 4), (torch.ones(2, 4),), training=True)
 
 
+def test_a_model_that_fails_in_its_first_call_under_a_lock_says_why() -> None:
+    class Fails(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            with LOCK:
+                return self.layer(x) * self.missing  # <line>
+
+    with pytest.raises(CaptureError) as error:
+        capture(Fails(), (torch.ones(2, 4),), training=True)
+    assert re.match(
+        r"the model fails for these arguments, .*: AttributeError: 'Fails' object has no attribute 'missing'\n"
+        r"  .*test_capture_errors.py:\d+: return self.layer\(x\) \* self.missing",
+        str(error.value),
+    )
+
+
 @pytest.mark.parametrize("keep", [setattr, nn.Module.register_buffer])
 def test_a_tensor_that_is_kept_under_a_lock_is_refused(keep: Any) -> None:
     class Keeps(Model):
