@@ -36,6 +36,12 @@ def with_methods(x: Tensor) -> Tensor:
     return x
 
 
+def in_place(x: Tensor) -> Tensor:
+    if not x.isfinite().all():
+        x.clamp_(max=torch.finfo(x.dtype).max)
+    return x
+
+
 def of_one_side(x: Tensor) -> Tensor:
     if x.isinf().any():
         y = x.clamp(max=torch.finfo(x.dtype).max)
@@ -58,7 +64,7 @@ def in_a_loop(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("value", [1.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("clamped", [as_encoders_of_transformers, with_methods, of_one_side, of_nan, in_a_loop])
+@pytest.mark.parametrize("clamped", [as_encoders_of_transformers, with_methods, in_place, of_one_side, of_nan, in_a_loop])
 def test_a_branch_that_clamps_what_is_not_finite_is_taken(clamped: Callable[[Tensor], Tensor], value: float) -> None:
     model, x = Model(clamped).double(), torch.randn(2, 4, dtype=torch.float64)
     captured = check(model, x)

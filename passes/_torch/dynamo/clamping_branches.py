@@ -20,7 +20,7 @@ _READS = frozenset({"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"})
 _OTHERS = frozenset(
     {
         *("LOAD_FAST", "LOAD_CONST", "STORE_FAST", "BINARY_OP", "UNARY_NEGATIVE"),
-        *("PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "CALL_KW", "CACHE", "NOP"),
+        *("PUSH_NULL", "KW_NAMES", "PRECALL", "CALL", "CALL_KW", "CACHE", "NOP", "POP_TOP"),
     }
 )
 _NAMES = frozenset({"torch", "finfo", "dtype", "max", "min", "clamp", "clamp_", "nan_to_num", "nan_to_num_"})
