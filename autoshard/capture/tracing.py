@@ -176,9 +176,10 @@ def _set_up(call: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             call(*args, **kwargs)
     except (AttributeError, LookupError) as error:  # of the user's code
         raise fails_error(error) from None
-    for name, tensor in chain(held_tensors(call), call.named_buffers()):
+    after = ((name.removeprefix("autoshard_module."), tensor) for name, tensor in chain(held_tensors(call), call.named_buffers()))
+    for name, tensor in after:
         if id(tensor) not in before:
-            raise kept_under_lock_error(name.removeprefix("autoshard_module."))
+            raise kept_under_lock_error(name)
 
 
 class _Call(nn.Module):

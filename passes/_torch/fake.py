@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.compiler import _compile_session_context
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes._torch.patches import replaced
+
+_NEW = FakeTensor.__new__
 _CACHED = functools._lru_cache_wrapper
 
 
@@ -40,12 +42,18 @@ def quiet_fakes() -> Iterator[None]:
 @contextmanager
 def as_traced() -> Iterator[None]:
     """Let code run in a fake mode as while it is traced: `is_compiling()` is true, and no cache keeps what it computes."""
-    computed = _Computed()
+    made: list[weakref.ref[FakeTensor]] = []
+
+    def noted(*args: Any, **kwargs: Any) -> FakeTensor:
+        new: FakeTensor = _NEW(*args, **kwargs)
+        made.append(weakref.ref(new))
+        return new
+
     try:
-        with _compile_session_context(), computed:
+        with _compile_session_context(), replaced(FakeTensor, "__new__", noted):
             yield
     finally:
-        if any(tensor() is not None for tensor in computed.tensors):
+        if any(tensor() is not None for tensor in made):
             clear_caches()
 
 
@@ -54,19 +62,6 @@ def clear_caches() -> None:
     for function in gc.get_referrers(_CACHED):
         if type(function) is _CACHED and function.cache_info().currsize and any(map(_has_fakes, gc.get_referents(function))):
             function.cache_clear()
-
-
-class _Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remember all fake tensors that calls return."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors: list[weakref.ref[Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.tensors += (weakref.ref(one) for one in (found if isinstance(found, tuple | list) else [found]) if is_fake(one))
-        return found
 
 
 def _has_fakes(value: object) -> bool:
