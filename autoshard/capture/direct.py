@@ -65,8 +65,9 @@ def trace_directly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         pairs, spec = flatten_pytree(call.copied(tensors).output())
-        _check_same(output.is_like([leaf for _, leaf in pairs], spec))
-        return tuple(leaf for _, leaf in pairs if isinstance(leaf, Tensor))
+        leaves = [leaf for _, leaf in pairs]
+        _check_same(output.is_like(leaves, spec))
+        return output.tensors_of(leaves)
 
     return one_call_graph(run, call.tensors, output.examples, lambda values: (output.rebuilt(values), None, []))
 
@@ -125,7 +126,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Output:
-    """The values that a call returns: its leaves, examples of tensors among them, and their structure."""
+    """The values that a call returns: its leaves, an example of each tensor among them, and their structure."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -134,16 +135,22 @@ class _Output:
     def of(result: Any, mode: Any) -> _Output:
         pairs, spec = flatten_pytree(result)
         with mode:
-            return _Output(tuple(_example(path, leaf) for path, leaf in pairs), spec)
+            examples = {id(leaf): _example(path, leaf) for path, leaf in reversed(pairs)}
+        return _Output(tuple(examples[id(leaf)] for _, leaf in pairs), spec)
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+        return self.tensors_of(self.leaves)
+
+    def tensors_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the tensors among the leaves of another run, each once where this one returned it twice."""
+        pairs = zip(self.leaves, leaves, strict=True)
+        return tuple({id(own): leaf for own, leaf in pairs if isinstance(own, Tensor)}.values())
 
     def rebuilt(self, values: Sequence[Any]) -> Any:
         """Return the output with other tensors."""
-        new = iter(values)
-        return unflatten_pytree([next(new) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
+        new = dict(zip(map(id, self.examples), values, strict=True))
+        return unflatten_pytree([new[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
     def is_like(self, leaves: Sequence[Any], spec: TreeSpec) -> bool:
         """Return whether another run returned the same, but for the values of tensors."""

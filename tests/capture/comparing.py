@@ -38,8 +38,8 @@ def compare(captured: Captured, module: nn.Module, args: Any, kwargs: Any, *, tr
     eager = copy.deepcopy(module)
     with torch.set_grad_enabled(training):
         expected = eager(*args, **kwargs)
-    leaves = (leaf for _, leaf in flatten_pytree(expected)[0] if isinstance(leaf, Tensor))
-    tensors = list({id(leaf): leaf for leaf in leaves}.values())  # one that is returned twice is one output
+    leaves = {path or "output": leaf for path, leaf in flatten_pytree(expected)[0]}
+    tensors = [leaves[path] for path in captured.signature.outputs]  # one that is returned twice is one output
     generator = torch.Generator().manual_seed(0)
     tangents = {
         path: torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)

@@ -196,6 +196,16 @@ def test_what_dynamo_gives_up_on_is_run(kind: type[Model]) -> None:
         check(kind().double(), torch.randn(3, 4, dtype=torch.float64), training=False)
 
 
+def test_a_tensor_that_is_returned_twice_is_one_output() -> None:
+    class Twice(Model):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = hidden(self.layer(x))
+            return [y, x, y]
+
+    captured = check(Twice().double(), torch.randn(3, 4, dtype=torch.float64))
+    assert captured.signature.outputs == ("0", "1")
+
+
 def test_arguments_are_those_of_each_call() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     check(Norms().double(), x, times=3, options={"a": torch.ones(2), "b": x})
