@@ -64,10 +64,11 @@ def clear_caches() -> None:
             function.cache_clear()
 
 
-def _has_fakes(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_fakes, value.values()))
-    return any(map(_has_fakes, value)) if isinstance(value, tuple | list) else is_fake(value)
+def _has_fakes(value: object, depth: int = 4) -> bool:
+    """Return whether a value is a fake tensor, or holds one in containers of so many levels."""
+    if isinstance(value, dict | tuple | list) and depth:
+        return any(_has_fakes(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
+    return is_fake(value)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ DECORATORS = [functools.lru_cache, functools.cache]
 
 
 def _masks(size: int) -> dict[str, Any]:
-    return {"causal": [torch.ones(size, size).tril()]}
+    found: dict[str, Any] = {"causal": [torch.ones(size, size).tril()]}
+    return found | {"itself": found}
 
 
 class Masked(nn.Module):
