@@ -2,7 +2,8 @@
 
 Dynamo gives a placeholder only to tensors that are used, in the order of use, and returns whatever the Python code
 needs to build the output. Here every parameter, buffer and argument has a placeholder, and every tensor of the output
-is a result of its own: each is cloned, so that autograd sees no output that is an input, a view or another output.
+is a result of its own, once where it is returned twice: each is cloned, so that autograd sees no output that is an input, or a
+view of one or of another output.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autoshard.capture.fake_module import FakeModule
 from autoshard.capture.origins import user_frame
 from autoshard.capture.signature import Call, InputSpec, NotReturned, Signature, describe_output, is_constant
 from autoshard.capture.tracing import TracedCall
-from passes._torch import LeftOut, flatten_pytree
+from passes._torch import LeftOut, flatten_pytree, memory_of
 from passes.base import Remark
 from passes.errors import CaptureError
 from passes.ir.graph import Input, InputRole, Origin
@@ -210,13 +211,9 @@ def _flatten_output(
 
 def _views(returned: Sequence[Node], held: Iterable[torch.Tensor]) -> frozenset[int]:
     """Return the numbers of the values that share memory with another one, or with a tensor that the call is given."""
-    values = [node.meta.get("example_value") for node in returned]
-    memory = Counter(_memory(value) for value in (*values, *held))
-    return frozenset(n for n, value in enumerate(values) if isinstance(value, torch.Tensor) and memory[_memory(value)] > 1)
-
-
-def _memory(value: object) -> int:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else 0
+    values = {number: node.meta["example_value"] for number, node in enumerate(returned) if "example_value" in node.meta}
+    memory = Counter(map(memory_of, (*values.values(), *held)))
+    return frozenset(number for number, value in values.items() if memory[memory_of(value)] > 1)
 
 
 def _new_values(

@@ -34,6 +34,7 @@ from passes._torch import (
     dtensor_spec,
     keeps_graph,
     local_of_dtensor,
+    memory_of,
     reentrant_checkpoint,
 )
 from passes.errors import CompilerError, UserError
@@ -263,11 +264,11 @@ def _distinct(outputs: Sequence[torch.Tensor], owned: set[int]) -> tuple[torch.T
 
 def _read_again(signature: Signature, results: Results, inputs: Sequence[torch.Tensor]) -> list[str]:
     """Return the names of the outputs and inputs that the backward reads."""
-    memory = {one.untyped_storage()._cdata for one in results.saved if isinstance(one, torch.Tensor)}
+    memory = {memory_of(one) for one in results.saved if isinstance(one, torch.Tensor)}
     paths = ("the output" if path == "output" else f"output {path}" for path in signature.outputs)
     given = (f"input {spec.path}" for spec in signature.inputs)
     named = (*zip(paths, results.outputs, strict=True), *zip(given, inputs, strict=True))
-    return [name for name, tensor in named if tensor.untyped_storage()._cdata in memory]
+    return [name for name, tensor in named if memory_of(tensor) in memory]
 
 
 def _changed_since(names: Sequence[str], error: RuntimeError) -> Exception:

@@ -116,5 +116,11 @@ def fake_view(
     return FakeTensor(mode, view, base.device)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of a tensor, fake or not, from that of others while both are there."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return memory_of(one) == memory_of(other)

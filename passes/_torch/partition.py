@@ -16,6 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from passes._torch.fake import memory_of
 from passes._torch.graphs import module_of, no_code
 from passes._torch.patches import replaced
 
@@ -83,7 +84,7 @@ def _is_functional(node: Node) -> bool:
 def _storage(node: Node) -> int | None:
     """Return the address of a value's memory, None if it has none; returned values stay separate tensors."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _key(value: Any, copies: Mapping[Node, Node]) -> Any:
