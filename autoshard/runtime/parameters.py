@@ -28,6 +28,7 @@ from passes._torch import (
     relay_dtensor,
     shard_of,
     teach_checkpoints,
+    write_to_parts,
 )
 from passes.errors import CaptureError, CompilerError, MeshError
 from passes.ir.layout import Layout, replicated
@@ -85,6 +86,7 @@ def distributed_copy(module: nn.Module, place: Place, layouts: Mapping[str, Layo
         ) from error
     teach_checkpoints(_boxes)
     refuse_wrong_views()
+    write_to_parts(part_like)
     for child in copied.modules():
         child.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
     return copied

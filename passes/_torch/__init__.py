@@ -26,6 +26,7 @@ try:
         trace_joint,
         trace_module,
         unchanged_since_now,
+        write_to_parts,
     )
     from passes._torch.direct_trace import WatchedOps, current_stack, one_call_graph, run_directly
     from passes._torch.dtensor import (
@@ -195,4 +196,5 @@ __all__ = [
     "without_fused_encoders",
     "without_saved_tensors_hooks",
     "without_torch_function",
+    "write_to_parts",
 ]

@@ -76,6 +76,11 @@ def refuse_wrong_views() -> None:
     _module("dtensor_hooks").refuse_wrong_views()
 
 
+def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let a change in place of a part of a DTensor, `weight[0].zero_()`, change the DTensor; `part_like` cuts a whole one."""
+    _module("dtensor_hooks").write_to_parts(part_like)
+
+
 def allow_in_compiled_code(subclass: type[torch.Tensor]) -> None:
     """Let compiled functions take tensors of `subclass`, which changes nothing below `__torch_function__`."""
     _module("dynamo.plain_subclasses").allow_in_compiled_code(subclass)

@@ -1,18 +1,21 @@
-"""Replace methods of DTensor for checkpoints, and check its rule for views, once a module is sharded."""
+"""Replace methods of DTensor for checkpoints, and correct what it does with views, once a module is sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._ops import _view_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from passes._torch.dtensor import Box
+from passes._torch.dtensor import Box, local_of_dtensor
+from passes._torch.fake import shares_memory
 from passes._torch.patches import once
 
 
@@ -102,3 +105,64 @@ def _flattened_into_others(rule: Iterable[Any], shape: Sequence[int]) -> Iterato
             dims = [part.input_dim for part in one.input_dims if isinstance(part, _view_ops.InputDim)]
             yield from [dim for dim in dims if shape[dim] > 1][1:]
         yield from _flattened_into_others(one.inputs(), shape)
+
+
+def write_to_parts(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    """Let a change in place of a part of a DTensor, `weight[0].zero_()`, change the DTensor.
+
+    A view that crosses ranks' parts is a gathered copy, and torch changes that alone, without an error. `part_like` cuts a whole
+    tensor as a DTensor is. All ranks make the change together, as they make the view.
+    """
+    once("DTensor's views that are copies", lambda: _write_through(part_like))
+
+
+def _write_through(part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    name = "_dispatch_fast_path_python_tail"
+    dispatched: Any = getattr(OpDispatcher, name)
+
+    def written(self: OpDispatcher, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *rest: Any) -> Any:
+        result = dispatched(self, op, args, kwargs, *rest)
+        for tensor in _changed(op, args, kwargs):
+            if _is_copied_view(tensor):
+                _write_back(tensor, part_like)
+        return result
+
+    setattr(OpDispatcher, name, written)
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten.fill_.Tensor, _fill)
+
+
+def _fill(op: Any, args: tuple[DTensor, torch.Tensor], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Fill with a tensor of one number, as `weight[0] = 0` does, for which DTensor has no rule."""
+    tensor, value = args
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.fill_(whole.item())
+
+
+def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tensors that an op writes to."""
+    for position, name in _written_arguments(op):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        yield from given if isinstance(given, (list, tuple)) else [given]
+
+
+@cache
+def _written_arguments(op: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+
+
+def _is_copied_view(tensor: Any) -> bool:
+    if not (isinstance(tensor, DTensor) and tensor._is_view()):
+        return False
+    base = tensor._base
+    return isinstance(base, DTensor) and not shares_memory(local_of_dtensor(tensor), local_of_dtensor(base))
+
+
+def _write_back(view: DTensor, part_like: Callable[[torch.Tensor, DTensor], DTensor]) -> None:
+    base: Any = view._base
+    with torch.no_grad():
+        whole = base.full_tensor().clone()
+        whole_view: torch.Tensor = view._view_func_unsafe(whole)  # the same view of another tensor
+        whole_view.copy_(view.full_tensor())
+        local_of_dtensor(base).copy_(local_of_dtensor(part_like(whole, base)))

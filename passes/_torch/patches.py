@@ -40,6 +40,8 @@ For the rest of the process, once (`once`):
 | the formulas that `kl_divergence` looks up in its first call | a call is traced | distributions | dynamo/substitutes.py |
 | `DTensor`'s three hooks for checkpoints | a sharded module is made | its DTensors of several boxes | dtensor_hooks.py |
 | DTensor's rule for views | a sharded module is made | views that torch gets wrong | dtensor_hooks.py |
+| `OpDispatcher._dispatch_fast_path_python_tail` | a sharded module is made | views that are copies | dtensor_hooks.py |
+| DTensor's handler of `fill_` | a sharded module is made | `weight[0] = 0`, which has none | dtensor_hooks.py |
 | `runtime_wrappers.HANDLED_TYPES` | a sharded module is made | compiled code of a `WholeTensor` | dynamo/plain_subclasses.py |
 
 Inductor's settings are set for each compilation (inductor/inductor_settings.py), never for the process.

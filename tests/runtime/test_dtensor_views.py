@@ -1,18 +1,23 @@
-"""Views of parameters and gradients, as some optimizers make them: refused where torch would mix up their elements."""
+"""Views of parameters and gradients: refused where torch would mix up their elements, and written to as on one device."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoshard.runtime.parameters import distributed_copy, place_of
+from autoshard.runtime.parameters import distributed_copy, distributed_parameter, place_of
+from passes.ir.layout import Layout, R
+from passes.ir.layout import Shard as Split
+from tests.spawn import run_on_ranks
 
 FOUR_RANKS = """
 import torch.distributed as dist
@@ -46,3 +51,60 @@ def _on_two_axes(mesh: DeviceMesh, shape: tuple[int, ...], dim: int) -> DTensor:
 
 def test_views_that_torch_gets_wrong_are_refused() -> None:
     subprocess.run([sys.executable, "-c", FOUR_RANKS], check=True)
+
+
+def _swap_rows(weight: torch.Tensor) -> None:
+    weight[1:3] = weight[3:5]
+
+
+def _set_row(weight: torch.Tensor) -> None:
+    weight[0] = 0
+
+
+def _add_to_row(weight: torch.Tensor) -> None:
+    weight[5] += 1
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "row": lambda weight: weight[0].zero_(),
+    "row set": _set_row,
+    "row added to": _add_to_row,
+    "rows swapped": _swap_rows,
+    "rows": lambda weight: weight[:5].mul_(0.5),
+    "columns": lambda weight: weight[:, 2:4].add_(1),
+    "data": lambda weight: weight.data[3].fill_(7),
+    "chunk": lambda weight: weight.chunk(2)[0].zero_(),
+    "parts": lambda weight: [part.mul_(i + 2) for i, part in enumerate(weight.split(3, 1))],
+    "view of a view": lambda weight: weight[2:6][1].zero_(),
+    "transposed": lambda weight: weight.t()[0].zero_(),
+    "diagonal": lambda weight: weight.diagonal().zero_(),
+    "whole": lambda weight: weight.mul_(3),
+    "out": lambda weight: torch.neg(weight[1], out=weight[6]),
+}
+
+
+def _wrong_changes(rank: int) -> list[str]:
+    """Return the changes in place after which a DTensor is not what a plain tensor is."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # each of two axes gathers
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    place, wrong = place_of(device_mesh), []
+    layouts = (Layout((Split(0), R)), 7), (Layout((Split(0), Split(1))), 7), (Layout((Split(0, outer=2), Split(0))), 8)
+    distributed_copy(nn.Linear(8, 8), place, None)  # once a module is sharded, DTensors are corrected
+    for layout, rows in layouts:
+        for name, change in CHANGES.items():
+            for is_leaf in (True, False):
+                whole = nn.Parameter(torch.arange(rows * 6.0).view(rows, 6), requires_grad=is_leaf)
+                parts = distributed_parameter(whole, place, layout)
+                with torch.no_grad():
+                    change(whole)
+                    change(parts)
+                if not torch.equal(parts.full_tensor(), whole):  # type: ignore[attr-defined]
+                    wrong.append(f"{name} of {layout}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_part_that_is_changed_in_place_changes_the_parameter() -> None:
+    """DTensor gathers rows of several ranks into a copy, and changed that alone: a zeroed row of an embedding stayed."""
+    assert run_on_ranks(_wrong_changes, 4) == [[]] * 4
