@@ -46,7 +46,7 @@ def step_time(found: ShardingPlan) -> float:
     return found.cost.step_time
 
 
-@pytest.mark.parametrize(("mesh", "batch"), [("dp=4,tp=2", 12), ("dp=3,tp=5", 16), ("dp=8", 5), ("dp=2,tp=4", 9)])
+@pytest.mark.parametrize(("mesh", "batch"), [("dp=4,tp=2", 12), ("dp=3,tp=5", 16), ("dp=8", 5)])
 def test_no_recipe_is_faster_for_a_batch_that_axes_do_not_divide(mesh: str, batch: int) -> None:
     found = planned(batch, mesh)
     assert found.search is not None and found.search.least is not None
