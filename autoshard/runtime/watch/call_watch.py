@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from autoshard.runtime.watch.beacon import Beacon, beacon_of
 from autoshard.runtime.watch.connection_errors import has_timed_out, is_connection_error, peer_error
+from autoshard.runtime.watch.failed_calls import partly_failed_error
+from autoshard.runtime.watch.rank_status import Status
 from passes._torch import during_timeout
 from passes.errors import DistributedError
 
@@ -57,6 +59,7 @@ class Watch:
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
             self._beacon, self._group = beacon_of(ranks, limit)
+            self._beacon.check_in_step(f"autoshard(...) of {model}", looks=True)
         self._ranks, self._model = ranks, model
         self._covered: list[dist.ProcessGroup] = []
         if self._beacon is not None:
@@ -78,6 +81,7 @@ class Watch:
         if self._beacon is None:
             yield
             return
+        self._beacon.check_in_step(call.text(self._model))
         outer = self._beacon.begin(call.text(self._model), self.limit)
         try:
             self._agree(call)
@@ -86,13 +90,13 @@ class Watch:
                 yield
         except RuntimeError as error:
             if not is_connection_error(error):
-                self._fail(error)
+                self._beacon.fail(error)
                 raise
             told = self.stopped(error)
-            self._fail(told)
+            self._beacon.fail(told)
             raise told from error
         except BaseException as error:
-            self._fail(error)
+            self._beacon.fail(error)
             raise
         self._beacon.end(outer)
 
@@ -112,25 +116,25 @@ class Watch:
         named = None if self._beacon is None else self._beacon.stopped(timed_out=has_timed_out(error))
         return named or peer_error(error)
 
-    def _fail(self, error: BaseException) -> None:
-        assert self._beacon is not None
-        cause = f"{type(error).__name__}: {error}"
-        self._beacon.note("failed", cause=cause, secondary=isinstance(error, DistributedError))
-
     def _agree(self, call: SharedCall) -> None:
-        assert self._group is not None
-        mine = _digest((self._model, call))
+        assert self._group is not None and self._beacon is not None
+        mine = _digest((self._model, call, self._beacon.failed is None))
         both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timedelta(seconds=self.limit)
-        _wait(self._group.allreduce([both], options))
+        _wait(self._group.allreduce([both], options), self._beacon)
         largest, smallest = both.tolist()
         if largest != ~smallest:
-            self._raise_disagreement(call)
+            self._raise_disagreement(call, self._beacon.failed)
+        self._beacon.failed = None
 
-    def _raise_disagreement(self, call: SharedCall) -> None:
-        calls: list[tuple[str, SharedCall]] = [("", call)] * len(self._ranks)
-        dist.all_gather_object(calls, (self._model, call), group=self._group)
+    def _raise_disagreement(self, call: SharedCall, failed: Status | None) -> None:
+        told: list[tuple[str, SharedCall, Status | None]] = [("", call, failed)] * len(self._ranks)
+        dist.all_gather_object(told, (self._model, call, failed), group=self._group)
+        failures = dict(zip(self._ranks, [failure for _, _, failure in told], strict=True))
+        if 0 < list(failures.values()).count(None) < len(failures):
+            raise partly_failed_error(failures)
+        calls = [(model, made) for model, made, _ in told]
         other = next(place for place, one in enumerate(calls) if one != calls[0])
         (model, first), (other_model, second) = calls[0], calls[other]
         texts = first.text(model), second.text(other_model)
@@ -147,7 +151,7 @@ def _digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: dist.Work, beacon: Beacon) -> None:
     while True:
         try:
             work.wait(INTERRUPTIBLE)
@@ -155,3 +159,4 @@ def _wait(work: dist.Work) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
+        beacon.check_peers()
