@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autoshard.runtime.watch.call_watch import SharedCall, Watch
 from autoshard.runtime.watch.connection_errors import is_connection_error
 from autoshard.runtime.watch.failed_calls import check_in_step, lost_error, partly_failed_error
 from autoshard.runtime.watch.rank_status import Status
+from passes._torch import group_timeout, new_group
 from tests.runtime.test_watch import TIMEOUT, error_of, idle, sharded
 from tests.spawn import run_on_ranks
 
@@ -88,11 +90,14 @@ def test_a_rank_does_not_go_on_after_a_call_that_failed_on_it_alone() -> None:
     ]
 
 
-def _loses_connection(rank: int) -> str:
-    watch = Watch("Net", (0, 1), limit=60.0)
+def _loses_connection(rank: int) -> tuple[str, list[float]]:
+    watch, group = Watch("Net", (0, 1), limit=60.0), new_group((0, 1), timeout=timedelta(seconds=90), backend="gloo")
+    timeouts = []
 
     def work() -> None:
         with watch.call(SharedCall("work 1")):
+            watch.cover(group)
+            timeouts.append(group_timeout(group).total_seconds())
             if rank == 0:
                 raise RuntimeError("Application timeout caused pair closure")
 
@@ -101,16 +106,18 @@ def _loses_connection(rank: int) -> str:
             pass
 
     told = error_of(work)
+    timeouts.append(group_timeout(group).total_seconds())
     if rank == 0:
         idle(2.5)
-        return told
-    return error_of(more_work)
+        return told, timeouts
+    return error_of(more_work), timeouts
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_rank_does_not_wait_for_one_without_connections() -> None:
-    first, second = run_on_ranks(_loses_connection, 2)
+def test_a_rank_does_not_wait_for_one_without_connections_and_new_groups_time_out_as_others() -> None:
+    (first, timeouts), (second, _) = run_on_ranks(_loses_connection, 2)
+    assert timeouts == [60.0, 90.0]
     assert first == (
         "DistributedError: rank 1 stopped while rank 0 was in work 1 of Net; rank 1: its last report was in work 2 of Net; since "
         "then it was killed or stopped, or it lost its network"

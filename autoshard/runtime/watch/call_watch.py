@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -62,15 +62,18 @@ class Watch:
             self._beacon.check_in_step(f"autoshard(...) of {model}", looks=True)
         self._ranks, self._model = ranks, model
         self._covered: list[dist.ProcessGroup] = []
+        self._timeouts: ExitStack | None = None  # that the present call sets
         if self._beacon is not None:
             self._beacon.models[model] += 1
             number = self._beacon.models[model]
             self._model = model if number == 1 else f"{model} (model {number})"
 
     def cover(self, group: dist.ProcessGroup) -> None:
-        """Let collectives of a group that are issued inside of calls time out as an agreement does."""
+        """Let collectives of a group that are issued inside of calls, also of the present one, time out as an agreement does."""
         if not any(group is one for one in self._covered):
             self._covered.append(group)
+            if self._timeouts is not None:
+                self._timeouts.enter_context(during_timeout([group], self.limit))
 
     @contextmanager
     def call(self, call: SharedCall) -> Iterator[None]:
@@ -86,7 +89,7 @@ class Watch:
         try:
             self._agree(call)
             self._beacon.note("inside")
-            with during_timeout(self._covered, self.limit):
+            with self._during_timeouts():
                 yield
         except RuntimeError as error:
             if not is_connection_error(error):
@@ -99,6 +102,16 @@ class Watch:
             self._beacon.fail(error)
             raise
         self._beacon.end(outer)
+
+    @contextmanager
+    def _during_timeouts(self) -> Iterator[None]:
+        before = self._timeouts
+        try:
+            with ExitStack() as self._timeouts:
+                self._timeouts.enter_context(during_timeout(self._covered, self.limit))
+                yield
+        finally:
+            self._timeouts = before
 
     def working(self, stage: str, work: Callable[[], T]) -> T:
         """Return `work()`, for which the other ranks wait as long as it takes."""
