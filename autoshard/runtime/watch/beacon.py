@@ -6,22 +6,19 @@ when they wait too long, or when a connection breaks.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from autoshard.runtime.watch.live_store import LiveStore
+from autoshard.runtime.watch.failed_calls import check_in_step, failed_status, lost_error, lost_ranks
 from autoshard.runtime.watch.rank_status import (
     Phase,
     Status,
@@ -31,6 +28,7 @@ from autoshard.runtime.watch.rank_status import (
     ranks_text,
     stopped_ranks,
 )
+from autoshard.runtime.watch.status_board import HOLDER, StatusBoard
 from autoshard.runtime.watch.user_line import user_line
 from passes._torch import new_group
 from passes.errors import DistributedError
@@ -41,7 +39,6 @@ BEAT_PER_RANK = 5e-4  # seconds more per rank, so that the store is asked some 2
 SILENT_BEATS = 10  # beats without a sign of life after which a process counts as stopped
 IDLE = 1.0  # seconds in one phase after which the user's line is told as well
 FIRST_WARNING = 30.0  # seconds of waiting before the first warning, or half of the timeout; each further one after twice as long
-HOLDER = 0  # the rank whose process holds the store of the process group, if no launcher does
 LOOK = 0.5  # seconds from one look at the others to the next, while this rank waits
 LOOK_PER_RANK = 0.01  # seconds more per rank: all ranks read the status of all, some 200 bytes each
 
@@ -55,6 +52,7 @@ class Beacon:
         self.models: Counter[str] = Counter()  # that were distributed on the mesh, by class
         self._board = StatusBoard(ranks, rank, generation)
         self._now, self._began = Status(0, "", "returned"), time.monotonic()
+        self.failed: Status | None = None  # how the last call failed on this rank; None after one that all ranks agreed on
         self._beat = BEAT + BEAT_PER_RANK * len(ranks)
         self._limit = 0.0  # seconds that the present phase may last; 0: no limit
         self._warned = 0.0
@@ -79,11 +77,30 @@ class Beacon:
         is_outer = before.phase == "inside"
         self._note(replace(before, number=self._now.number) if is_outer else replace(self._now, phase="returned"))
 
-    def note(self, phase: Phase, *, working: str = "", cause: str = "", secondary: bool = False) -> None:
-        """Note how far the present call is; a failure is told at once."""
-        self._note(replace(self._now, phase=phase, working=working, cause=cause, secondary=secondary))
-        if phase in ("failed", "left"):
-            self._tell()
+    def note(self, phase: Phase, *, working: str = "") -> None:
+        """Note how far the present call is."""
+        self._note(replace(self._now, phase=phase, working=working))
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the present call failed, and tell it at once."""
+        self.failed = failed_status(self.status, error)
+        self._note(self.failed)
+        self._tell()
+
+    def check_in_step(self, call: str, *, looks: bool = False) -> None:
+        """Raise DistributedError if this rank may not go on to a call: see `failed_calls.check_in_step`.
+
+        Without `looks`, the other ranks are read only after a failure.
+        """
+        if self._now.lost:
+            raise lost_error(call, self.rank, {self.rank: self.status})
+        if self.failed is not None or looks:
+            check_in_step(call, self.rank, self.failed, self._board, self._beat)
+
+    def check_peers(self) -> None:
+        """Raise DistributedError if a rank that this one waits for has lost its connections, as the thread has seen."""
+        if lost := lost_ranks(self._board.last_seen):
+            raise lost_error(self._now.call, self.rank, lost)
 
     def _note(self, status: Status) -> None:
         self._began = time.monotonic()
@@ -100,7 +117,7 @@ class Beacon:
         deadline, pause = time.monotonic() + limit, 0.001
         while absent := [rank for rank, status in self._board.read().items() if status is None]:
             if time.monotonic() > deadline:
-                raise DistributedError(self._waited(dict.fromkeys(absent, describe(None)), limit))
+                raise _late_error(self._now.call, self.rank, dict.fromkeys(absent, describe(None)), limit)
             time.sleep(pause)
             pause = min(2 * pause, self._beat)
         self.note("returned")
@@ -109,21 +126,16 @@ class Beacon:
     def stopped(self, *, timed_out: bool) -> DistributedError | None:
         """Return an error that says which rank stopped, or came too late, if that can be told.
 
-        Call it when a collective has failed; it takes a second or two.
+        Call it when a collective has failed; it takes a second or two. No call can run on the mesh after that.
         """
         mine = self.status
         found, late = _stopped_or_late(self._board, mine, self._beat, timed_out=timed_out)
+        self._now = replace(self._now, lost=True)
         if found:
             return DistributedError(
                 f"{ranks_text(found)} stopped while rank {self.rank} was in {mine.call}; {describe_ranks(found)}"
             )
-        return DistributedError(self._waited(late, mine.seconds)) if late else None
-
-    def _waited(self, late: Mapping[int, str], seconds: float) -> str:
-        return (
-            f"{self._now.call} on rank {self.rank} waited {format_seconds(seconds)} for {ranks_text(late)}; "
-            f"{describe_ranks(late)}; {ONE_ORDER}, or set the seconds that a rank may be late with Options(rank_timeout=...)"
-        )
+        return _late_error(mine.call, self.rank, late, mine.seconds) if late else None
 
     def _tell(self) -> None:
         told = replace(self.status, beat=int(time.monotonic() / self._beat))
@@ -179,34 +191,6 @@ class Beacon:
             self._tell()
 
 
-class StatusBoard:
-    """The statuses of the ranks of a mesh, in the store of the process group."""
-
-    def __init__(self, ranks: tuple[int, ...], rank: int, generation: int) -> None:
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
-        self.rank, self.others = rank, [other for other in ranks if other != rank]
-        self.is_held_here = rank == HOLDER and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._store = LiveStore(f"autoshard/{name}/{generation}")
-        self._last_seen: dict[int, Status | None] = {}
-
-    @property
-    def is_alive(self) -> bool:
-        """Return whether the store can be reached."""
-        return self._store.is_alive
-
-    def write(self, status: Status) -> None:
-        """Tell the status of this rank."""
-        self._store.write(str(self.rank), json.dumps(asdict(status)))
-
-    def read(self) -> Mapping[int, Status | None]:
-        """Return the last status of each other rank, or what was last seen of them if the store is gone."""
-        texts = self._store.read([str(rank) for rank in self.others])
-        if texts is not None:
-            found = zip(self.others, texts, strict=True)
-            self._last_seen = {rank: None if text is None else Status(**json.loads(text)) for rank, text in found}
-        return self._last_seen
-
-
 def _stopped_or_late(
     board: StatusBoard, mine: Status, beat: float, *, timed_out: bool
 ) -> tuple[dict[int, str], dict[int, str]]:
@@ -234,6 +218,13 @@ def _without_holder(peers: Mapping[int, Status | None]) -> dict[int, str]:
     """Describe the rank that held a store which is gone, if it is one of the peers."""
     holder = {HOLDER: "it has ended, and with it the store of the process group"}
     return holder if HOLDER in peers else {}
+
+
+def _late_error(call: str, rank: int, late: Mapping[int, str], seconds: float) -> DistributedError:
+    return DistributedError(
+        f"{call} on rank {rank} waited {format_seconds(seconds)} for {ranks_text(late)}; {describe_ranks(late)}; {ONE_ORDER}, "
+        "or set the seconds that a rank may be late with Options(rank_timeout=...)"
+    )
 
 
 def _any_waits(peers: Mapping[int, Status | None]) -> bool:

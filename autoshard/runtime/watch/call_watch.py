@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from autoshard.runtime.watch.beacon import Beacon, beacon_of
 from autoshard.runtime.watch.connection_errors import has_timed_out, is_connection_error, peer_error
+from autoshard.runtime.watch.failed_calls import partly_failed_error
+from autoshard.runtime.watch.rank_status import Status
 from passes._torch import during_timeout
 from passes.errors import DistributedError
 
@@ -57,17 +59,21 @@ class Watch:
         self._group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
             self._beacon, self._group = beacon_of(ranks, limit)
+            self._beacon.check_in_step(f"autoshard(...) of {model}", looks=True)
         self._ranks, self._model = ranks, model
         self._covered: list[dist.ProcessGroup] = []
+        self._timeouts: ExitStack | None = None  # that the present call sets
         if self._beacon is not None:
             self._beacon.models[model] += 1
             number = self._beacon.models[model]
             self._model = model if number == 1 else f"{model} (model {number})"
 
     def cover(self, group: dist.ProcessGroup) -> None:
-        """Let collectives of a group that are issued inside of calls time out as an agreement does."""
+        """Let collectives of a group that are issued inside of calls, also of the present one, time out as an agreement does."""
         if not any(group is one for one in self._covered):
             self._covered.append(group)
+            if self._timeouts is not None:
+                self._timeouts.enter_context(during_timeout([group], self.limit))
 
     @contextmanager
     def call(self, call: SharedCall) -> Iterator[None]:
@@ -78,23 +84,34 @@ class Watch:
         if self._beacon is None:
             yield
             return
+        self._beacon.check_in_step(call.text(self._model))
         outer = self._beacon.begin(call.text(self._model), self.limit)
         try:
             self._agree(call)
             self._beacon.note("inside")
-            with during_timeout(self._covered, self.limit):
+            with self._during_timeouts():
                 yield
         except RuntimeError as error:
             if not is_connection_error(error):
-                self._fail(error)
+                self._beacon.fail(error)
                 raise
             told = self.stopped(error)
-            self._fail(told)
+            self._beacon.fail(told)
             raise told from error
         except BaseException as error:
-            self._fail(error)
+            self._beacon.fail(error)
             raise
         self._beacon.end(outer)
+
+    @contextmanager
+    def _during_timeouts(self) -> Iterator[None]:
+        before = self._timeouts
+        try:
+            with ExitStack() as self._timeouts:
+                self._timeouts.enter_context(during_timeout(self._covered, self.limit))
+                yield
+        finally:
+            self._timeouts = before
 
     def working(self, stage: str, work: Callable[[], T]) -> T:
         """Return `work()`, for which the other ranks wait as long as it takes."""
@@ -112,25 +129,25 @@ class Watch:
         named = None if self._beacon is None else self._beacon.stopped(timed_out=has_timed_out(error))
         return named or peer_error(error)
 
-    def _fail(self, error: BaseException) -> None:
-        assert self._beacon is not None
-        cause = f"{type(error).__name__}: {error}"
-        self._beacon.note("failed", cause=cause, secondary=isinstance(error, DistributedError))
-
     def _agree(self, call: SharedCall) -> None:
-        assert self._group is not None
-        mine = _digest((self._model, call))
+        assert self._group is not None and self._beacon is not None
+        mine = _digest((self._model, call, self._beacon.failed is None))
         both = torch.tensor([mine, ~mine], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timedelta(seconds=self.limit)
-        _wait(self._group.allreduce([both], options))
+        _wait(self._group.allreduce([both], options), self._beacon)
         largest, smallest = both.tolist()
         if largest != ~smallest:
-            self._raise_disagreement(call)
+            self._raise_disagreement(call, self._beacon.failed)
+        self._beacon.failed = None
 
-    def _raise_disagreement(self, call: SharedCall) -> None:
-        calls: list[tuple[str, SharedCall]] = [("", call)] * len(self._ranks)
-        dist.all_gather_object(calls, (self._model, call), group=self._group)
+    def _raise_disagreement(self, call: SharedCall, failed: Status | None) -> None:
+        told: list[tuple[str, SharedCall, Status | None]] = [("", call, failed)] * len(self._ranks)
+        dist.all_gather_object(told, (self._model, call, failed), group=self._group)
+        failures = dict(zip(self._ranks, [failure for _, _, failure in told], strict=True))
+        if 0 < list(failures.values()).count(None) < len(failures):
+            raise partly_failed_error(failures)
+        calls = [(model, made) for model, made, _ in told]
         other = next(place for place, one in enumerate(calls) if one != calls[0])
         (model, first), (other_model, second) = calls[0], calls[other]
         texts = first.text(model), second.text(other_model)
@@ -147,7 +164,7 @@ def _digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: dist.Work, beacon: Beacon) -> None:
     while True:
         try:
             work.wait(INTERRUPTIBLE)
@@ -155,3 +172,4 @@ def _wait(work: dist.Work) -> None:
         except RuntimeError:
             if work.is_completed():
                 raise
+        beacon.check_peers()

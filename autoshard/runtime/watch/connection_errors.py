@@ -7,7 +7,7 @@ import torch.distributed as dist
 from passes.errors import DistributedError
 
 _TIMEOUT_WORDS = ("Timed out waiting", "Operation timed out", "Wait timeout", "Watchdog caught collective operation timeout")
-_CONNECTION_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/")
+_CONNECTION_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "caused pair closure")
 
 
 def peer_error(error: RuntimeError) -> DistributedError:

@@ -22,6 +22,7 @@ class Status:
     phase: Phase
     cause: str = ""  # of "failed" and "left"
     secondary: bool = False  # it failed because another rank did
+    lost: bool = False  # a collective failed because of another rank, and none can run after that
     during: bool = False  # it left before the call had returned
     working: str = ""  # work inside a call that others wait for, as in "planning"
     seconds: float = 0.0  # since the phase began, by the rank's own clock
