@@ -1,7 +1,7 @@
 """Keep a rank from going on alone after a call that failed on it, and all ranks after one of them lost its connections.
 
-A loop that skips a batch whose call raises goes on with the next one. That is well if the call failed on all ranks; if not,
-the others may wait for this rank inside of the call that it gave up.
+A loop that skips a batch whose call raises goes on with the next one. That works if the call failed on all ranks; if not,
+the others may wait for this rank inside the call that it gave up.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autoshard.runtime.watch.status_board import StatusBoard
 from passes.errors import DistributedError
 
 GRACE_BEATS = 11  # beats that others have to leave a call which failed here; more if it ran longer than that here
+ADVICE = "let an error that not all ranks raise end its process, or check the batch on all ranks before the call"
 
 
 def failed_status(status: Status, error: BaseException) -> Status:
@@ -27,7 +28,7 @@ def failed_status(status: Status, error: BaseException) -> Status:
 def check_in_step(call: str, rank: int, failed: Status | None, board: StatusBoard, beat: float) -> None:
     """Raise DistributedError if other ranks are still in the call that `failed` here, or if one has lost its connections.
 
-    A rank at which the call fails too, or returns, may be later than this one by as long as the call ran here.
+    A rank on which the call fails too, or returns, may be later than this one by as long as the call ran here.
     """
     began = time.monotonic()
     grace = max(GRACE_BEATS * beat, 0.0 if failed is None else failed.seconds)
@@ -81,6 +82,3 @@ def partly_failed_error(failures: Mapping[int, Status | None]) -> DistributedErr
         f"the ranks are no longer in step: a call failed on {ranks_text(failed)} and not on {ranks_text(others)}; "
         f"{describe_ranks(failed)}; {ADVICE}"
     )
-
-
-ADVICE = "let an error that not all ranks raise end its process, or check the batch on all ranks before the call"
