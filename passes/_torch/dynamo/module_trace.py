@@ -22,6 +22,7 @@ from torch._dynamo.variables.misc import IgnoredFunctionVariable, LoggingLoggerV
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from passes._torch.dynamo.absences import guard_absences
 from passes._torch.dynamo.clamping_branches import takes_branch
 from passes._torch.dynamo.numpy_numbers import READ_ATTRIBUTE, numpy_numbers
 from passes._torch.dynamo.outside_reads import outside_reads, readable_name
@@ -71,6 +72,7 @@ def trace_module(
         stack.enter_context(replaced(TensorVariable, "call_method", methods))
         stack.enter_context(replaced(TensorVariable, READ_ATTRIBUTE, _get_attribute))
         stack.enter_context(numpy_numbers())
+        stack.enter_context(guard_absences())
         traced: Any = dynamo_graph_capture_for_export(module)(*args, **kwargs)
         check_selections(traced.graph)
     given = (*args, *kwargs.values())
