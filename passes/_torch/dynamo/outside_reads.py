@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -113,6 +114,16 @@ def _is_setting(read: OutsideRead, value: Any, kind: str, *, is_asked: bool) -> 
     if value is None or type(value) in (bool, int, float, str, bytes):
         return is_of_python or not is_asked
     return is_of_python and kind in {"SEQUENCE_LENGTH", *_HAS_KEYS}
+
+
+def level_read(logger: logging.Logger, method: str, given: tuple[Any, ...]) -> OutsideRead:
+    """Return the call of a method that asks for the level of a logger."""
+    name = f"logging.getLogger({logger.name!r}).{method}({', '.join(map(repr, given))})"
+    return OutsideRead(name, logger, ((getattr, method), (_result, given)))
+
+
+def _result(method: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    return method(*given)
 
 
 def readable_name(source: Source, module: torch.nn.Module, imports: Mapping[str, str]) -> str:
