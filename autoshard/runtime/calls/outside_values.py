@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter, contains, is_, is_not, itemgetter
+from itertools import takewhile
+from operator import attrgetter, is_, is_not, itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -68,14 +69,22 @@ class OutsideValues:
 
 def _getter(read: OutsideRead) -> Callable[[], Any]:
     """Return a function that reads a value, and does little else."""
-    keys = [str(key) for step, key in read.steps if step is getattr]
-    space = getattr(read.root, "__dict__", {})
-    if len(keys) == len(read.steps):
-        is_held = len(keys) == 1 and keys[0] in space
-        return partial(itemgetter(keys[0]), space) if is_held else partial(attrgetter(".".join(keys)), read.root)
-    if keys == ["__dict__"] and [step for step, _ in read.steps] == [getattr, contains]:
-        return partial(contains, space, read.steps[1][1])
-    return read.value
+    keys = [str(key) for _, key in takewhile(lambda one: one[0] is getattr, read.steps)]
+    space, rest = getattr(read.root, "__dict__", {}), read.steps[len(keys) :]
+    if keys == ["__dict__"] and len(rest) == 1:
+        return partial(rest[0][0], space, rest[0][1])
+    if not keys:
+        return read.value
+    is_held = len(keys) == 1 and keys[0] in space
+    first = partial(itemgetter(keys[0]), space) if is_held else partial(attrgetter(".".join(keys)), read.root)
+    return partial(_followed, first, rest) if rest else first
+
+
+def _followed(first: Callable[[], Any], steps: Iterable[tuple[Callable[[Any, Any], Any], Any]]) -> Any:
+    found = first()
+    for step, key in steps:
+        found = step(found, key)
+    return found
 
 
 def _value(read: OutsideRead) -> Any:
