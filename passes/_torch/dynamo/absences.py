@@ -96,4 +96,8 @@ def _guard(owner: Any, name: str) -> None:
 
 
 def _guard_source(source: Any, name: str) -> None:
-    install_guard(source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+    try:
+        guard = source.make_guard(partial(GuardBuilder.HASATTR, attr=name))
+    except NotImplementedError:
+        return  # a constant, or a value that is made while it is traced
+    install_guard(guard)
